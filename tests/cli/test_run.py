@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from precast.cli.run.target import Target
+from precast.cli.run.terminal_summary import said
+
 OLD = '<!doctype html>\n<meta name="generator" content="precast">the old one'
 RUN = [str(Path(sys.executable).with_name("precast")), "run"]
 
@@ -495,9 +498,21 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
     ("arguments", "message"),
     [
         (("none.py",), "there is no script 'none.py'"),
-        ((), "Name a script"),
-        (("--steps", "5:2", "program.py"), "'5:2' are no steps"),
-        (("--steps", "five", "program.py"), "'five' are no steps"),
+        ((), "expected a script"),
+        (("--steps", "5:2", "program.py"), "expected A:B with A < B, as in 2:5, got '5:2'"),
+        (("--steps", "five", "program.py"), "expected A:B with A < B, as in 2:5, got 'five'"),
+        (("prorgam.py",), "did you mean program.py?"),
+        (("program",), "did you mean program.py?"),
+        (("folder/none.py",), "there is no script 'folder/none.py' in "),
+        (("package.train", "--lr", "1"), "write `precast run -m package.train --lr 1`"),
+        (("-m", "program.py", "a"), "a file; write `precast run program.py a`"),
+        (("python", "program.py", "a b"), "write `precast run program.py 'a b'`"),
+        (("python3.12", "-m", "package"), "write `precast run -m package`"),
+        (("python", "-u", "program.py"), "write `python -u -m precast run program.py`"),
+        (("torchrun", "program.py"), "`torchrun ... -m precast run SCRIPT`"),
+        (("--policy", "defualt", "program.py"), "did you mean default?"),
+        (("--policy", "bf16", "program.py"), "that is a dtype"),
+        (("--policy", "mine.tml", "program.py"), "did you mean mine.toml?"),
         (("--report", "x", "--json", "x", "program.py"), "give each its own name"),
         (("--report", "program.py/x.html", "program.py"), "Nothing was run"),
         (("--json", "folder", "program.py"), "it is a folder"),
@@ -508,6 +523,7 @@ def test_what_cannot_be_done_is_said_before_anything_runs(
 ) -> None:
     write(tmp_path, "print('it ran')")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "mine.toml").touch()
     done = ended(start([*RUN, *arguments], tmp_path), tmp_path)
     assert done.code == 2
     assert done.stdout == ""
@@ -522,6 +538,66 @@ def test_summary_names_the_slower_engine_and_the_remedy(tmp_path: Path) -> None:
     text = " ".join(line.removeprefix("precast: ").strip() for line in slower.ours)
     assert "slower reference engine, as PRECAST_ENGINE is 'reference'" in text
     assert "unset PRECAST_ENGINE" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("program.py", "--lr", "1"), "write `precast run program.py --lr 1`"),
+        (("python", "program.py"), "write `precast run program.py`"),
+        (("rnu", "program.py"), "did you mean run"),
+        (("xyzzy",), "no command 'xyzzy'"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_likely_one(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    write(tmp_path, "print('it ran')")
+    done = ended(start([RUN[0], *arguments], tmp_path), tmp_path)
+    assert (done.code, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "command"),
+    [
+        (("--lr", "1", "--health"), 0, "precast run --health program.py --lr 1"),
+        (("--steps", "3:5"), 0, "precast run --steps 3:5 program.py"),
+        (("--policy=lean", "x"), 0, "precast run --policy=lean program.py x"),
+        (("--json", "a.json"), 0, "precast run --json a.json program.py"),
+        (("--steps", "100"), 2, "precast run --steps 100 program.py"),
+        (("--steps", "100"), 0, None),
+        (("--policy", "greedy"), 0, None),
+        (("--lr", "1"), 2, None),
+    ],
+)
+def test_an_option_of_ours_after_the_script_is_the_scripts_and_gets_a_hint(
+    arguments: tuple[str, ...], code: int, command: str | None
+) -> None:
+    hint = Target("program.py", False, arguments).misplaced_option(is_rejected=code == 2)
+    assert (hint is None) == (command is None)
+    if command is not None and hint is not None:
+        assert "so the script received it" in hint
+        assert hint.endswith(f"write: {command}")
+
+
+def test_the_hint_is_in_the_summary(tmp_path: Path) -> None:
+    write(tmp_path, "import sys; print(sys.argv[1:])")
+    plain, run = both(tmp_path, "program.py", "--health")
+    assert_alike(plain, run)
+    text = " ".join(" ".join(run.ours).split())
+    assert "write: precast run --health program.py" in text
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200, 500])
+def test_the_summary_is_as_wide_as_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = said("some words " * 50, "/a/long/path" * 9).splitlines()
+    width = min(max(columns, 40), 200)
+    assert width - 10 < max(len(line) for line in lines if "words" in line) < width
+    assert "precast: " + "/a/long/path" * 9 in lines or "/a/long/path" * 9 in lines[-1]
 
 
 def test_without_the_extra_there_are_data_and_no_page(tmp_path: Path) -> None:

@@ -113,6 +113,51 @@ def test_inference_has_steps_and_health_is_watched_where_asked_for(tmp_path: Pat
     assert all(step["loss"] is None for step in run.document["steps"])
 
 
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (
+            "5:9",
+            "No operation was traced: --steps 5:9 begins after the last of 1 step; --steps 0:1",
+        ),
+        ("0:1", None),
+    ],
+)
+def test_the_summary_says_where_no_step_was_traced(
+    tmp_path: Path, asked: str, sentence: str | None
+) -> None:
+    write(
+        tmp_path,
+        """
+        import torch
+        with torch.no_grad(), torch.autocast("cpu"):
+            torch.nn.Linear(4, 1)(torch.randn(3, 4))
+        """,
+    )
+    run = ended(start([*RUN, "--steps", asked, "program.py"], tmp_path), tmp_path)
+    text = " ".join(" ".join(run.ours).split())
+    assert ("No operation was traced" in text) == (sentence is not None)
+    assert (sentence or "") in text
+
+
+def test_a_program_that_fails_in_its_first_step_is_not_said_to_have_called_no_module(
+    tmp_path: Path,
+) -> None:
+    write(
+        tmp_path,
+        """
+        import torch
+        torch.nn.Linear(4, 1)(torch.randn(3, 4)).sum().backward()
+        raise ValueError("no")
+        """,
+    )
+    plain, run = both(tmp_path, "program.py")
+    assert_alike(plain, run)
+    text = " ".join(run.ours)
+    assert "No training step finished, so no operation was traced." in text
+    assert "no module" not in text
+
+
 def test_an_overflow_is_in_the_document_with_its_first_module(tmp_path: Path) -> None:
     write(
         tmp_path,

@@ -1,4 +1,4 @@
-"""Every piece of advice that traces, reports, scalers and notes on errors give: when it is given, and its words.
+"""Every piece of advice that traces, reports, runs, scalers and notes on errors give: when it is given, and its words.
 
 Invariant: for each there is a test with the mark `trial(name)`, which follows it on a program that has the fault and
 checks the result (`tests/project/test_cures.py`). Advice that no trial supports is not given.
@@ -246,6 +246,28 @@ OPEN_A_REGION: Final = Cure(
     "report: open a region",
     "all operations ran in float32, and no rule was carried out",
     'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, and run backward outside.',
+)
+
+# --- what a run sees in the order of a training step ---
+
+UNSCALE_BEFORE_CLIPPING: Final = Cure(
+    "run: unscale before clipping",
+    "gradients are clipped after the backward pass of a scaled loss and before `unscale_`, and the limit is less than "
+    "a twentieth of the scale",
+    "Call `scaler.unscale_(optimizer)` once after the last backward and before clipping. Without it, a limit of "
+    "{limit} acts as {acts_as}, and changes with the scale.",
+)
+BACKWARD_OUTSIDE: Final = Cure(
+    "run: backward outside the region",
+    "a backward pass begins where autocast is on for the device of the loss",
+    "End the region before `backward()`. Inside it, autocast also casts operations of the backward pass: gradients of "
+    "what forward computed in float32 on purpose may be computed in 16 bits.",
+)
+DEFAULT_POLICY: Final = Cure(
+    "run: the default policy",
+    "an error about dtypes ended the program in a region of PyTorch's, and the operation runs under the policy "
+    "`default` when it is tried again on copies of its tensors",
+    "the operation that failed runs with --policy default: it was tried on the same arguments",
 )
 
 # --- findings of a trace ---

@@ -27,6 +27,7 @@ __all__ = [
     "NonfiniteOrigin",
     "OperationNote",
     "ScalerDiagnosis",
+    "ScalerListener",
     "StepEvent",
     "StepNumbers",
     "Witness",
@@ -34,6 +35,7 @@ __all__ = [
     "emit",
     "observe",
     "observed",
+    "scaler_listeners",
     "step_trackers",
     "witnesses",
 ]
@@ -197,6 +199,23 @@ class Witness(Protocol):
 
 witnesses: Final[list[Witness]] = []
 """All monitors that watch now."""
+
+
+class ScalerListener(Protocol):
+    """An observer of the calls of gradient scalers, in all threads. Its methods raise nothing."""
+
+    def scaled(self, scaler: Any) -> None:
+        """A loss was multiplied by the scale."""
+
+    def unscales(self, scaler: Any, optimizer: Optimizer) -> None:
+        """The gradients of an optimizer are about to be divided by the scale, or to be used by its step."""
+
+    def updated(self, scaler: Any) -> None:
+        """An iteration of the scaler has ended."""
+
+
+scaler_listeners: Final[list[ScalerListener]] = []
+"""The listeners that are told now."""
 
 
 class StepNumbers(Protocol):

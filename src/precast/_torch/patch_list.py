@@ -107,9 +107,10 @@ PATCHES: Final = (
     Patch(
         "torch:autocast",
         ("__enter__", "__exit__"),
-        "TorchScript's optimiser knows only PyTorch's policy, so it is off in PyTorch's regions under another one.",
-        "precast.install() of a policy unlike PyTorch's",
-        _INSTALLED[1],
+        "TorchScript's optimiser knows only PyTorch's policy, so it is off in PyTorch's regions under another one. A "
+        "report names the policy under which an operation of a region would not have failed.",
+        "precast.install() of a policy unlike PyTorch's; precast run with PyTorch's",
+        f"{_INSTALLED[1]}, or when the program does",
     ),
     *(
         Patch(
@@ -164,10 +165,20 @@ PATCHES: Final = (
     ),
     Patch(
         "torch.amp:GradScaler",
-        ("scale", "step", "update"),
+        ("scale", "step", "unscale_", "update"),
         "A report tells which steps PyTorch's own scaler skipped; it has no hooks.",
         "precast run",
         "when the program ends, or its report is complete",
+    ),
+    *(
+        Patch(
+            owner,
+            ("clip_grad_norm_", "clip_grad_value_"),
+            "A report names the line that clips gradients which are still scaled; no hook tells of clipping.",
+            "precast run",
+            "when the program ends, or its report is complete",
+        )
+        for owner in ("torch.nn.utils", "torch.nn.utils.clip_grad")
     ),
     Patch(
         "torch.optim.swa_utils:AveragedModel",

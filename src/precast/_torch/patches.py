@@ -15,6 +15,7 @@ import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Final, Protocol
@@ -38,8 +39,10 @@ __all__ = [
     "on_cleared_cache",
     "on_collectives",
     "on_fake_operation",
+    "on_gradient_clipping",
     "on_graph_region",
     "on_module_call",
+    "on_region_error",
     "on_regions",
     "on_scaler_call",
     "replace_names",
@@ -300,6 +303,22 @@ def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Sto
     return replace_names("torch:autocast", __enter__=enter, __exit__=leave)
 
 
+def on_region_error(tell: Callable[[BaseException, str, torch.dtype], None]) -> Stop:
+    """Has ``tell(error, device_type, dtype)`` called when an error leaves a region of PyTorch's that is enabled.
+
+    Calling what this returns ends that.
+    """
+
+    @wraps(_exit)
+    def leave(region: Any, *exc_info: Any) -> Any:
+        error = exc_info[1] if len(exc_info) > 1 else None
+        if error is not None and region._enabled:
+            tell(error, region.device, region.fast_dtype)
+        return exit_region(region, *exc_info)
+
+    return replace_regions(enter_region, leave)
+
+
 class RegionListener(Protocol):
     """Who is told of regions."""
 
@@ -475,6 +494,34 @@ def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
         return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
 
     return replace_names("torch.amp:GradScaler", **{name: called})
+
+
+def on_gradient_clipping(act: Callable[..., Any]) -> Stop:
+    """Has ``act(name, run, parameters, limit)`` make each call that clips gradients; what ends that is returned.
+
+    ``run(parameters)`` clips.
+    """
+    from torch.nn.utils import clip_grad
+
+    def acting(name: str) -> Callable[..., Any]:
+        plain = getattr(clip_grad, name)
+
+        @wraps(plain)
+        def called(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            # The first is a constant where the compiler traces: nothing of this is in a graph.
+            if torch.compiler.is_compiling() or not is_real():
+                return plain(parameters, *args, **kwargs)
+            limit = args or [kwargs[key] for key in ("max_norm", "clip_value") if key in kwargs]
+            return act(name, lambda each: plain(each, *args, **kwargs), parameters, *limit[:1])
+
+        return called
+
+    calls = {name: acting(name) for name in ("clip_grad_norm_", "clip_grad_value_")}
+    owners = ("torch.nn.utils", "torch.nn.utils.clip_grad")
+    ends = ExitStack()
+    for owner in owners:
+        ends.callback(replace_names(owner, **calls))
+    return ends.close
 
 
 # --- collectives ---

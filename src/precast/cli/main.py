@@ -34,6 +34,12 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return super().get_command(ctx, cmd_name) or other_commands.find(cmd_name)
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            raise click.UsageError(f"no command {name!r}{_suggestion(args, self, ctx)}", ctx)
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -57,6 +63,20 @@ class _Commands(click.Group):
             # Click would make exit code 1 of it. Python dies of the signal, and the traceback was printed before.
             sys.excepthook = lambda *_: None
             raise KeyboardInterrupt from None
+
+
+def _suggestion(args: list[str], group: click.Group, ctx: click.Context) -> str:
+    """Return the end of an error about an unknown command: the likely one, or how to run a script."""
+    import difflib
+
+    from precast.cli.run.target import command_for
+
+    name = args[0]
+    is_python = Path(name).name.startswith("python")
+    if name.endswith(".py") or Path(name).is_file() or is_python:
+        return f"; to run a script, write `{command_for(*args)}`"
+    near = difflib.get_close_matches(name, group.list_commands(ctx), n=2)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -15,20 +15,19 @@ from precast.errors import MissingExtraError, PolicyError
 __all__ = ["report_", "run"]
 
 _DEFAULT = Path("precast-report.html")
+_DTYPES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
 
 
 def _steps(text: str) -> tuple[int, int]:
-    """The type of an option A:B, with A below B."""
+    """Parse the value A:B of an option, with A < B."""
     begin, _, end = text.partition(":")
     if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
-        raise click.BadParameter(
-            f"{text!r} are no steps; write the first and the one after the last, counted from 0, as in 2:5"
-        )
+        raise click.BadParameter(f"expected A:B with A < B, as in 2:5, got {text!r}")
     return int(begin), int(end)
 
 
 @click.command(
-    short_help="Run a script as it is, and write a report.",
+    short_help="Run a training script unchanged and write a mixed-precision report.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("program", metavar="SCRIPT", required=False)
@@ -47,14 +46,14 @@ def _steps(text: str) -> tuple[int, int]:
     "page",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=f"Write the report here.  [default: {_DEFAULT}]",
+    help=f"Output file of the report.  [default: {_DEFAULT}]",
 )
 @click.option(
     "--json",
     "as_json",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the data of the report, too.",
+    help="Also write the report's data as JSON.",
 )
 @click.option(
     "--steps",
@@ -62,10 +61,10 @@ def _steps(text: str) -> tuple[int, int]:
     metavar="A:B",
     default="2:5",
     show_default=True,
-    help="Steps to trace in detail: from A up to B, without B; counted from 0.",
+    help="Trace steps A to B-1 in detail (zero-based).",
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
-@click.option("--health", is_flag=True, help="Watch for overflow and underflow, too.")
+@click.option("--health", is_flag=True, help="Also watch for overflow and underflow.")
 def run(
     program: str | None,
     arguments: tuple[str, ...],
@@ -78,20 +77,20 @@ def run(
     opens: bool,
     health: bool,
 ) -> None:
-    """Run a training or inference script as it is, and write a report on its precision.
+    """Run a training or inference script unchanged and write a report on its precision.
 
     The script's autocast regions follow the policy. With the policy `torch`, the default, results
     are those of `python SCRIPT`. Everything after SCRIPT is passed to the script. The exit code is
     that of the script; at its end, precast prints a summary to stderr.
     """
     if program is None:
-        raise click.UsageError("Name a script, as in `precast run train.py`.")
+        raise click.UsageError("expected a script, as in `precast run train.py`")
     from precast.cli.run.output_files import OutputFiles, rank_from_environment
     from precast.cli.run.session import Session
     from precast.cli.run.target import Target
     from precast.diagnostics import report
 
-    _refuse_no_policy(policy)
+    _check_policy(policy)
     try:
         report.needed()
         page = page or _DEFAULT
@@ -110,19 +109,25 @@ def run(
     Session(target, files, policy, steps, health, opens).run()
 
 
-def _refuse_no_policy(policy: str) -> None:
-    """Before anything runs; what is wrong in a file is known when PyTorch is there."""
+def _check_policy(policy: str) -> None:
+    """Refuse an unknown policy before anything runs. The content of a file is checked once PyTorch is loaded."""
     from precast.policy import preset_files
+    from precast.policy.values import nearest
 
     try:
-        found = preset_files.find(policy) is not None or Path(policy).exists()
+        if preset_files.find(policy) is not None or Path(policy).exists():
+            return
     except PolicyError as error:
         raise click.UsageError(f"{error}. Nothing was run") from error
-    if not found:
-        raise click.UsageError(
-            f"no policy {policy!r}: neither a preset nor a file. Allowed: {', '.join(preset_files.names())}, or the "
-            "path of a TOML file. Nothing was run"
-        )
+    presets = preset_files.names()
+    if policy.removeprefix("torch.") in _DTYPES:
+        hint = "; that is a dtype, which the program's regions choose, as in torch.autocast(device, dtype=...)."
+    else:
+        hint = nearest(policy, [*presets, *map(str, Path(policy).parent.glob("*.toml"))])
+    raise click.UsageError(
+        f"no policy {policy!r}: neither a preset nor a file{hint} Allowed: {', '.join(presets)}, or the "
+        "path of a TOML file. Nothing was run"
+    )
 
 
 @click.command("report", short_help="Make the report of a run from its data.")
@@ -138,14 +143,14 @@ def _refuse_no_policy(policy: str) -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     default=_DEFAULT,
     show_default=True,
-    help="Write the report here.",
+    help="Output file.",
 )
 @click.option(
     "--json",
     "as_json",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the merged data, too.",
+    help="Also write the merged data as JSON.",
 )
 def report_(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
     """Make the report of a run from the files of `precast run --json`, one for each rank."""

@@ -26,36 +26,12 @@ from precast.diagnostics.records import (
 )
 from precast.errors import PrecastError
 
-__all__ = [
-    "VERSION",
-    "Advice",
-    "Cost",
-    "Count",
-    "Document",
-    "Finding",
-    "Flow",
-    "Health",
-    "HealthModule",
-    "Histogram",
-    "Level",
-    "Merged",
-    "Module",
-    "ModuleRules",
-    "NonfiniteOrigin",
-    "Phase",
-    "PolicyName",
-    "Range",
-    "Row",
-    "Run",
-    "RunSummary",
-    "ScalerDiagnosis",
-    "Shares",
-    "Step",
-    "Totals",
-    "TraceData",
-    "WhatIf",
-    "Where",
-]
+__all__ = ["VERSION", "Cost", "Count", "Finding", "Flow", "Level"]
+__all__ += ["Module", "Phase", "Row", "Totals", "TraceData", "Where"]
+__all__ += ["Health", "HealthModule", "Histogram"]
+__all__ += ["NonfiniteOrigin", "Range", "Shares", "WhatIf"]
+__all__ += ["Advice", "Document", "Merged", "ModuleRules"]
+__all__ += ["PolicyName", "Run", "RunSummary", "ScalerDiagnosis", "Step"]
 
 VERSION = 1
 
@@ -204,7 +180,8 @@ class Finding:
 
     kind: str
     """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of numbers "overflow",
-    "nan", "underflow", "rounded away"."""
+    "nan", "underflow", "rounded away"; of the training step "scaled gradients clipped", "backward in region"; of
+    `precast-lint` the code of its rule, as "AMP203"."""
     title: str
     """What was found, in a sentence."""
     cost: Cost
@@ -215,6 +192,8 @@ class Finding:
     """A whole policy file that does this, to be saved and named as the policy; null if no policy can."""
     where: Where
     """Where it was found."""
+    severity: Literal["error", "warning", "information"] | None = may_be_missing(is_left_out=True)
+    """How bad a mistake in the program's code is; missing for findings on numbers and costs."""
 
 
 @dataclass(slots=True)
@@ -476,6 +455,8 @@ class Run:
     """How many steps ended."""
     traced: list[int] | None
     """The first step that was traced, and the first after it that was not."""
+    to_trace: list[int] | None = may_be_missing(is_left_out=True)
+    """The steps that `--steps` names: the first, and the first after the last."""
     skipped: int | None = may_be_missing(is_left_out=True)
     """All skipped steps of the run, also those that `steps` of the document has no room for."""
     nonfinite_losses: int = may_be_missing(0)
@@ -581,7 +562,7 @@ class Document:
     health: Health | None
     """What a monitor saw of the numbers."""
     findings: list[Finding]
-    """What is wrong with the numbers."""
+    """All findings, those of `trace` and of `precast-lint` included. In files of earlier versions, those on numbers."""
     verdicts: list[ScalerDiagnosis] = may_be_missing(factory=list)
     """The steps at which neither a lower scale nor the next batch had helped."""
     verdict: RunSummary | None = may_be_missing(is_left_out=True)

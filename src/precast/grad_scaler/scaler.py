@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.display import Card, Displayed
-from precast._internal.events import StepEvent, after_step, emit, witnesses
+from precast._internal.events import StepEvent, after_step, emit, scaler_listeners, witnesses
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler import gradients, next_scale, settings
 from precast.grad_scaler import state_dict as state_dicts
@@ -154,6 +154,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         Raises:
             ScalerError: `outputs` holds something, but no tensor.
         """
+        for listener in scaler_listeners:
+            listener.scaled(self)
         scale_on = functools.cache(self._scale_on)
 
         def scaled(loss: Tensor) -> Tensor:
@@ -176,6 +178,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         state.allow("unscale_")
+        for listener in scaler_listeners:
+            listener.unscales(self, optimizer)
         self._unscale(state)
         state.watch_for_backward()
 
@@ -234,6 +238,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         state.allow("step")
+        for listener in scaler_listeners:
+            listener.unscales(self, optimizer)
         if closure is not None:
             result, state.skipped = self._step_closure(state, closure, args, kwargs)
         elif _torch.handles_scaling(optimizer):
@@ -256,6 +262,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
         scale, tracker = self._check_scale_growth_tracker("update")
+        for listener in scaler_listeners:
+            listener.updated(self)
         states = list(self._optimizer_states.values())
         searching, measured = self._search.is_searching, self._measures()
         if new_scale is not None:

@@ -211,7 +211,7 @@ def test_what_is_kept_for_backward_is_of_one_step(
     assert made["trace"]["saved"] == one
     by_hand = 32 * (16 + 4) * 2  # two layers' outputs, in 16 bits
     assert sum(one.values()) >= by_hand
-    assert "Kept for one backward pass, at most: " in told(made)
+    assert "Peak memory saved for backward: " in told(made)
 
 
 def test_what_two_backward_passes_keep_does_not_add_up() -> None:
@@ -344,11 +344,12 @@ def with_totals(**totals: Any) -> Any:
         (with_findings(finding(0.0)), "look at", "nothing wrong was found"),
         (with_findings(finding(0.004)), "a casts", "nothing wrong was found"),
         (with_totals(casts=1, cached=1), "1 casts", "1 cast wrote"),
-        (with_totals(casts=1, cached=1), "1 were saved", "1 was saved by copies"),
+        (with_totals(casts=1, cached=1), "1 casts", "the weight cache saved 1 cast."),
+        (with_totals(casts=1, cached=0), "cache saved", "1 cast wrote"),
         (with_totals(steps=1), "1 steps", "In 1 step that was traced"),
         (with_totals(cast_seconds=1e9), "of its time", "may not pay"),
         (with_run(skipped=1), "1 of 60 steps were", "1 of 60 steps was lost"),
-        (flat(), "1 calls", "no step was seen"),
+        (flat(), "1 calls", "No training step finished"),
     ],
 )
 def test_a_sentence_follows_the_document(made: Any, false: str, true: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import functools
 import itertools
 import os
@@ -60,7 +61,12 @@ class ExitWatcher:
         self._lock = threading.RLock()
         atexit.register(self._end)  # first registered, last called
         os.register_at_fork(after_in_child=self._forget)
-        self._dying = False
+        self.is_dying = False
+        """Whether a signal ends the process."""
+        self._finisher: int | None = None
+        """The thread that runs `finish`."""
+        self._pending: int | None = None
+        """The signal that came meanwhile."""
         self._hear_signals()
         self.listener = SignalListener(self._heard)
         exit_now = os._exit
@@ -98,10 +104,17 @@ class ExitWatcher:
     def _end(self) -> None:
         with self._lock:
             finish, self._finish = self._finish, None
-            if finish is not None:
+            if finish is None:
+                return
+            self._finisher = threading.get_ident()
+            try:
                 finish(self._ending)
-                if self._ending.code == _INTERRUPTED:
-                    _die_of_an_interrupt()
+            finally:
+                self._finisher = None
+            if self._pending is not None:
+                die_of(self._pending)
+            if self._ending.code == _INTERRUPTED:
+                _die_of_an_interrupt()
 
     def _forget(self) -> None:
         """Called in a process that was forked off, whose end is not watched."""
@@ -135,14 +148,19 @@ class ExitWatcher:
 
     def _heard(self, number: int) -> None:
         """Ends the program, from the listener's thread: the main one may be in the midst of an operation."""
-        if number not in _FATAL or self._dying or signal.getsignal(number) is not signal.SIG_DFL:
+        if number not in _FATAL or self.is_dying or signal.getsignal(number) is not signal.SIG_DFL:
             return  # the program handles it, or the main thread does already
         if self._get(number) == self._die:
             _thread.start_new_thread(_die_late, (number,))
             self._die(number, None)
 
     def _die(self, number: int, _frame: FrameType | None) -> None:
-        self._dying = True
+        self.is_dying = True
+        if self._finisher == threading.get_ident():  # this thread is writing the report
+            self._pending = number
+            with contextlib.suppress(RuntimeError):  # no thread can start while Python ends (3.12)
+                _thread.start_new_thread(_die_late, (number,))
+            return
         self._ending = ExitStatus("interrupted", 128 + number, signal.Signals(number).name)
         try:
             self._end()

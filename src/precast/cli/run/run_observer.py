@@ -20,12 +20,15 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import size
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
+from precast.cli.run.dtype_error import record_regions
 from precast.cli.run.scaler_observer import ScalerObserver
+from precast.cli.run.step_order import StepOrder
 from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.diagnostics.records import from_json
 from precast.diagnostics.report.numbers import numeric_findings
+from precast.diagnostics.report.remedies import all_findings
 from precast.diagnostics.schema import Document, Health, ModuleRules, PolicyName
 from precast.diagnostics.step_tracker import StepTracker
 from precast.integrations.torch_amp.installation import install_to_observe
@@ -60,9 +63,11 @@ class RunObserver:
     ) -> None:
         self.policy = Policy.load(policy)
         self.window = TraceWindow(*traced, model=self._model)
+        self._to_trace = list(traced)
         self._begins = begins
         self.steps = StepTracker(self._step, self._called)
         self._scalers = ScalerObserver(_tell, self.judged)
+        self._order = StepOrder(lambda: self.steps.number)
         self._verdicts: list[schema.ScalerDiagnosis] = []
         self._judged_at = -2
         self._health = health
@@ -80,6 +85,10 @@ class RunObserver:
         self._ends.callback(witnesses.remove, self)
         self.steps.start()
         self._ends.callback(self.steps.stop)
+        if self.policy.name.partition("@")[0] == "torch":  # advice names another policy
+            self._ends.callback(record_regions())
+        self._order.start()
+        self._ends.callback(self._order.stop)
         self._scalers.start()
         self._ends.callback(self._scalers.stop)
         os.register_at_fork(after_in_child=self.stop)
@@ -96,7 +105,8 @@ class RunObserver:
         run.steps, run.skipped = history.count, history.skipped
         run.nonfinite_losses, run.skipped_losses = history.nonfinite, history.skipped_nonfinite
         run.first_nonfinite_loss = history.first_nonfinite
-        run.elsewhere, run.traced = self.window.elsewhere, self.window.traced
+        run.elsewhere = self.window.elsewhere
+        run.traced, run.to_trace = self.window.traced, self._to_trace
         run.compiled = _torch.has_compiled()
         if policy.modules:
             rules = self._installed.rules
@@ -107,11 +117,16 @@ class RunObserver:
             document.trace.notes.extend(self._notes())
         if self._monitor is not None:
             document.health = from_json(Health, self._monitor.as_dict())
-        document.findings = numeric_findings(document)
+        document.findings = [*numeric_findings(document), *self._order.findings()]
+        document.findings = all_findings(document)
 
     def _notes(self) -> list[str]:
         """Return what was not recorded, one sentence each."""
-        watchers = {"steps": self.steps.failures, "scalers": self._scalers.failures}
+        watchers = {
+            "steps": self.steps.failures,
+            "scalers": self._scalers.failures,
+            "the order of steps": self._order.failures,
+        }
         return [
             f"{size(failures.total, 'event')} of {name} could not be recorded: {failures.examples()}."
             for name, failures in watchers.items()

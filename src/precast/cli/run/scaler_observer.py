@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast._internal.events import ScalerDiagnosis, StepEvent, after_step
+from precast._internal.events import ScalerDiagnosis, StepEvent, after_step, scaler_listeners
 from precast.diagnostics.failures import Failures
 from precast.grad_scaler.diagnosis import diagnoses
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
@@ -64,7 +64,12 @@ class ScalerObserver:
 
     def start(self) -> None:
         """Begins to observe."""
-        acts = {"scale": self._scale, "step": self._step, "update": self._update}
+        acts = {
+            "scale": self._scale,
+            "step": self._step,
+            "unscale_": self._unscale,
+            "update": self._update,
+        }
         self._stop = [_torch.on_scaler_call(name, act) for name, act in acts.items()]
 
     def stop(self) -> None:
@@ -77,6 +82,13 @@ class ScalerObserver:
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
         # Before the call, as the scale is still a Python number in the first one.
         self.failures.call_unseen("scale", self._add_losses, scaler, outputs)
+        for listener in scaler_listeners:
+            listener.scaled(scaler)
+        return run()
+
+    def _unscale(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
+        for listener in scaler_listeners:
+            listener.unscales(scaler, optimizer)
         return run()
 
     def _add_losses(self, scaler: Any, outputs: Any) -> None:
@@ -87,6 +99,8 @@ class ScalerObserver:
                 seen.losses = (*seen.losses, *new)[:_MOST_LOSSES]
 
     def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
+        for listener in scaler_listeners:
+            listener.unscales(scaler, optimizer)
         begun = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - begun
@@ -118,6 +132,8 @@ class ScalerObserver:
 
     def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
         self.failures.call_unseen("update", self._end_steps, scaler)
+        for listener in scaler_listeners:
+            listener.updated(scaler)
         result = run()
         self.failures.call_unseen("update", self._begin_iteration, scaler)
         return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from precast.cli.run.exit_status import ExitStatus, ExitWatcher
 from precast.cli.run.import_hook import when_torch_is_loaded
 from precast.cli.run.module_isolation import ModuleIsolation
 from precast.cli.run.output_files import OutputFiles
+from precast.cli.run.source_check import SourceCheck
 from precast.cli.run.target import Target
 from precast.cli.run.terminal_summary import said, summary
 from precast.errors import OutputError, PrecastError
@@ -52,6 +53,7 @@ class Session:
         self._observer: RunObserver | None = None
         self._refused = False
         self._isolation = ModuleIsolation()
+        self._source_check = SourceCheck()
         self._listen: Callable[[], None] = lambda: None
         self._began = time.perf_counter()
         self._folder = (
@@ -65,9 +67,9 @@ class Session:
             SystemExit, Interrupted: as `ExitWatcher.run`.
         """
         when_torch_is_loaded(self._observe)
-        watcher = ExitWatcher(self._finish)
-        self._listen = watcher.listener.listen
-        watcher.run(lambda: self.target.run(self._isolation.begin))
+        self._watcher = ExitWatcher(self._finish)
+        self._listen = self._watcher.listener.listen
+        self._watcher.run(lambda: self.target.run(self._isolation.begin))
 
     def _observe(self) -> None:
         """Watches from here on, as PyTorch is there now; a policy that cannot be read ends the program."""
@@ -89,13 +91,33 @@ class Session:
         try:
             with self._isolation.ours():
                 document = self._document(status)
+                self._check_source(document)
                 where = _write(document, self.files, self._folder)
                 slower = () if self._observer is None else _slower_engine()
-                _say(summary(document, [*slower, *where]))
+                _say(summary(document, [*self._hints(status), *slower, *where]))
                 if self.opens and status.how != "interrupted":
                     _open(self.files)
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
+
+    def _check_source(self, document: Document) -> None:
+        """Add the findings of precast-lint on the program's files, unless the process has to end at once."""
+        if self._observer is None or self._watcher.is_dying:
+            return
+        document.findings += self._source_check.findings(
+            document.findings, lambda: self._watcher.is_dying
+        )
+
+    def _hints(self, status: ExitStatus) -> Iterator[str]:
+        option = self.target.misplaced_option(is_rejected=status.code == 2)
+        if option:
+            yield option
+        if self._observer is not None and status.how == "exception":
+            from precast.cli.run.dtype_error import advice_on
+
+            advice = advice_on(sys.last_value)
+            if advice:
+                yield advice
 
     def _document(self, status: ExitStatus) -> Document:
         from precast.diagnostics.report import blank

@@ -1,13 +1,22 @@
-"""Says in a few lines what a document says of a run, for a terminal that is 80 columns wide."""
+"""The summary of a run for a terminal: what a document says in a few lines, as wide as the terminal."""
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from precast.diagnostics.report.evidence import lost
-from precast.diagnostics.report.run_summary import beyond_scale, rules_without_effect, summary_of
+from precast.diagnostics.report.run_summary import (
+    beyond_scale,
+    code_mistakes,
+    lint_warnings,
+    rules_without_effect,
+    summary_of,
+    untraced,
+)
 from precast.diagnostics.report.words import count, duration, plural
 
 if TYPE_CHECKING:
@@ -15,20 +24,32 @@ if TYPE_CHECKING:
 
 __all__ = ["said", "summary"]
 
-_MARK = "precast: "
-_ENDED = {"ended": "ended", "exit": "exited", "exception": "failed", "interrupted": "interrupted"}
+_MARK: Final = "precast: "
+_ENDED: Final = {
+    "ended": "ended",
+    "exit": "exited",
+    "exception": "failed",
+    "interrupted": "interrupted",
+}
+_NARROWEST, _WIDEST, _DEFAULT = 40, 200, 80
+_LINES_OF_A_POLICY: Final = 6  # a longer policy file is shown in the report alone
 
 
 def summary(document: Document, where: list[str]) -> str:
-    """What a person reads first about the run of `document`; `where` are sentences on the files that were written."""
-    told = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
-    return said(*told, *_verdict(document), *where)
+    """Return the summary of a run.
+
+    Args:
+        document: the data of the run.
+        where: sentences that come last, such as the names of the written files.
+    """
+    sentences = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
+    return said(*sentences, *_verdict(document)) + _first_step(document) + said(*where)
 
 
 def said(*sentences: str) -> str:
-    """Sentences, each on lines of its own that begin with precast's name; long paths are not broken."""
+    """Return the sentences, each on lines that begin with precast's name; long paths are not broken."""
     wrap = textwrap.TextWrapper(
-        width=79,
+        width=_width() - 1,
         initial_indent=_MARK,
         subsequent_indent=" " * len(_MARK),
         break_long_words=False,
@@ -37,13 +58,28 @@ def said(*sentences: str) -> str:
     return "".join(f"{wrap.fill(sentence)}\n" for sentence in sentences)
 
 
+def _width() -> int:
+    """Return the number of columns of the terminal at stderr; 80 where there is none."""
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    if width == 0:
+        try:
+            assert sys.__stderr__ is not None
+            width = os.get_terminal_size(sys.__stderr__.fileno()).columns
+        except (AssertionError, OSError, ValueError):
+            width = 0
+    return min(max(width or _DEFAULT, _NARROWEST), _WIDEST)
+
+
 def _run(document: Document) -> Iterator[str]:
     run = document.run
     steps, after = plural(run.steps, "step"), duration(run.seconds)
     who = "" if run.rank is None else f"rank {run.rank} "
     yield f"{who}{_ENDED[run.ended]} after {steps} in {after}, policy {run.policy.name}"
-    if run.steps == 0:
-        yield "no optimizer stepped in this process, and no module was called"
+    if not run.devices:
+        yield "the program did not import PyTorch, so there is nothing to report on"
+    elif run.traced is None:
+        yield _plain(untraced(document))
 
 
 def _skips(document: Document) -> Iterator[str]:
@@ -52,23 +88,35 @@ def _skips(document: Document) -> Iterator[str]:
         return
     names = first.names
     others = f" and {count(len(names) - 1)} more" if len(names) > 1 else ""
-    what = f": gradients of {names[0]}{others} were not finite" if names else ""
+    cause = f": gradients of {names[0]}{others} were not finite" if names else ""
     skipped = "step was skipped" if lost(document) == 1 else "steps were skipped"
-    yield f"{count(lost(document))} {skipped}, the first was step {first.step}{what}"
+    yield f"{count(lost(document))} {skipped}, the first was step {first.step}{cause}"
     yield from beyond_scale(document)
 
 
 def _verdict(document: Document) -> Iterator[str]:
-    """What the report says on its first screen, without how the run ended, which has been said."""
-    if document.run.steps == 0:
-        return
-    found = summary_of(document)
-    if document.run.ended != "exception":
-        yield _plain(found.headline)
-    yield from map(_plain, found.precision[1:2] or found.precision[:1])
-    if found.first is not None:
-        file = " The policy file for it is in the report." if found.first.policy else ""
-        yield f"to do first: {_plain(found.first.text)}{file}"
+    """Yield what the first screen of the report says, but for the ending of the run."""
+    headline = ""
+    if document.run.steps:
+        verdict = summary_of(document)
+        if document.run.ended != "exception":
+            headline = verdict.headline
+            yield _plain(headline)
+        yield from map(_plain, verdict.precision[1:2] or verdict.precision[:1])
+    yield from (_plain(each) for each in code_mistakes(document) if each != headline)
+    yield from map(_plain, lint_warnings(document))
+
+
+def _first_step(document: Document) -> str:
+    """Return the text on what to do first, with the policy file for it if that is short."""
+    first = None if document.run.steps == 0 else summary_of(document).first
+    if first is None:
+        return ""
+    lines = first.policy.splitlines() if first.policy else []
+    if len(lines) > _LINES_OF_A_POLICY:
+        return said(f"to do first: {_plain(first.text)} The report has the policy file.")
+    file = "".join(f"{' ' * len(_MARK)}    {line}".rstrip() + "\n" for line in lines)
+    return said(f"to do first: {_plain(first.text)}{' Policy file:' if file else ''}") + file
 
 
 def _plain(text: str) -> str:

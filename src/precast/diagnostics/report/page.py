@@ -153,6 +153,7 @@ def _card(remedy: Remedy) -> dict[str, Any]:
         "cost": cost_words(remedy.cost),
         "where": ", ".join(filter(None, (where.module, where.op, where.source))),
         "others": [finding.title for finding in remedy.findings[1:]],
+        "kind": " ".join(filter(None, (remedy.worst.severity, remedy.worst.kind))),
     }
 
 

@@ -40,7 +40,7 @@ class Remedy(NamedTuple):
 
 
 def all_findings(document: Document) -> list[Finding]:
-    """The document's findings and the trace's, each once; wrong numbers first, then the most expensive."""
+    """Return the document's findings and the trace's, each once; wrong numbers first, then errors, then by cost."""
     every = [*document.findings, *(document.trace.findings if document.trace else [])]
     once = [each for i, each in enumerate(every) if each not in every[:i]]
     return sorted(once, key=lambda each: _weight(each, each.cost), reverse=True)
@@ -79,11 +79,12 @@ def time_words(cost: Cost) -> str:
     return f"{low if low == high else f'{low} to {high}'} of the traced time"
 
 
-def _weight(finding: Finding, cost: Cost) -> tuple[bool, bool, float]:
-    is_advice = bool(finding.suggestion)
+def _weight(finding: Finding, cost: Cost) -> tuple[bool, bool, bool, float]:
+    """Return a key that sorts by importance: wrong numbers, errors, other advice, observations; each by cost."""
     return (
         is_numeric(finding),
-        is_advice,
+        finding.severity == "error",
+        bool(finding.suggestion) and finding.severity != "information",
         0.0 if is_numeric(finding) else cost.seconds or cost.share or 0.0,
     )
 

@@ -52,7 +52,8 @@ from precast.diagnostics.schema import (
     TraceData,
 )
 
-__all__ = ["beyond_scale", "rules_without_effect", "summary_of"]
+__all__ = ["beyond_scale", "code_mistakes", "lint_warnings", "rules_without_effect"]
+__all__ += ["summary_of", "untraced"]
 
 _MOST = 3  # sentences of one kind; the page lists the rest
 _BAD = 0.1  # of the steps: where more are skipped or have a loss that is not finite, the run is bad
@@ -67,6 +68,7 @@ def summary_of(document: Document) -> RunSummary:
         *beyond_scale(document),
         *rules_without_effect(document),
         *_losses(document),
+        *code_mistakes(document),
         *_not_told_elsewhere(document),
         *_expensive_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
@@ -104,7 +106,7 @@ def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> s
     run = document.run
     if _failed(document):
         return f"The run ended with an error{f': {shortened(run.message)}' if run.message else '.'}"
-    wrong = _wrong_numbers(document)
+    wrong = _wrong_numbers(document) or next(code_mistakes(document), None)
     if wrong:
         return wrong
     said = _works(document, problems, costs) if is_mixed(document) else _not_mixed(document)
@@ -171,7 +173,7 @@ def _precision(document: Document) -> Iterator[str]:
         if trace.saved:
             saved = sorted(trace.saved.items(), key=lambda item: -item[1])
             parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
-            yield f"Kept for one backward pass, at most: {joined(parts)}."
+            yield f"Peak memory saved for backward: {joined(parts)}."
         return
     calls, lower = rules_ran(document), rules_ran(document, "lower")
     if calls:
@@ -201,11 +203,11 @@ def _times(document: Document, trace: TraceData) -> str:
 
 
 def _casts(document: Document, totals: Totals) -> str:
-    casts, cached = totals.casts, totals.cached
+    cached = totals.cached
+    saved = f", and the weight cache saved {plural(cached, 'cast')}" if cached else ""
     return (
         f"Casts took {share(on_casts(document))} of the traced time ({duration(totals.cast_seconds)}): "
-        f"{plural(casts, 'cast')} wrote {size(totals.cast_bytes)}, and "
-        f"{count(cached)} {be(cached)} saved by copies that were kept."
+        f"{plural(totals.casts, 'cast')} wrote {size(totals.cast_bytes)}{saved}."
     )
 
 
@@ -269,6 +271,32 @@ def _nonfinite(document: Document) -> str:
     return said if first is None else f"{said}, first in step {first}"
 
 
+def code_mistakes(document: Document) -> Iterator[str]:
+    """Yield sentences on mistakes in the program's code: those that the run saw, and errors of precast-lint."""
+    mistakes = [
+        each
+        for each in all_findings(document)
+        if each.severity == "error" or (each.severity and not _is_of_lint(each))
+    ]
+    for each in mistakes[:_MOST]:
+        by = f"`precast-lint` finds an error ({each.kind}): " if _is_of_lint(each) else ""
+        yield sentence(f"{by}{each.title}")
+    if len(mistakes) > _MOST:
+        yield f"{plural(len(mistakes) - _MOST, 'more mistake')} in the code: see the findings."
+
+
+def lint_warnings(document: Document) -> Iterator[str]:
+    """Yield a sentence if precast-lint has warnings on the program's files."""
+    findings = [each for each in all_findings(document) if _is_of_lint(each)]
+    warnings = sum(each.severity == "warning" for each in findings)
+    if warnings:
+        yield f"`precast-lint` has {plural(warnings, 'warning')} on the program's files: see the findings."
+
+
+def _is_of_lint(finding: Finding) -> bool:
+    return finding.kind.startswith("AMP")
+
+
 def _not_told_elsewhere(document: Document) -> Iterator[str]:
     """Findings about numbers, and of unknown cost, that no other sentence here tells."""
     first = offender(document)
@@ -276,7 +304,11 @@ def _not_told_elsewhere(document: Document) -> Iterator[str]:
         each
         for each in all_findings(document)
         if (is_numeric(each) and not (first and each.where.module == module_of(first)))
-        or (_is_advice(each) and each.cost.share is each.cost.seconds is None)
+        or (
+            _is_advice(each)
+            and each.severity is None
+            and each.cost.share is each.cost.seconds is None
+        )
     ]
     yield from (sentence(each.title) for each in untold[:_MOST])
 
@@ -324,7 +356,8 @@ def _notes(document: Document) -> Iterator[str]:
     else:
         if run.compiled:
             yield "In functions of `torch.compile` no operation is counted."
-        yield _untraced(run.steps - run.elsewhere)
+        yield untraced(document)
+    yield from lint_warnings(document)
     if document.health is None:
         yield "Numbers were not watched: `--health` shows ranges, underflow and overflow."
     else:
@@ -333,11 +366,20 @@ def _notes(document: Document) -> Iterator[str]:
         yield f"Of {plural(run.steps, 'step')} {count(len(document.steps))} are shown."
 
 
-def _untraced(steps: int) -> str:
+def untraced(document: Document) -> str:
+    """Return a sentence on why no operation was traced, and on the steps to trace instead."""
+    run = document.run
+    steps = run.steps - run.elsewhere
     if steps <= 0:
-        return "No operation was traced: no step was seen in the thread that loaded PyTorch."
-    which = f"0:{steps}" if steps <= 2 else "2:5"
-    return f"No operation was traced: `--steps {which}` shows which ran in which dtype, and what casts cost."
+        thread = " in the thread that loaded PyTorch" if run.elsewhere else ""
+        return f"No training step finished{thread}, so no operation was traced."
+    reason = ""
+    if run.to_trace is not None and run.to_trace[0] >= steps:
+        begin, end = run.to_trace
+        reason = f"`--steps {begin}:{end}` begins after the last of {plural(steps, 'step')}; "
+    suggestion = f"0:{steps}" if steps <= 2 else "2:5"
+    shows = "shows which ran in which dtype, and what casts cost"
+    return f"No operation was traced: {reason}`--steps {suggestion}` {shows}."
 
 
 # --- what to do first ---
@@ -360,6 +402,9 @@ def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
     if (skipped or document.run.nonfinite_losses) and document.health is None:
         what = "overflows" if skipped else "is infinite or NaN"
         return Advice(cures.WATCH_NUMBERS(happens=what), steps_back, None)
+    mistake = next((each for each in all_findings(document) if each.severity == "error"), None)
+    if mistake:
+        return _from_finding(mistake, "")
     if costs:
         return _from_finding(costs[0].worst, cost_words(costs[0].cost))
     on_casts = expensive_casts(document)

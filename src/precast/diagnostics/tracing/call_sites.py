@@ -34,6 +34,7 @@ __all__ = [
     "is_enabled",
     "outermost_region",
     "outermost_regions",
+    "program_line",
     "read_stack",
     "region_around",
     "start_noting_regions",
@@ -90,6 +91,11 @@ def read_stack(frame: FrameType | None) -> tuple[str | None, nn.Module | None, P
             return source or _outer_source(frame), None, "optimizer"
         frame = frame.f_back
     return source, None, "other"
+
+
+def program_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the program from `frame` outwards; "?" where no code of the program runs."""
+    return _outer_source(frame) or "?"
 
 
 def _outer_source(frame: FrameType | None) -> str | None:

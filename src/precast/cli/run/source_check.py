@@ -1,0 +1,131 @@
+"""Findings of precast-lint on the files of a program that has run.
+
+precast does not import the checker. It runs `precast check`, a command that precast-lint adds through the entry point
+group `precast.commands`, in a process of its own.
+
+Invariants: without precast-lint no process is started; the checker has a time limit, gets no signal of the program's,
+and writes no file; if it fails, there are no findings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import site
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from precast.diagnostics.schema import Cost, Finding, Where
+
+__all__ = ["SourceCheck"]
+
+_LIMIT: Final = 10.0  # seconds
+_POLL: Final = 0.02
+_SEEN: Final = {"AMP203": "scaled gradients clipped", "AMP301": "backward in region"}
+"""Rules whose findings a run also sees, and the kind of finding that it then has."""
+
+
+class SourceCheck:
+    """Checks the files of the program that runs in this process.
+
+    Made before the program starts, as the program may change the environment and the current folder.
+    """
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._folder = Path.cwd()
+
+    def findings(self, others: Iterable[Finding], is_hurried: Callable[[], bool]) -> list[Finding]:
+        """Return what precast-lint finds, without what `others` say of the same lines.
+
+        Args:
+            others: the findings of the run.
+            is_hurried: whether the process has to end at once.
+        """
+        files = [*map(str, _files_of_program())]
+        places = {(each.kind, _position(each.where.source)) for each in others}
+        if not (files and _is_installed()):
+            return []
+        try:
+            found = [self._read(plain) for plain in self._check(files, is_hurried)]
+        except (OSError, ValueError, TypeError, KeyError):  # no process, or not the format
+            return []
+        return [f for f in found if (_SEEN.get(f.kind), f.where.source) not in places]
+
+    def _check(self, files: list[str], is_hurried: Callable[[], bool]) -> list[Any]:
+        command = [sys.executable, "-P", "-m", "precast", "check", "--output-format", "json"]
+        command += ["--exit-zero", "--no-cache", "--", *files]
+        # A file, as a pipe that nobody reads fills up; a session of its own, as Ctrl-C is not meant for the checker.
+        with tempfile.TemporaryFile() as output:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                until = time.monotonic() + _LIMIT
+                while process.poll() is None:
+                    if time.monotonic() > until or is_hurried():
+                        return []
+                    time.sleep(_POLL)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+            output.seek(0)
+            answer: list[Any] = json.loads(output.read())
+        return answer
+
+    def _read(self, plain: Any) -> Finding:
+        file, code = Path(plain["filename"]), str(plain["code"])
+        shown = file.relative_to(self._folder) if file.is_relative_to(self._folder) else file
+        place = f"{shown}:{plain['location']['row']}"
+        fix = plain["fix"]
+        advice = f"{fix['message']}: `precast fix` shows and applies it. " if fix else ""
+        return Finding(
+            kind=code,
+            title=f"{plain['message']} (`{place}`)",
+            cost=Cost(),
+            suggestion=f"{advice}`precast rule {code}` explains the finding.",
+            policy=None,
+            where=Where(source=place),
+            severity=plain["severity"],
+        )
+
+
+def _position(source: str | None) -> str:
+    """Return "file:line" of "file:line in function"."""
+    return (source or "").partition(" in ")[0]
+
+
+def _is_installed() -> bool:
+    from precast.cli import other_commands
+
+    return "check" in other_commands.names()
+
+
+def _files_of_program() -> list[Path]:
+    """Return the source files of `__main__` and of imported modules that are not installed packages."""
+    own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    folders = [own, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
+    folders += [*site.getsitepackages(), site.getusersitepackages()]
+    folders += [sys.prefix] if sys.prefix != sys.base_prefix else []
+    installed = tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
+    files: dict[Path, None] = {}
+    for module in list(sys.modules.values()):
+        with contextlib.suppress(Exception):  # a module may be an object of any kind
+            path = os.path.realpath(str(module.__file__))
+            if path.endswith(".py") and os.path.isfile(path) and not path.startswith(installed):
+                files[Path(path)] = None
+    return list(files)
