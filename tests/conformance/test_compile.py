@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -14,13 +14,15 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import precast
-from precast import Policy
+from precast import Policy, _torch
 from precast.engine import compile_guards, registration
+from precast.engine.thread_state import regions
 from tests.conformance.systems import SYSTEMS, TORCH, System
 
 OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "mm": "fp32"})
 POLICIES = {"torch": Policy.load("torch"), "default": Policy.load("default"), "other": OTHER}
 BACKENDS = ("eager", "aot_eager")
+LOWER = torch.get_autocast_dtype("cpu")
 # Dynamo reads `.grad` of whatever crosses a graph break, and hides the warning where it is printed, not where it is
 # made an error.
 pytestmark = [
@@ -414,3 +416,99 @@ def test_more_policies_than_marks_compile_again_each_time(monkeypatch: Any) -> N
     for policy in new * 2:
         with precast.autocast("cpu", policy=policy):
             assert compiled(a).dtype is torch.mm(a, a).dtype
+
+
+def _open_in_this_thread() -> tuple[bool, torch.dtype, int, bool]:
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        _torch.autocast_nesting(),
+        regions.is_open,
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", Counting()])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("around", [False, True])
+def test_an_error_in_a_compiled_region_ends_it(backend: Any, policy: str, around: bool) -> None:
+    def looks_up(table: Tensor, index: Tensor) -> Tensor:
+        with precast.autocast("cpu", torch.float16, policy=POLICIES[policy]):
+            with torch.autocast("cpu", torch.bfloat16):
+                return table.index_select(0, index)
+
+    compiled = torch.compile(looks_up, backend=backend, fullgraph=True)
+    for _ in range(2):  # the second is not compiled any more
+        with precast.autocast("cpu", policy=OTHER) if around else nullcontext():
+            before = _open_in_this_thread()
+            with pytest.raises(IndexError) as raised:
+                compiled(torch.ones(4, 4), torch.tensor([77]))
+            assert _open_in_this_thread() == before, raised  # while the error is kept
+            compiled(torch.ones(4, 4), torch.tensor([1]))
+            assert _open_in_this_thread() == before
+    with torch.autocast("cpu"):
+        assert F.linear(torch.ones(2, 4), weight).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_region_without_a_dtype_follows_that_of_the_caller(backend: str) -> None:
+    def product(x: Tensor) -> Tensor:
+        with precast.autocast("cpu"):
+            return x @ x
+
+    graphs = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        call: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(graph, inputs)
+        return call
+
+    compiled = torch.compile(product, backend=counted)
+    try:
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cpu", dtype)
+            assert compiled(torch.ones(4, 4)).dtype is dtype
+    finally:
+        torch.set_autocast_dtype("cpu", LOWER)
+    assert len(graphs) == 2, "once for each dtype"
+
+
+@pytest.mark.parametrize("is_rule", [False, True])
+def test_what_is_float32_in_a_compiled_region_is_differentiated_in_float32(is_rule: bool) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x @ torch.ones(4, 4)
+            if is_rule:
+                return self.head(x)
+            with precast.autocast("cpu", enabled=False):
+                return self.head(x.float())
+
+    def gradient(backend: str | None) -> Tensor | None:
+        model = Model()
+        rules = Policy.load("default").replace(modules={"head": "fp32"} if is_rule else {})
+        with precast.attach(model, rules):
+            call = model if backend is None else torch.compile(model, backend=backend)
+            with precast.autocast("cpu", torch.float16):
+                output = call(torch.ones(1, 4))
+            (output * 16384).sum().backward()
+        return model.head.weight.grad
+
+    eager, compiled = gradient(None), gradient("aot_eager")
+    assert eager is not None
+    assert compiled is not None
+    assert eager.isfinite().all()
+    assert torch.equal(eager, compiled)
+
+
+def test_the_users_own_setting_for_compiled_backward_passes_comes_first() -> None:
+    config: Any = torch._functorch.config
+    with precast.autocast("cpu"):
+        assert config.backward_pass_autocast == "off"
+        with config.patch(backward_pass_autocast="same_as_forward"):
+            assert config.backward_pass_autocast == "same_as_forward"
+    assert config.backward_pass_autocast == "same_as_forward"
+    with torch.autocast("cpu"):
+        assert config.backward_pass_autocast == "same_as_forward"

@@ -36,8 +36,10 @@ def _lasting() -> set[Key]:
     from precast._torch import PATCHES
 
     patches = [patch for patch in PATCHES if patch.ends.startswith("with the process")]
-    found = _listed(patches)
-    return found or _listed([patch for patch in PATCHES if patch.owner == "torch:autocast"])
+    lasting = _listed(patches)
+    if hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast"):
+        return lasting
+    return lasting | _listed([patch for patch in PATCHES if patch.owner == "torch:autocast"])
 
 
 def _answer(program: Callable[[], None]) -> Any:

@@ -148,3 +148,69 @@ def test_an_operation_that_python_takes_apart_otherwise_than_a_region_sees_it(
 
     for dtype in (torch.bfloat16, torch.float32):
         assert not exported_and_eager(larger, numbers(dtype)[:1], LIKE_CUDA)
+
+
+def _mask(a: Tensor) -> Tensor:
+    return torch.tensor([True, False, True, False], device=a.device)
+
+
+def _set_by_mask(a: Tensor, b: Tensor) -> Tensor:
+    a, mask = a.clone(), _mask(a)
+    a[mask] = b[mask]
+    return a
+
+
+def _set_from_a_fixed_number_of_rows(a: Tensor, b: Tensor) -> Tensor:
+    a = a.clone()
+    a[_mask(a)] = b[:2]
+    return a
+
+
+def _set_columns_by_mask(a: Tensor, b: Tensor) -> Tensor:
+    a = a.clone()
+    a[:, _mask(a)] = b[:, :2]
+    return a
+
+
+def _set_elements_by_mask(a: Tensor, b: Tensor) -> Tensor:
+    a, mask = a.clone(), _mask(a).expand(4, 4)
+    a[mask] += b[mask]
+    return a
+
+
+def _add_by_index(a: Tensor, b: Tensor) -> Tensor:
+    return torch.index_put(a, (torch.tensor([0, 2, 2, 1]),), b, accumulate=True)
+
+
+_INDEX = torch.tensor([[0, 1, 2, 3], [1, 0, 3, 2]])
+_MIXED: list[Callable[[Tensor, Tensor], Tensor]] = [
+    _set_by_mask,
+    _set_from_a_fixed_number_of_rows,
+    _set_columns_by_mask,
+    _set_elements_by_mask,
+    _add_by_index,
+    lambda a, b: a.masked_scatter(_mask(a), b),
+    lambda a, b: a.clone().masked_scatter_(_mask(a), b),
+    lambda a, b: a.masked_fill(_mask(a), b[0, 0]),
+    lambda a, b: a.scatter(0, _INDEX, b),
+    lambda a, b: a.clone().scatter_add_(0, _INDEX, b),
+    lambda a, b: a.scatter_reduce(0, _INDEX, b, "amax"),
+    lambda a, b: a.index_add(0, _INDEX[0], b),
+    lambda a, b: a.clone().index_copy_(0, _INDEX[0], b),
+    lambda a, b: torch.put(a, _INDEX, b[:2]),
+    lambda a, b: torch.where(_mask(a), a, b),
+    lambda a, b: a.clone().copy_(b),
+    lambda a, b: a.clone().lerp_(b, 0.5),
+    lambda a, b: a.clone().addcmul_(b, b),
+    lambda a, b: a.clone().addmm_(b, b),
+    lambda a, b: torch.add(a, b, out=torch.empty(4, 4)),
+    lambda a, b: torch.mm(a, b, out=torch.empty(4, 4)),
+    lambda a, b: torch.slice_scatter(a, b[:2], 0, 1, 3),
+]
+
+
+@pytest.mark.parametrize("function", _MIXED, ids=[str(i) for i in range(len(_MIXED))])
+@pytest.mark.parametrize("dtypes", [(torch.float32, LOW), (LOW, torch.float32)])
+def test_a_write_of_another_dtype_is_exported_as_it_runs(function: Any, dtypes: Any) -> None:
+    """The number of elements that a mask selects is compared before dtypes are, so that zeros do not do for a mask."""
+    assert not exported_and_eager(function, numbers(*dtypes), "default")

@@ -66,12 +66,12 @@ def _settings(names: Any) -> list[tuple[str, Any]]:
 class _Setting:
     """Makes one object of each value of a setting, so that settings are compared by identity, too."""
 
-    _known: dict[int, tuple[Any, _Setting]] = {}  # noqa: RUF012 -- for all of them
+    _known: dict[tuple[int, int], tuple[Any, _Setting]] = {}  # noqa: RUF012 -- for all of them
 
     @classmethod
     def of(cls, entry: Any) -> _Setting:
-        value = entry.env_value_force
-        return cls._known.setdefault(id(value), (value, cls()))[1]
+        values = entry.env_value_force, entry.default
+        return cls._known.setdefault((id(values[0]), id(values[1])), (values, cls()))[1]
 
 
 def _is_compared(value: Any) -> bool:

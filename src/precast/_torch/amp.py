@@ -13,18 +13,27 @@ __all__ = [
     "autocast_nesting",
     "check_and_unscale_",
     "found_infs_of",
+    "replaces_nesting",
     "scale_of",
     "update_scale_",
 ]
 
-_nesting = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-
 
 def autocast_nesting() -> int:
-    """How many regions of PyTorch's and precast's this thread is in; PyTorch can only change that number (2.13)."""
-    increment, decrement = _nesting
-    increment()
-    return decrement()
+    """Return how many regions of PyTorch's and precast's this thread is in; PyTorch can only change it (2.13).
+
+    `torch._C` has the functions as they were before a trace replaced them.
+    """
+    torch._C.autocast_increment_nesting()
+    return torch._C.autocast_decrement_nesting()
+
+
+def replaces_nesting() -> bool:
+    """Return True if the functions that count open regions are not PyTorch's own, as in an open trace (2.13)."""
+    return (
+        torch.autocast_increment_nesting is not torch._C.autocast_increment_nesting
+        or torch.autocast_decrement_nesting is not torch._C.autocast_decrement_nesting
+    )
 
 
 def check_and_unscale_(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
     "export_region",
+    "guard_autocast_dtype",
     "has_compiled",
     "never_compiled",
     "reset_compiler",
@@ -55,6 +57,35 @@ def traced_as_constant(function: F) -> F:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def guard_autocast_dtype(device_type: str) -> None:
+    """Have the function that Dynamo traces compiled again for another autocast dtype of its callers.
+
+    PyTorch's own guards compare the dtype only where autocast is on. Nothing public adds a guard (2.13). Without Dynamo
+    this does nothing.
+    """
+    context = torch._guards.TracingContext.try_get()
+    if context is None or torch.compiler.is_exporting():
+        return
+    source = sys.modules["torch._dynamo.source"].GlobalStateSource()
+    context.guards_context.dynamo_guards.add(torch._guards.Guard(source, _dtype_guard(device_type)))
+
+
+@cache  # a set of guards knows them by the identity of these functions
+def _dtype_guard(device_type: str) -> Callable[[Any, Any], None]:
+    return partial(_add_dtype_guard, device_type)
+
+
+def _add_dtype_guard(device_type: str, builder: Any, guard: Any) -> None:
+    """Compare the dtype with the present one, which is the caller's: regions of the traced function have ended."""
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def is_same(_: Any) -> bool:
+        return torch.get_autocast_dtype(device_type) is dtype
+
+    text = [f"torch.get_autocast_dtype({device_type!r}) is {dtype}"]
+    builder.guard_manager.root.add_lambda_guard(is_same, text, guard.user_stack)
 
 
 def has_compiled() -> bool:

@@ -60,9 +60,11 @@ def custom_backend() -> str:
 
 
 def lower_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
-    """The lower precisions that autocast on `device_type` can use."""
-    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported():
-        return (torch.float16,)
+    """Return the lower precisions that autocast on `device_type` can use.
+
+    A CUDA device is not asked: `torch.cuda.is_bf16_supported` is true of every one (2.11 to 2.15), and would make a
+    tensor on an old one, which must not happen while a graph is captured.
+    """
     backend = getattr(torch, device_type, None) if device_type == custom_backend() else None
     ask = getattr(backend, "get_amp_supported_dtype", None)  # PyTorch's protocol for such backends
     return (torch.bfloat16, torch.float16) if ask is None else tuple(ask())

@@ -8,7 +8,8 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "impl_address",
     "innermost_dispatch_mode",
     "innermost_other_mode",
+    "isolated",
     "leave_function_mode",
     "leave_mode",
     "redispatch_in_mode",
@@ -93,6 +95,22 @@ class WithoutDraws(DispatchMode):
         ):
             return args[0]
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run operations as at the start of a thread: outside of all modes, transforms, traces and regions around (2.13).
+
+    It is for tensors that precast makes for itself, once for the process, at a time that the program chooses.
+    """
+    keys = torch._C.DispatchKey
+    included = torch._C.DispatchKeySet(keys.BackendSelect) | torch._C.DispatchKeySet(
+        keys.ADInplaceOrView
+    )
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._InferenceMode(False), without_torch_function():
+        with torch._C._ForceDispatchKeyGuard(included, excluded):
+            yield
 
 
 def leave_mode(mode: ObservingMode) -> None:

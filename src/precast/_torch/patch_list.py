@@ -70,6 +70,15 @@ PATCHES: Final = (
         "when they are taken off, with the last installation",
     ),
     Patch(
+        "torch._functorch.config",
+        ("backward_pass_autocast",),
+        "PyTorch records the backward pass of a compiled function in the regions around its forward: a part in float32 "
+        "is differentiated in 16 bits. A setting by the user is for the whole process, and comes first.",
+        "when a policy's kernels are registered, for the first region or installation",
+        "when they are taken off, with the last installation",
+        "2.13",
+    ),
+    Patch(
         "torch.utils.checkpoint",
         (
             "_checkpoint_without_reentrant_generator",
@@ -103,6 +112,15 @@ PATCHES: Final = (
         "when torch.compile first traces a region of precast",
         f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
         "2.11 to 2.15; 2.11 has no such class, and torch.autocast itself is patched",
+    ),
+    Patch(
+        "torch._dynamo.output_graph:OutputGraph",
+        ("call_user_compiler",),
+        "An error in a compiled graph leaves its regions open, as a graph has no `finally`. Backends are the user's, "
+        "and nothing public is called around the graphs that they return.",
+        "when torch.compile first traces a region of precast",
+        f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
+        "2.13",
     ),
     Patch(
         "torch:autocast",

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
+from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
 
 import torch
@@ -47,6 +49,7 @@ __all__ = [
     "on_scaler_call",
     "replace_names",
     "replace_regions",
+    "set_backward_autocast",
     "set_compile_cache_tag",
     "unwrap_checkpoints",
     "unwrap_custom_functions",
@@ -250,19 +253,27 @@ _custom_functions: Final = _Shared(_patch_custom_functions)
 
 OpenRegion = Callable[[str, torch.dtype, bool, str], Any]
 _open_region: list[OpenRegion] = []
+_end_after_error: list[Callable[[Callable[[], Any]], Any]] = []
 _enter: Callable[..., Any] = torch.autocast.__enter__
 _exit: Callable[..., Any] = torch.autocast.__exit__
 
 
-def on_graph_region(open_region: OpenRegion) -> None:
+def on_graph_region(
+    open_region: OpenRegion, end_after_error: Callable[[Callable[[], Any]], Any]
+) -> None:
     """Has regions in a graph whose `cache_enabled` is text opened by ``open_region(device, dtype, enabled, text)``.
 
     Dynamo puts a region into a graph as two calls with constant arguments, which run when the graph is traced further
     or, with the backend "eager", each time. Dynamo knows PyTorch's regions only, and no other argument of theirs can
     say which policy is meant. What `open_region` returns is entered and left in the place of PyTorch's region.
+
+    A graph has no `finally`: an error in it leaves its regions open. So each call of a graph with regions, and each
+    compilation of one, is made by ``end_after_error(run)``.
     """
-    _open_region[:] = [open_region]
+    _open_region[:], _end_after_error[:] = [open_region], [end_after_error]
     _graph_regions.begin()
+    if "torch._dynamo.output_graph" in sys.modules:
+        _graph_calls.begin()
 
 
 @wraps(_enter)
@@ -291,6 +302,38 @@ def _patch_graph_regions(_: list[Any]) -> list[Stop]:
 
 _GRAPHS_HAVE_THEIR_OWN: Final = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")  # since 2.12
 _graph_regions: Final = _Shared(_patch_graph_regions)
+
+
+def _patch_graph_calls(_: list[Any]) -> list[Stop]:
+    owner = "torch._dynamo.output_graph:OutputGraph"
+    original = pkgutil.resolve_name(owner).call_user_compiler
+
+    @wraps(original)
+    def call_user_compiler(self: Any, graph: torch.fx.GraphModule, *args: Any) -> Any:
+        if not _has_regions(graph):
+            return original(self, graph, *args)
+        compiled = _end_after_error[0](lambda: original(self, graph, *args))
+        # Other kinds of objects are for the compiler's cache of whole functions, and contain no regions.
+        if not isinstance(compiled, FunctionType | MethodType):
+            return compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _end_after_error[0](lambda: compiled(*args, **kwargs))
+
+        vars(run).update(vars(compiled))
+        return run
+
+    return [replace_names(owner, call_user_compiler=call_user_compiler)]
+
+
+def _has_regions(graph: torch.fx.GraphModule) -> bool:
+    """Return True if a graph, or one that it contains, opens a region."""
+    graphs = [part.graph for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    enter: Any = torch.amp.autocast_mode._enter_autocast
+    return any(node.target is enter for each in graphs for node in each.nodes)
+
+
+_graph_calls: Final = _Shared(_patch_graph_calls)
 
 
 def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Stop:
@@ -597,3 +640,54 @@ def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
     entry.env_value_force = unset if extra is None else tag
     if extra is None and isinstance(users(), _Tag):  # `config.patch` puts back what it read
         config.cache_key_tag = entry.default
+
+
+# --- the backward passes of compiled functions ---
+
+
+class _BackwardAutocast(str):
+    """A setting that is "off" where `is_off()`, and else PyTorch's default."""
+
+    is_off: Callable[[], bool]
+    default: str
+    """PyTorch's."""
+
+    def current(self) -> str:
+        """Return the setting for what is compiled now."""
+        return "off" if self.is_off() else self.default
+
+    def __eq__(self, other: object) -> bool:
+        return self.current() == other
+
+    def __hash__(self) -> int:
+        return hash(self.current())
+
+    def __str__(self) -> str:
+        return self.current()
+
+    def __repr__(self) -> str:
+        return repr(self.current())
+
+    def __reduce__(self) -> tuple[Any, ...]:  # keys of caches are digests of pickles
+        return str, (self.current(),)
+
+
+def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
+    """Have functions that are compiled while `is_off()` differentiated with autocast off; None ends that.
+
+    PyTorch records the backward pass of a compiled function in the regions around its forward (2.11 to 2.15), where an
+    uncompiled one runs in those around `backward()`, and there are none. `torch._functorch.config` has a setting for
+    it; it is not public that its default can be replaced. What a user sets comes first.
+    """
+    _check_listed("torch._functorch.config", "backward_pass_autocast")
+    if is_off is None and "torch._functorch.config" not in sys.modules:
+        return
+    config: Any = import_module("torch._functorch.config")  # PyTorch loads it with the compiler
+    entry = config._config.get("backward_pass_autocast")
+    if entry is None:
+        return
+    plain = entry.default.default if type(entry.default) is _BackwardAutocast else entry.default
+    entry.default = plain
+    if is_off is not None:
+        entry.default = _BackwardAutocast(plain)
+        entry.default.is_off, entry.default.default = is_off, plain

@@ -15,6 +15,8 @@ from typing import Final
 
 import torch
 
+from precast._torch.modes import isolated
+
 __all__ = [
     "base_of",
     "counts_versions",
@@ -131,7 +133,8 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-_ALONE: Final = _users(torch.empty(1, device="cpu"))
+with isolated():
+    _ALONE: Final = _users(torch.empty(1, device="cpu"))
 """The counts for a tensor that nothing else shares: the tensor itself, and the function that counts."""
 
 

@@ -265,6 +265,8 @@ def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
     fingerprint: str | None,
 ) -> tuple[str, torch.dtype, bool, bool | str | None]:
     """The arguments for a region of PyTorch's that mean one of ours, where it stands."""
+    if dtype is None:
+        _torch.guard_autocast_dtype(device_type)
     asked = policy if fingerprint is None else policy_of(fingerprint)
     region = autocast(device_type, dtype, enabled, cache_enabled, policy=asked)
     bound = region._bound_policy(thread_state(device_type).state.bound_policy)
@@ -284,7 +286,7 @@ def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str |
     if torch.compiler.is_exporting() and not _exports.rewrites:
         refuse_export(bound.policy)
     _in_graphs[bound.policy.fingerprint] = bound.policy
-    _torch.on_graph_region(_region_in_graph)
+    _torch.on_graph_region(_region_in_graph, _end_after_error)
     return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
 
 
@@ -347,6 +349,20 @@ def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, said: str) 
     *_, fingerprint, cache = said.split()
     cache_enabled = None if cache == "None" else cache == "True"
     return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
+
+
+def _end_after_error(run: Callable[[], Any]) -> Any:
+    """Call `run`; where it raises, end the regions that it has left open, as a graph does."""
+    depth, nesting = regions.depth, _torch.autocast_nesting()
+    try:
+        return run()
+    except BaseException:
+        _end_all(regions.records[depth:])
+        for _ in range(nesting, _torch.autocast_nesting()):  # of regions of PyTorch's own
+            if torch.autocast_decrement_nesting() == 0:
+                _torch.clear_autocast_cache()
+                registration.clear_cache()
+        raise
 
 
 class Regions(DecoratorRegion):
@@ -456,6 +472,7 @@ class _Captured(autocast):
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
         _torch.wrap_checkpoints()  # no kernels are registered here where none was in force
+        registration.engine()  # the library cannot be loaded while a region is open
         return self._captured
 
 

@@ -10,8 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import torch
-
 from precast import _torch
 from precast.engine import compile_guards
 from precast.engine.native.calls import Calls
@@ -19,8 +17,6 @@ from precast.engine.thread_state import BoundPolicy, Found, native_engine, regio
 from precast.weights.native_copies import native
 
 __all__ = ["Shortcut", "Start"]
-
-_INCREMENT, _DECREMENT = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
 
 
 class Start:
@@ -73,9 +69,5 @@ class Shortcut:
 
 
 def _is_heard() -> bool:
-    """Whether somebody listens to what an entry of a region calls: a trace, an exporter, a function mode."""
-    return (
-        _torch.function_modes()
-        or torch.autocast_increment_nesting is not _INCREMENT
-        or torch.autocast_decrement_nesting is not _DECREMENT
-    )
+    """Return True if somebody listens to the functions that an entry calls: a trace, an exporter, a function mode."""
+    return _torch.function_modes() or _torch.replaces_nesting()

@@ -15,7 +15,7 @@ from precast._internal.version import __version__
 from precast.engine.thread_state import installed, regions
 from precast.policy.policy import DEVICE_TYPES
 
-__all__ = ["put_on", "take_off"]
+__all__ = ["is_in_force", "put_on", "take_off"]
 
 
 def put_on() -> None:
@@ -26,6 +26,11 @@ def put_on() -> None:
 def take_off() -> None:
     """Leaves the keys to the user's own tag."""
     _torch.set_compile_cache_tag(None)
+
+
+def is_in_force() -> bool:
+    """Return True if a policy other than PyTorch's is in force in this thread, or installed."""
+    return bool(_in_force())
 
 
 def _in_force() -> str:

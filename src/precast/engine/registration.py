@@ -263,6 +263,7 @@ def unregister(*, kernels: bool = True) -> bool:
         _registration = Registration()
         _allow_shortcuts()
         compile_cache_key.take_off()
+        _torch.set_backward_autocast(None)
         _torch.on_cleared_cache(None)
         _listen_to_optimizers(False)
         return True
@@ -332,6 +333,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         check_device(device_type, rule)
     _torch.on_cleared_cache(_cleared)
     _torch.wrap_checkpoints()
+    _torch.set_backward_autocast(compile_cache_key.is_in_force)
     _listen_to_optimizers(True)
     defined = _torch.definitions()
     table, unknown = policy.expand(device_type)

@@ -185,6 +185,11 @@ class ThreadRegions(threading.local):
         return self._records
 
     @property
+    def depth(self) -> int:
+        """The number of open regions; this needs no records."""
+        return self._open.value + len(self._records)
+
+    @property
     def is_open(self) -> bool:
         """Whether a region is open; this needs no records."""
         return bool(self._open.value or self._records)

@@ -18,6 +18,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
+from precast import _torch
+
 __all__ = ["OF_ROUNDING", "REST", "SEED", "Rounding", "nearest", "next_seed", "seeds", "stochastic"]
 
 Rounding = Literal["kahan", "stochastic"]
@@ -126,7 +128,8 @@ def _places(numbers: Tensor) -> Tensor:
     return first + within
 
 
-_BLOCK: Final = torch.arange(64, dtype=torch.int32)
+with _torch.isolated():  # this module may be imported within a transform
+    _BLOCK: Final = torch.arange(64, dtype=torch.int32, device="cpu")
 
 
 def _hash(places: Tensor, seed: Tensor | int) -> Tensor:

@@ -69,7 +69,6 @@ search took 3 to 6 per cent of the time, at every eighth it takes less than one.
 USES_BETWEEN_CHECKS: Final = 256
 """How many operations that take weights run between two comparisons; a comparison takes as long as two of them."""
 
-_YES: Final = torch.tensor(True, device="cpu")
 _PART: Final = 16384
 """How many numbers one comparison reads: 64 KiB of float32, a few microseconds."""
 
@@ -128,13 +127,14 @@ def _mark_stale(held_parameter: HeldParameter, key: CopyKey) -> None:
 
 
 class _Comparison(NamedTuple):
-    """Whether a copy agrees with its parameter, as a tensor that may not be computed yet."""
+    """A comparison of a copy with its parameter, whose result may not be computed yet."""
 
     held_parameter: HeldParameter
     key: CopyKey
     copy: Copy
     writes: int
-    agrees: Tensor
+    agrees: Tensor | None
+    """None where the copy agrees for certain."""
     asked: float
     """When it was asked for, in seconds of the monotonic clock."""
 
@@ -147,7 +147,7 @@ class _Comparison(NamedTuple):
             return False
         if _will_be_renewed(self.held_parameter, copy, parameter):
             return False
-        return not self.agrees
+        return self.agrees is not None and not self.agrees
 
     def still_shows_unversioned_write(self) -> bool:
         """The same, once no thread can be in the middle of that write."""
@@ -194,9 +194,11 @@ def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] |
         ready, _Search.comparisons = _Search.comparisons, []
         if compare:
             for comparison in _next_comparisons():
-                (ready if comparison.agrees.is_cpu else _Search.comparisons).append(comparison)
+                agrees = comparison.agrees
+                if agrees is not None:
+                    (ready if agrees.is_cpu else _Search.comparisons).append(comparison)
         for comparison in ready:
-            if comparison.agrees is not _YES and (found := _judged(comparison)) is not None:
+            if (found := _judged(comparison)) is not None:
                 return found
     return None
 
@@ -248,22 +250,23 @@ def _will_be_renewed(held_parameter: HeldParameter, copy: Copy, parameter: Tenso
     )
 
 
-def _agrees(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor:
+def _agrees(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor | None:
+    """Compare part of a copy with its parameter; None says that they agree, without a tensor."""
     copy = handle.tensor
     with torch.inference_mode(False), torch.no_grad():
         source = parameter.detach()
         if source.shape != copy.shape:
-            return _YES  # given another shape by another thread, meanwhile
+            return None  # given another shape by another thread, meanwhile
         if isinstance(handle.copy, QuantisedCopy):
             assert handle.scales is not None
             rows = _rows(source.shape, part)
             same = handle.copy.agrees(copy, handle.scales[0], source, rows)
-            return _YES if same.is_cpu and same else same
+            return None if same.is_cpu and same else same
         as_in_memory = copy.stride() == source.stride()
         held, source = (_part(t, part, as_in_memory) for t in (copy, source))
         cast = source.to(held.dtype)
         if cast.is_cpu and torch.equal(cast, held):
-            return _YES
+            return None
         return ((cast == held) | (cast.isnan() & held.isnan())).all()
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from precast._torch import UNUSED_DEVICE_TYPES, impl_address
+from precast._torch import UNUSED_DEVICE_TYPES, all_dtypes, impl_address, isolated
 from precast.engine.native.built_in import built_in
 from precast.errors import PrecastError
 from precast.weights.held_record import HeldRecord, Owner
@@ -197,6 +197,9 @@ class Calls:
         self.this_thread: Callable[[int], None] = self._functions["this_thread"]
         self.deregister: Callable[[int], None] = self._functions["deregister"]
         self._operations: Any = torch.ops.precast_native
+        number_of = self._operations.number_of.default
+        with isolated():  # a mode of the program would see the operation, and a graph contain it
+            self._dtypes = {dtype: int(number_of(dtype)) for dtype in all_dtypes()}
         self._functions["guard_types"](*map(self.device, UNUSED_DEVICE_TYPES))
 
     @cache  # noqa: B019 -- one object for the process
@@ -204,10 +207,9 @@ class Calls:
         """PyTorch's number of a device type."""
         return int(self._functions["device"](device_type.encode()))
 
-    @cache  # noqa: B019
     def dtype(self, dtype: torch.dtype) -> int:
-        """PyTorch's number of a dtype."""
-        return int(self._operations.number_of.default(dtype))
+        """Return PyTorch's number of a dtype."""
+        return self._dtypes[dtype]
 
     def snapshot(self, device_type: str) -> int:
         """All that a region changes in this thread on a device type, as it is now; to be freed."""
