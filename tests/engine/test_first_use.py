@@ -168,6 +168,10 @@ PLACES: dict[str, Callable[[Function], Any]] = {
 }
 
 
+RAISES_IN_PYTORCH = {"export, strict": "dtype mismatch"}
+"""Programs recorded so of regions raise when they are called, those of torch.autocast too (2.13)."""
+
+
 def plain(value: Any) -> Any:
     """Make a value that JSON can contain, with all bits of its tensors."""
     if isinstance(value, Tensor):
@@ -186,7 +190,7 @@ def outcome(place: str) -> Any:
         result = f"{type(error).__name__}: {error}"
     from precast import _torch
     from precast.engine import registration
-    from precast.weights import rounding
+    from precast.optim import rounding
 
     whole = torch.empty(4)
     return {
@@ -252,7 +256,10 @@ def test_a_first_use_gives_what_a_later_one_gives(place: str, outcomes: dict[str
     fresh, later = outcomes["fresh"][place], outcomes["warmed"][place]
     assert fresh == later
     assert fresh["shared"] == [False, True]
-    assert not isinstance(fresh["result"], str), fresh["result"]
+    if place in RAISES_IN_PYTORCH:
+        assert RAISES_IN_PYTORCH[place] in fresh["result"]
+    else:
+        assert not isinstance(fresh["result"], str), fresh["result"]
 
 
 def _run(code: str) -> str:
