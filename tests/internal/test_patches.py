@@ -179,11 +179,13 @@ def _average(until: ExitStack, _: nn.Linear) -> None:
 
 def _run(until: ExitStack, linear: nn.Linear) -> None:
     from precast.cli.run.scaler_observer import ScalerObserver
+    from precast.cli.run.step_order import StepOrder
     from precast.diagnostics.step_tracker import StepTracker
 
     for watcher in (
         StepTracker(lambda _: None, lambda _: None),
         ScalerObserver(lambda _, __: None, lambda _: None),
+        StepOrder(lambda: 0),
     ):
         watcher.start()
         until.callback(watcher.stop)
