@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from precast.diagnostics import schema
+from precast.diagnostics import health_schema, schema
 from precast.diagnostics.records import keys_of
 
 __all__ = ["PAGE", "tables", "with_tables"]
@@ -76,7 +76,10 @@ def _section(kind: Any) -> str:
 def _meanings() -> dict[str, dict[str, str]]:
     """Class -> field -> its docstring, which Python does not keep: read from the source."""
     classes = [
-        node for node in ast.parse(inspect.getsource(schema)).body if isinstance(node, ast.ClassDef)
+        node
+        for module in (schema, health_schema)
+        for node in ast.parse(inspect.getsource(module)).body
+        if isinstance(node, ast.ClassDef)
     ]
     return {each.name: dict(_fields(each.body)) for each in classes}
 

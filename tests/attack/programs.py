@@ -140,7 +140,7 @@ def _words(document: Any) -> str:
 def nothing_in_16_bits() -> None:
     rules = 'base = "torch"\n[ops]\nlinear = "fp32"\naddmm = "fp32"\n'
     said = _words(_document(TRAIN, "--policy", "p.toml", p__toml=rules))
-    assert "Mixed precision works" not in said, said
+    assert "nothing wrong was found" not in said, said
 
 
 @scenario(
@@ -173,9 +173,7 @@ def kept_for_backward() -> None:
 def _kept(verdict: Any) -> list[str]:
     import re
 
-    return re.findall(
-        r"[\d.,]+ [KMG]?i?B[^.]{0,20}kept|kept for backward[^.]*", json.dumps(verdict)
-    )
+    return re.findall(r"saved for backward[^.]*", json.dumps(verdict))
 
 
 @scenario(

@@ -98,6 +98,7 @@ SCALER = {
     "max_scale": None,
     "max_consecutive_skips": None,
     "max_nonfinite_losses": None,
+    "restore_buffers": None,
     "on_verdict": "raise",
     "history": 100,
 }

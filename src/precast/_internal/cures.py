@@ -77,7 +77,7 @@ BROKEN_BUFFERS: Final = Cure(
     "scaler: buffers are not finite",
     "three skipped iterations whose loss was not finite, and buffers of the model that hold NaN",
     "A skipped step leaves parameters alone, but forward had written the buffers. Load a checkpoint from before, and "
-    "let forward write to a buffer only what is finite.",
+    "have the scaler put back what a skipped iteration writes: GradScaler(..., restore_buffers=model).",
 )
 BAD_LOSSES: Final = Cure(
     "scaler: the loss is not finite",
@@ -222,6 +222,33 @@ LEARN_IN_16_BITS: Final = Cure(
     " Or let it learn in 16 bits: `precast.optim.bfloat16_weights(model, optimizer)`, with which {share} "
     "of the updates in the same steps would have rounded to nothing.",
 )
+KEEP_STATES: Final = Cure(
+    "report: keep states in float32",
+    "the latest counted step left most values of an optimizer's state in 16 bits as they were",
+    "Keep the optimizer's states in float32: train a float32 model in a region.",
+)
+KEEP_AVERAGE: Final = Cure(
+    "report: keep the average in float32",
+    "an update left most values of an average of the weights in 16 bits as they were",
+    "Keep the average in float32, and cast a copy where 16 bits are needed: "
+    "`average = copy.deepcopy(model).float()`.",
+)
+BROKEN_AT_THE_END: Final = Cure(
+    "report: a parameter at the end",
+    "no gradient or loss was seen that was not finite, and a parameter holds infinity or NaN at the end",
+    "Load a checkpoint from before; then look at the learning rate, and at what writes to the parameters.",
+)
+RESTORE_BUFFERS: Final = Cure(
+    "report: a buffer at the end",
+    "no other number was seen that was not finite, and a buffer that was finite holds infinity or NaN at the end",
+    "Load a checkpoint from before, and have the scaler put buffers back when it skips a step: "
+    "`precast.GradScaler(device, restore_buffers=model)`.",
+)
+FASTER_DTYPE: Final = Cure(
+    "report: a faster dtype",
+    "rules gave 16 bits on the CPU, which multiplies matrices in that dtype slower than in float32",
+    "Use {instead} on this machine instead of {dtype}.",
+)
 
 # --- what a report says to do first, where nothing is known to be wrong ---
 
@@ -245,7 +272,8 @@ START_FROM_A_BASE: Final = Cure(
 OPEN_A_REGION: Final = Cure(
     "report: open a region",
     "all operations ran in float32, and no rule was carried out",
-    'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, and run backward outside.',
+    'Compute the forward pass and the loss inside `with precast.autocast("{device}"):`, and run backward outside. '
+    "Then compare time and memory with and without it: one run does not tell.",
 )
 
 # --- what a run sees in the order of a training step ---
@@ -314,6 +342,12 @@ RULE_FOR_IT: Final = Cure(
     "chose",
     "Have {op} run in 16 bits on {device}, by the rule lower in a policy file: in forward that saved {saved} a call "
     "when it was tried.",
+)
+WHOLE_NUMBERS: Final = Cure(
+    "trace: whole numbers in float32",
+    "the program makes whole numbers float32, and a rule rounds them to 16 bits, so that several become one",
+    "Compute {op} in float32 there: put the lines into `with precast.disable():`. Positions and time steps above 256 "
+    "(2048 in float16) are not all whole numbers of 16 bits.",
 )
 
 # --- what a trace adds to an error about dtypes ---

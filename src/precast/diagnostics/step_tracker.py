@@ -51,10 +51,14 @@ class StepTracker:
         boundary: called with the number of each step before anything in it is computed: with 0 at the start, and once
             more if what looked like inference was the beginning of training.
         outermost: called with each module that is called from outside of all modules, before the module runs.
+        evaluated: called with such a module and its output, if the call recorded no gradients.
     """
 
     def __init__(
-        self, boundary: Callable[[int], None], outermost: Callable[[nn.Module], None]
+        self,
+        boundary: Callable[[int], None],
+        outermost: Callable[[nn.Module], None],
+        evaluated: Callable[[nn.Module, Any], None] = lambda _module, _output: None,
     ) -> None:
         self.history = KeptSteps()
         self.failures = Failures()
@@ -62,6 +66,7 @@ class StepTracker:
         self.mutex = ForkSafeLock()
         self._boundary = boundary
         self._outermost = outermost
+        self._evaluated = evaluated
         self.number = 0
         """The number of the step that runs."""
         self._losses: list[_Number] = []
@@ -132,7 +137,10 @@ class StepTracker:
     def _call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
         self.failures.call_unseen("call of a module", self._call_begins, module)
         try:
-            return run()
+            output = run()
+            if not torch.is_grad_enabled():
+                self.failures.call_unseen("call of a module", self._evaluated, module, output)
+            return output
         finally:
             self.failures.call_unseen("call of a module", self._call_ends, module)
 

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.display import Card, Displayed, size
 from precast.errors import BrokenModelError, ScalerError
+from precast.grad_scaler.buffers import BufferGuard, guarded
 from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.gradients import total_found_inf
 from precast.grad_scaler.optimizers import temporary_attributes
@@ -38,6 +39,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
     Args:
         device: Device type of the gradients.
         names: The losses.
+        restore_buffers: As for `GradScaler`: a step is skipped if the gradients of any loss are not finite.
         settings: Further arguments of each `GradScaler`.
 
     Raises:
@@ -55,9 +57,19 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         False
     """
 
-    def __init__(self, device: str, names: Iterable[str], **settings: Any) -> None:
+    def __init__(
+        self,
+        device: str,
+        names: Iterable[str],
+        *,
+        restore_buffers: nn.Module | Iterable[nn.Module] | None = None,
+        **settings: Any,
+    ) -> None:
         given = _names(names)
         self._scalers = {name: _LossScaler(device, **settings) for name in given}
+        self._buffers, self._skipped = BufferGuard(), list[bool | Tensor]()
+        if any(scaler.is_enabled() for scaler in self.values()):
+            self._buffers = guarded(restore_buffers)
 
     def __getitem__(self, name: str) -> GradScaler:
         return self._of(name)
@@ -134,6 +146,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
             decided = [value != 0 for value in found.tolist()]
             if not any(decided):
                 result = optimizer.step()
+        self._skipped += decided
         for scaler, skipped in zip(taking, decided, strict=True):
             scaler.note(optimizer, skipped, time.perf_counter() - begun)
         return result
@@ -145,6 +158,11 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         Raises:
             BrokenModelError: As `GradScaler.update`, for the first of the losses; it has ended for all.
         """
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            is_tensor = any(isinstance(each, Tensor) for each in skipped)
+            whole = torch.stack([torch.as_tensor(each).float() for each in skipped]).amax()
+            self._buffers.end_iteration(whole if is_tensor else any(skipped))
         broken = []
         for scaler in self._scalers.values():
             try:

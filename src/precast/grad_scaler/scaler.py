@@ -10,7 +10,7 @@ Invariants:
   overflows, exactly where `torch.amp.GradScaler` waits;
 - no optimizer steps on gradients that are not finite, or that are scaled; gradients are checked before each step, and
   once more after `unscale_`, which lets the user change them;
-- a step that was skipped has changed no parameter, and nothing of the optimizer's state;
+- a step that was skipped has changed no parameter, no guarded buffer, and nothing of the optimizer's state;
 - the scale is finite and between its limits after every `update`;
 - scale and growth tracker stay the same tensors, on the device of the first scaled loss: CUDA graphs read them.
 """
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ from precast._internal.events import StepEvent, after_step, emit, scaler_listene
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler import gradients, next_scale, settings
 from precast.grad_scaler import state_dict as state_dicts
+from precast.grad_scaler.buffers import BufferGuard, guarded
 from precast.grad_scaler.checks import GradientChecks
 from precast.grad_scaler.closures import closure_in, step_with_closure
 from precast.grad_scaler.diagnosis import act_on, diagnoses
@@ -81,9 +82,10 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             while the scale falls.
         max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are allowed; 0 allows
             none. None: as many as it takes to know that no lower scale helps.
+        restore_buffers: A module, or several, whose buffers are put back when a step is skipped, to their values before
+            the iteration's first forward pass in training mode. Costs a copy of these buffers in each iteration.
         on_verdict: What happens if one of these two limits was passed, or neither a lower scale nor the next batch can
-            help (docs/scaler.md has the rules). ``"raise"`` raises a `BrokenModelError` from `update`, ``"warn"``
-            warns, ``"ignore"`` goes on.
+            help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"`` warns, ``"ignore"`` goes on.
         history: How many steps `history` keeps.
 
     Raises:
@@ -116,6 +118,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         max_scale: float | None = None,
         max_consecutive_skips: int | None = None,
         max_nonfinite_losses: int | None = None,
+        restore_buffers: nn.Module | Iterable[nn.Module] | None = None,
         on_verdict: OnVerdict = "raise",
         history: int = 100,
     ) -> None:
@@ -139,6 +142,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._step_history = StepHistory(int(history) if self._enabled else 0)
         reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
         self._checks = GradientChecks(reduce)
+        self._buffers = guarded(restore_buffers) if self._enabled else BufferGuard()
 
     @when_disabled(lambda outputs: outputs)
     def scale(self, outputs: T) -> T:
@@ -393,7 +397,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over a scaler that was pickled or copied: one of this class, or of PyTorch's."""
         if "_optimizer_states" in state:
-            vars(self).update({**state, "_optimizer_states": PerOptimizerStates()})
+            vars(self).update(state)
+            self._optimizer_states, self._buffers = PerOptimizerStates(), BufferGuard()
         else:
             GradScaler.__init__(self, state["_device"], enabled=False)
             if state["_enabled"]:
@@ -565,12 +570,14 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         decided = [state.skipped for state in checked]
         known = any(decided) if all(isinstance(each, bool) for each in decided) else None
         now, _ = self._check_scale_growth_tracker("update")
-        if _torch.is_captured(now) or not checked:
-            self._step_history.discard_iteration()
-        else:
+        if checked:
             scale, found = checked[0].scale_of_gradients(now), (s.found_inf for s in checked)
             skipped = gradients.total_found_inf(scale.device, found) if known is None else known
+            self._buffers.end_iteration(skipped)
+        if checked and not _torch.is_captured(now):
             self._step_history.end_iteration(self._iterations, scale, skipped, interval)
+        else:
+            self._step_history.discard_iteration()
         self._optimizer_states.clear()
         self._checks.forget_losses()
         self._iterations += 1

@@ -12,9 +12,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import precast
 from precast.diagnostics.numerics.lost_updates import LostUpdates
+from tests.optim.optimizers import ELEMENTWISE, Lion, Make
 from tests.support.documents import document
 from tests.support.reports import numeric_findings
-from tests.weights.test_one_pass import ELEMENTWISE, Lion, Make
 
 BF16 = torch.bfloat16
 NUMBERS = 1024
@@ -163,3 +163,104 @@ def test_a_parameter_of_one_element_has_its_states_in_float32_too(dtype: torch.d
             model(torch.ones(2, 4, dtype=dtype)).float().mean().backward()
             optimizer.step()
     assert watched.steps == 3
+
+
+# --- optimizer states and averages ---
+
+
+def test_a_second_moment_in_16_bits_grows_and_cannot_decay() -> None:
+    """Its values are at their peak: 0.999 of a value of bfloat16 rounds to the value itself."""
+    model = Weight(torch.ones(NUMBERS, dtype=BF16))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    large, small = torch.full((NUMBERS,), 8.0).to(BF16), torch.full((NUMBERS,), 0.01).to(BF16)
+    model.weight.grad = large
+    optimizer.step()
+    peak = optimizer.state[model.weight]["exp_avg_sq"].clone()
+    entry = stepped(model, optimizer, small)
+    assert torch.equal(optimizer.state[model.weight]["exp_avg_sq"], peak)
+    assert entry["states_rounded_away"] == [{"exp_avg": 0.0, "exp_avg_sq": 1.0}]
+
+
+def test_states_in_float32_and_states_that_have_converged_are_not_stuck() -> None:
+    model = Weight(torch.ones(NUMBERS))
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        entry = stepped(model, optimizer, torch.ones(NUMBERS))
+    assert entry["states_rounded_away"] == [{}]
+    model = Weight(torch.ones(NUMBERS, dtype=BF16))
+    momentum = SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    model.weight.grad = torch.ones(NUMBERS, dtype=BF16)
+    momentum.step()
+    momentum.state[model.weight]["momentum_buffer"].fill_(10.0)  # 0.9 * 10 + 1
+    entry = stepped(model, momentum, torch.ones(NUMBERS, dtype=BF16))
+    assert entry["states_rounded_away"] in ([{}], [{"momentum_buffer": 0.0}])
+
+
+def follow(decay: float, dtype: torch.dtype, write: str = "both") -> list[float | None]:
+    """One counted step of a model with an average; the share of the average that did not move."""
+    torch.manual_seed(0)
+    model = Weight(torch.randn(NUMBERS))
+    others = [Weight(torch.randn(NUMBERS)).to(dtype) for _ in range(3)]  # frozen, as a teacher is
+    average = (model.weight.detach() * 1.5).to(dtype)
+    cast = model.weight.detach().to(dtype)
+    optimizer = SGD(model.parameters(), lr=1e-3)
+    monitor = precast.monitor(model)
+    model()
+    model.weight.grad = torch.randn(NUMBERS)
+    optimizer.step()
+    cast.copy_(model.weight.detach())
+    if write == "both":
+        average.mul_(decay).add_(model.weight.detach().to(dtype), alpha=1 - decay)
+    elif write == "data":
+        average.data.lerp_(model.weight.detach().to(dtype), 1 - decay)
+    monitor.end_step()
+    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    monitor.detach()
+    assert len(others) == 3
+    shares: list[float | None] = entry["average_rounded_away"]
+    return shares
+
+
+def test_an_average_in_16_bits_that_does_not_move_is_found() -> None:
+    [share] = follow(0.9995, BF16)
+    assert share is not None
+    assert share > 0.9
+
+
+@pytest.mark.parametrize(
+    ("decay", "dtype", "write"),
+    [(0.9995, torch.float32, "both"), (0.5, BF16, "both"), (0.5, BF16, "data"), (0.9995, BF16, "")],
+)
+def test_averages_that_move_and_frozen_copies_are_no_alarm(
+    decay: float, dtype: torch.dtype, write: str
+) -> None:
+    [share] = follow(decay, dtype, write)
+    assert share is None or share < 0.5
+
+
+def counted(shares: list[float | None], key: str = "updates_rounded_away") -> list[str]:
+    """The titles of the findings for a parameter with these shares in its counted steps."""
+    made: Any = document(overflow_at=None)
+    made["findings"] = []
+    [module, *_] = [m for m in made["health"]["modules"] if m["kind"] == "parameter"]
+    steps = len(module["steps"])
+    nothing: Any = {} if key.startswith("states") else None
+    module[key] = [nothing] * (steps - len(shares)) + shares
+    return [f["title"] for f in numeric_findings(made) if "rounded away" in f["kind"]]
+
+
+def test_the_latest_counted_step_decides() -> None:
+    assert counted([0.9, 0.9, 0.9, 0.1]) == []
+    [title] = counted([0.0, 0.0, 0.0, 0.9])
+    assert "90% of the updates" in title
+    assert "the latest that was counted" in title
+    [title] = counted([0.0, 0.8, 0.9, None])
+    assert "and more than 50% in all counted steps from" in title
+
+
+def test_states_and_averages_have_findings_of_their_own() -> None:
+    states: Any = [{"exp_avg": 0.0, "exp_avg_sq": 0.99}]
+    [title] = counted(states, "states_rounded_away")
+    assert "state `exp_avg_sq`" in title
+    [title] = counted([0.99], "average_rounded_away")
+    assert "A moving average of" in title

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import precast
 from precast._internal import cures
+from precast.cli.run import machine_speed
 from tests.support.reports import seen, summary_of
 
 F16, BF16 = torch.float16, torch.bfloat16
@@ -409,6 +411,121 @@ def test_float32_masters_and_compensated_steps_keep_updates() -> None:
     assert program(BF16, False)() == 8.0, "nothing is learnt"
     for of, kahan in ((torch.float32, False), (BF16, True)):
         assert program(of, kahan)() < 8.0
+
+
+class Stuck:
+    """A program with Adam whose gradients are large at first and small later."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 8, bias=False).to(self.dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", BF16):
+                loss = model(torch.ones(4, 64, dtype=self.dtype)).float().sum()
+            (loss * (8.0 if step == 0 else 0.01)).backward()
+            optimizer.step()
+
+
+def suggestions(made: Any, kind: str) -> list[str]:
+    return [finding["suggestion"] for finding in made["findings"] if finding["kind"] == kind]
+
+
+@pytest.mark.trial("report: keep states in float32")
+def test_states_of_a_float32_model_can_decay() -> None:
+    made = seen(Stuck(BF16), health=True)
+    assert suggestions(made, "state rounded away") == [cures.KEEP_STATES()]
+    assert suggestions(seen(Stuck(torch.float32), health=True), "state rounded away") == []
+
+
+@pytest.mark.trial("report: keep the average in float32")
+def test_an_average_in_float32_follows() -> None:
+    def program(*, in_float32: bool) -> Callable[[], None]:
+        def train() -> None:
+            torch.manual_seed(0)
+            model = nn.Linear(64, 8, bias=False)
+            average = copy.deepcopy(model).to(torch.float32 if in_float32 else BF16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(6):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", BF16):
+                    loss = model(torch.randn(4, 64)).float().square().mean()
+                loss.backward()
+                optimizer.step()
+                with torch.no_grad():
+                    average.weight.mul_(0.9995).add_(model.weight.to(average.weight), alpha=0.0005)
+
+        return train
+
+    made = seen(program(in_float32=False), health=True)
+    assert suggestions(made, "average rounded away") == [cures.KEEP_AVERAGE()]
+    assert suggestions(seen(program(in_float32=True), health=True), "average rounded away") == []
+
+
+# --- what is not finite at the end ---
+
+
+@pytest.mark.trial("report: a parameter at the end")
+def test_the_learning_rate_is_at_fault_where_the_last_step_wrote_infinity() -> None:
+    models = []
+
+    def model() -> nn.Module:
+        models.append(plain())  # else none is left at the end
+        return models[-1]
+
+    def train(lr: float) -> Training:
+        return Training(model, BF16, optimizer=lambda p: torch.optim.SGD(p, lr=lr), steps=1)
+
+    text, made = advice(train(float("inf")))
+    assert made["run"]["nonfinite"][0]["kind"] == "parameter"
+    assert text == cures.BROKEN_AT_THE_END(), text
+    assert not seen(train(1e-3), health=True)["run"]["nonfinite"]
+
+
+@pytest.mark.trial("report: a buffer at the end")
+def test_a_scaler_that_restores_buffers_leaves_none_that_is_not_finite() -> None:
+    models = []
+
+    def model() -> nn.Module:
+        models.append(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))
+        return models[-1]
+
+    def train(scaler: Callable[[], Any]) -> Training:
+        return Training(
+            model, batch=lambda step: torch.randn(8, 4) * (1e6 if step == 3 else 1), scaler=scaler
+        )
+
+    made = seen(train(torchs(16.0)), health=True)
+    assert {state["kind"] for state in made["run"]["nonfinite"]} == {"buffer"}
+    made["steps"], made["findings"], made["health"]["first"] = [], [], None
+    made["run"]["skipped"] = 0
+    assert summary_of(made)["first"]["text"] == cures.RESTORE_BUFFERS()
+
+    def restoring() -> Any:
+        return precast.GradScaler("cpu", init_scale=16.0, restore_buffers=models[-1])
+
+    made = seen(train(restoring), health=True)
+    assert made["run"]["skipped"] == 1
+    assert made["run"]["nonfinite"] == []
+
+
+@pytest.mark.trial("report: a faster dtype")
+@pytest.mark.parametrize(("speed", "instead"), [(2.0, F16), (0.1, None)])
+def test_another_dtype_is_not_emulated(
+    monkeypatch: pytest.MonkeyPatch, speed: float, instead: torch.dtype | None
+) -> None:
+    speeds = {"bfloat16": 0.2, "float16": speed}
+    monkeypatch.setattr(machine_speed, "matmul_speed", lambda _, dtype: speeds[dtype])
+    text, made = advice(Training(plain, BF16), measures=True)
+    name = "float16 (`dtype=torch.float16`)" if instead else "float32"
+    assert text == cures.FASTER_DTYPE(instead=name, dtype="bfloat16")
+    assert "makes this run slower" in summary_of(made)["headline"]
+    made = seen(Training(plain, instead), health=True, measures=True)
+    assert "makes this run slower" not in summary_of(made)["headline"]
 
 
 # --- where nothing is known to be wrong ---

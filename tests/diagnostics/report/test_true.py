@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from precast.cli.run import machine_speed
 from precast.cli.run.run_observer import RunObserver
 from precast.diagnostics import report
 from precast.diagnostics.report.page import html
@@ -66,6 +67,76 @@ def policy_of(folder: Path, text: str) -> str:
     path = folder / "policy.toml"
     path.write_text(text)
     return str(path)
+
+
+# --- runs that are broken although no step shows it ---
+
+
+class Broken(Train):
+    """A float16 training with a batch norm, whose buffers `spoil` writes, and a validation."""
+
+    def __init__(self, spoil: Callable[[nn.Sequential], object]) -> None:
+        super().__init__()
+        self.spoil = spoil
+
+    def __call__(self) -> None:
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+        model.register_buffer("mask", torch.full((4,), -torch.inf))
+        self.model = model  # a global of a script lives until the end
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _step in range(6):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(32, 8)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            self.spoil(model)
+            model.eval()(torch.randn(32, 8))
+            model.train()
+
+
+def test_a_sound_run_with_an_infinite_mask_and_a_validation_is_no_alarm() -> None:
+    made = seen(Broken(lambda model: None), health=True)
+    assert made["run"]["nonfinite"] == []
+    assert made["run"]["evaluations"] == 1
+    assert "infinite" not in told(made)
+
+
+def test_a_buffer_that_is_not_finite_at_the_end_is_named() -> None:
+    program = Broken(lambda model: model[1].running_var.fill_(torch.nan))
+    made = seen(program)
+    assert summary_of(made)["headline"] == "At the end the buffer `1.running_var` held NaN."
+    assert summary_of(made)["level"] == "bad"
+    assert "An output was infinite or NaN in 1 of 1 call without gradients" in told(made)
+
+
+def test_a_parameter_that_the_last_step_spoilt_is_named() -> None:
+    program = Broken(lambda model: model[0].weight[0, 0].fill_(torch.inf))
+    made = seen(program)
+    assert summary_of(made)["headline"] == "At the end the parameter `0.weight` held infinity."
+
+
+def test_a_validation_that_is_nan_is_seen_although_the_training_is_well() -> None:
+    def program() -> None:
+        criterion = nn.MSELoss()
+        Train()()
+        with torch.no_grad():
+            criterion(torch.tensor([torch.nan]), torch.zeros(1))
+            criterion(torch.ones(1), torch.zeros(1))
+
+    made = seen(program, health=True)
+    judged = summary_of(made)
+    assert judged["headline"].startswith("An output was infinite or NaN in 1 of 2 calls without")
+    assert "`MSELoss`" in judged["headline"]
+    assert judged["level"] == "bad"
+
+
+def test_a_dtype_that_the_machine_emulates_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ratio, is_slow in ((0.3, True), (1.0, False)):
+        monkeypatch.setattr(machine_speed, "matmul_speed", lambda *_, ratio=ratio: ratio)
+        judged = summary_of(seen(Train(torch.float16), measures=True))
+        assert ("makes this run slower" in judged["headline"]) is is_slow
 
 
 # --- whether there is mixed precision ---
@@ -160,10 +231,10 @@ def test_steps_that_a_scaler_skipped_were_traced_too(steps: int) -> None:
     assert made["run"]["skipped"] == steps  # a scale that is far too high stays too high
     traced = min(steps, 5) - 2
     assert made["trace"]["totals"]["steps"] == traced
-    assert f"In {traced} steps that were traced" in told(made)
+    assert f"in {traced} traced steps" in told(made)
     linear = [r for r in made["trace"]["rows"] if r["op"] == "linear" and r["rule"]]
     assert sum(row["calls"] for row in linear) == 2 * traced
-    assert ("what followed" in told(made)) == (steps < 5)
+    assert ("and after them" in told(made)) == (steps < 5)
 
 
 def test_without_a_whole_step_none_is_said_to_be_traced() -> None:
@@ -174,7 +245,7 @@ def test_without_a_whole_step_none_is_said_to_be_traced() -> None:
 
     made = seen(program)
     assert made["trace"]["totals"]["steps"] == 0
-    assert "In what was traced, which is no whole step," in told(made)
+    assert "in what was traced, less than one step:" in told(made)
     assert "0 steps" not in told(made)
 
 
@@ -323,6 +394,11 @@ def with_run(**run: Any) -> Any:
     return made
 
 
+def with_state(*kinds: str) -> Any:
+    state = {"name": "a.b", "what": "nan"}
+    return with_run(nonfinite=[state | {"kind": kind} for kind in kinds])
+
+
 def with_findings(*findings: Any) -> Any:
     return good() | {"findings": list(findings)}
 
@@ -336,20 +412,46 @@ def with_totals(**totals: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "false", "true"),
     [
-        (with_run(ended="interrupted", code=130), "Mixed precision works", "Up to there: mixed"),
-        (with_run(ended="interrupted", code=130), "what follows", "about that part of it"),
+        (with_run(ended="interrupted", code=130), "works", "Up to there: mixed"),
+        (with_run(ended="interrupted", code=130), "what follows", "this report covers that part"),
         (with_findings(finding(None)), "nothing wrong", "there is something to look at"),
-        (with_findings(finding(0.2)), "took up to", "could save 10% to 20% of the traced time"),
+        (with_findings(finding(0.2)), "works", "could save 10% to 20% of the traced time"),
         (with_findings(finding(0.9), finding(0.8, title="b")), "170%", "could save 85% to 100% of"),
         (with_findings(finding(0.0)), "look at", "nothing wrong was found"),
         (with_findings(finding(0.004)), "a casts", "nothing wrong was found"),
         (with_totals(casts=1, cached=1), "1 casts", "1 cast wrote"),
         (with_totals(casts=1, cached=1), "1 casts", "the weight cache saved 1 cast."),
         (with_totals(casts=1, cached=0), "cache saved", "1 cast wrote"),
-        (with_totals(steps=1), "1 steps", "In 1 step that was traced"),
+        (with_totals(casts=0, cached=1), "Casts took", "Time of operations"),
+        (with_totals(steps=1), "1 steps", "in 1 traced step:"),
         (with_totals(cast_seconds=1e9), "of its time", "may not pay"),
         (with_run(skipped=1), "1 of 60 steps were", "1 of 60 steps was lost"),
         (flat(), "1 calls", "No training step finished"),
+        (good(), "works", "the numbers of 6 of 60 steps and the operations of 3."),
+        (
+            good() | {"health": None},
+            "nothing wrong was found in the numbers",
+            "of 3 of 60 steps; its",
+        ),
+        (good() | {"trace": None}, "operations of", "in the numbers of 6 of 60 steps."),
+        (good() | {"trace": None, "health": None}, "nothing wrong", "neither its numbers nor its"),
+        (good(), "faster", "`enabled=False` in its regions"),
+        (with_state("parameter"), "restore_buffers", "At the end the parameter `a.b` held NaN."),
+        (with_state("buffer"), "1 more", "restore_buffers=model"),
+        (with_state("buffer", "buffer"), "mixed", "`a.b` held NaN, and so did 1 other tensor"),
+        (
+            with_run(evaluations=9, nonfinite_outputs=1, first_nonfinite_output="Net"),
+            "1 calls",
+            "in 1 of 9 calls without gradients, as in validation; the first was the output of `Net`",
+        ),
+        (with_run(speeds={"bfloat16": 0.2, "float16": 0.9}), "emulates", "nothing wrong"),
+        (
+            with_run(speeds={"bfloat16": 0.2, "float16": 0.25}),
+            "emulates bfloat16",
+            "makes this run slower: the CPU emulates float16, and multiplies matrices at 0.25 times",
+        ),
+        (with_run(speeds={"bfloat16": 0.2, "float16": 0.1}), "Use bfloat16", "Use float32"),
+        (with_run(speeds={"bfloat16": 2.0, "float16": 0.1}), "Use float32", "Use bfloat16"),
     ],
 )
 def test_a_sentence_follows_the_document(made: Any, false: str, true: str) -> None:
@@ -396,7 +498,7 @@ def test_steps_that_are_not_shown_are_not_said_to_be_spread_evenly() -> None:
     """Those that were skipped are kept beside the others."""
     made = with_run(steps=5000)
     assert "evenly" not in told(made)
-    assert "Of 5,000 steps 60 are shown." in told(made)
+    assert "The page shows 60 of 5,000 steps." in told(made)
 
 
 # --- names between backticks ---

@@ -39,6 +39,35 @@ def pasted(file: str | None, folder: Path) -> Policy:
     return Policy.load(path)
 
 
+# --- whole numbers that a rule rounds ---
+
+
+@pytest.mark.trial("trace: whole numbers in float32")
+@pytest.mark.parametrize(
+    ("positions", "left"),
+    [
+        (lambda: torch.arange(8192, 8320).float(), 3),
+        (lambda: torch.arange(8192, 8320, dtype=torch.float32), 3),
+        (lambda: torch.arange(128).float(), None),
+        (lambda: torch.rand(128).double().float(), None),
+        (lambda: torch.arange(8192, 8320).float() / 8320, None),
+    ],
+)
+def test_positions_that_a_rule_makes_equal_are_found(positions: Any, left: int | None) -> None:
+    with precast.trace() as trace, precast.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(2):
+            angles = torch.ones(4, 1).float() @ positions()[None]
+    found = of_kind(trace, "rounded by a rule")
+    assert len(found) == (left is not None)
+    for finding in found:
+        assert int(angles[0].unique().numel()) == left
+        assert f"of 128 different values {left} are left in bfloat16" in finding.title
+        assert finding.suggestion == cures.WHOLE_NUMBERS(op="matmul")
+    with precast.trace() as mended, precast.autocast("cpu"), precast.disable():
+        torch.ones(4, 1).float() @ positions()[None]
+    assert of_kind(mended, "rounded by a rule") == []
+
+
 # --- a needless float32 round trip ---
 
 

@@ -21,6 +21,8 @@ from precast import _torch
 from precast._internal.display import size
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast.cli.run.dtype_error import record_regions
+from precast.cli.run.machine_speed import speeds_of
+from precast.cli.run.nonfinite import NonfiniteOutputs, NonfiniteStates
 from precast.cli.run.scaler_observer import ScalerObserver
 from precast.cli.run.step_order import StepOrder
 from precast.cli.run.trace_window import TraceWindow
@@ -65,7 +67,9 @@ class RunObserver:
         self.window = TraceWindow(*traced, model=self._model)
         self._to_trace = list(traced)
         self._begins = begins
-        self.steps = StepTracker(self._step, self._called)
+        self.outputs = NonfiniteOutputs()
+        self.steps = StepTracker(self._step, self._called, self.outputs.add)
+        self._states = NonfiniteStates()
         self._scalers = ScalerObserver(_tell, self.judged)
         self._order = StepOrder(lambda: self.steps.number)
         self._verdicts: list[schema.ScalerDiagnosis] = []
@@ -108,6 +112,8 @@ class RunObserver:
         run.elsewhere = self.window.elsewhere
         run.traced, run.to_trace = self.window.traced, self._to_trace
         run.compiled = _torch.has_compiled()
+        run.nonfinite = self._states.at_the_end(reversed(self.models()))
+        self.outputs.describe(run)
         if policy.modules:
             rules = self._installed.rules
             run.module_rules = ModuleRules(rules.models, list(rules.problems))
@@ -119,6 +125,8 @@ class RunObserver:
             document.health = from_json(Health, self._monitor.as_dict())
         document.findings = [*numeric_findings(document), *self._order.findings()]
         document.findings = all_findings(document)
+        if run.ended != "interrupted":
+            run.speeds = speeds_of(document)
 
     def _notes(self) -> list[str]:
         """Return what was not recorded, one sentence each."""
@@ -180,6 +188,7 @@ class RunObserver:
             self._largest is None or self._model() is None or elements > self._largest[0]
         ):
             self._largest = elements, weakref.ref(module)
+        self._states.first_call(module)
         if elements and self._health and self._monitor is None:
             self._monitor = monitor(module)
             self._ends.callback(self._monitor.detach)

@@ -32,6 +32,7 @@ __all__ = [
     "Speed",
     "dtypes_of",
     "interleaved_seconds",
+    "matmul_speed",
     "measure",
     "synchronize",
     "times",
@@ -129,6 +130,25 @@ def measure(device: torch.device, dtype: str) -> DtypeReport:
     finally:
         torch.set_num_threads(threads)
     return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
+
+
+def matmul_speed(device: torch.device, dtype: str) -> float | None:
+    """Return how many times as fast as float32 a small matrix product is on one thread; None if it is not supported.
+
+    It takes a hundredth of a second, so the ratio tells an emulated dtype from a native one, and no more.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs = [_matmul(device, each, 1) for each in (dtype, "float32")]
+        for run in runs:
+            run()  # the first run also builds and caches the kernel
+        ours, float32 = map(min, interleaved_seconds(runs, device, _ROUNDS[0]))
+        return float32 / ours
+    except (RuntimeError, NotImplementedError):
+        return None
+    finally:
+        torch.set_num_threads(threads)
 
 
 def times(ratio: float) -> str:

@@ -1,8 +1,8 @@
-"""What rounding takes from the updates of parameters in 16 bits: which numbers stay, though they were to move.
+"""Updates that rounding takes from 16-bit parameters and 16-bit optimizer states: the values that should move and stay.
 
 Invariants:
 
-- the optimizer's own step says what each number was to become: it is taken once more in float32, on copies of the
+- the optimizer's own step defines the new value of each number: it is taken once more in float32, on copies of the
   parameter, its gradient and its states, before the step that counts; neither that nor a state is changed by it;
 - of a float32 parameter, and of a weight that learns by rounding (`precast.optim`), nothing is lost: that is
   said and not computed. Of optimizers that are not PyTorch's, and of parameters that are no plain tensors, nothing is
@@ -12,7 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -29,13 +30,19 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 
-__all__ = ["NOTHING_LOST", "LostUpdates", "Updates"]
+__all__ = ["NARROW", "NOTHING_LOST", "SAMPLE", "LostUpdates", "Updates", "sample"]
 
-_NARROW: Final = frozenset({torch.bfloat16, torch.float16})
+NARROW: Final = frozenset({torch.bfloat16, torch.float16})
+"""The dtypes in which an update may round to nothing."""
+SAMPLE: Final = 1 << 16
+"""At most about so many values of an optimizer's state, or of an average, are compared."""
+_SMALLEST_MOVE: Final = 1 / 128
+"""Of the distance between two 16-bit numbers: a state that should move by less has converged."""
+_NO_STATES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class Updates(NamedTuple):
-    """What became of the updates of a parameter in a step."""
+    """The effect of rounding on the update of a parameter in one step."""
 
     rounded_away: float
     """The share of its numbers that were to move, and stayed."""
@@ -43,18 +50,34 @@ class Updates(NamedTuple):
     """The share that these have in the size of the whole update, the sum of all distances."""
     with_kahan: float
     """The share of numbers that would have stayed with `precast.optim.bfloat16_weights`."""
+    states: Mapping[str, float] = _NO_STATES
+    """Maps each optimizer state in 16 bits to the share of its values that were to move, and stayed."""
 
 
 NOTHING_LOST: Final = Updates(0.0, 0.0, 0.0)
 
 
+class _StateSample(NamedTuple):
+    """A sample of an optimizer's state in 16 bits, before a step."""
+
+    name: str
+    memory: Tensor
+    """The state itself, which the step writes in place."""
+    previous: Tensor
+    exact: Tensor
+    """The values after the step, computed in float32."""
+
+
 class LostUpdates:
-    """Looks at parameters before and after a step of an optimizer."""
+    """Compares parameters and optimizer states before and after a step of an optimizer."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Name -> the parameter, its numbers before the step, and what they were to become, in float32."""
+        self._states: dict[str, list[_StateSample]] = {}
         self._found: dict[str, Tensor] = {}
+        self._of_states: dict[tuple[str, str], Tensor] = {}
+        """Parameter and state -> how many values were to move, and how many of these stayed."""
         self._lose_nothing: set[str] = set()
 
     def before(self, optimizer: Optimizer, names: dict[int, str]) -> None:
@@ -70,34 +93,56 @@ class LostUpdates:
                 for parameter in _narrow(group["params"]):
                     if id(parameter) not in names:
                         continue
+                    name = names[id(parameter)]
                     copied = _copied(optimizer, parameter, scale)
                     optimizer.param_groups = [{**group, "params": [copied]}]
                     try:
                         step_without_hooks(optimizer)()
+                        self._states[name] = _states(optimizer, parameter, copied)
                     finally:
                         optimizer.param_groups = groups
                         optimizer.state.pop(copied, None)
                     was = parameter.detach().clone()
-                    self._before[names[id(parameter)]] = parameter, was, copied.detach()
+                    self._before[name] = parameter, was, copied.detach()
 
     def after(self) -> None:
         """The step was taken."""
         before, self._before = self._before, {}
         for name, (parameter, was, wanted) in before.items():
             self._found[name] = _compared(was, parameter.detach(), wanted)
+        states, self._states = self._states, {}
+        for name, of_parameter in states.items():
+            for state in of_parameter:
+                self._of_states[name, state.name] = _count_stuck(state)
 
     def read(self) -> dict[str, Updates]:
         """What was found since the last time, by name; waits for the device."""
         found, self._found = self._found, {}
         read = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
         self._lose_nothing.clear()
+        states = self._read_states()
         for name, sums in found.items():
             moving, stayed, size, lost, with_kahan = sums.tolist()
             if moving:
-                read[name] = Updates(
-                    stayed / moving, lost / size if size else 0.0, with_kahan / moving
-                )
+                its = states.get(name, _NO_STATES)
+                part = lost / size if size else 0.0
+                read[name] = Updates(stayed / moving, part, with_kahan / moving, its)
         return read
+
+    def _read_states(self) -> dict[str, dict[str, float]]:
+        shares: dict[str, dict[str, float]] = {}
+        for (name, state), sums in self._of_states.items():
+            moving, stayed = sums.tolist()
+            if moving:
+                shares.setdefault(name, {})[state] = stayed / moving
+        self._of_states = {}
+        return shares
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return evenly spread values of a tensor: all of a small one, about `SAMPLE` of a larger one."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLE)]
 
 
 def _loses_nothing(parameter: Tensor) -> bool:
@@ -109,7 +154,7 @@ def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     for parameter in parameters:
         gradient = parameter.grad
         if (
-            parameter.dtype in _NARROW
+            parameter.dtype in NARROW
             and type(parameter) in (Tensor, nn.Parameter)
             and gradient is not None
             and gradient.layout is torch.strided
@@ -134,8 +179,26 @@ def _copy(state: Any) -> Any:
     """Return a copy of a state; one in 16 bits, or as large as a parameter, becomes float32."""
     if not isinstance(state, Tensor):
         return state
-    is_widened = state.dtype in _NARROW or (is_large(state) and state.is_floating_point())
+    is_widened = state.dtype in NARROW or (is_large(state) and state.is_floating_point())
     return state.to(torch.float32, copy=True) if is_widened else state.clone()
+
+
+def _states(optimizer: Optimizer, parameter: Tensor, copied: Tensor) -> list[_StateSample]:
+    """Return the 16-bit states of a parameter, with the values of the step that `copied` has taken in float32."""
+    return [
+        _StateSample(name, value, sample(value).clone(), sample(optimizer.state[copied][name]))
+        for name, value in (optimizer.state.get(parameter) or {}).items()
+        if is_large(value) and value.dtype in NARROW and type(value) is Tensor
+    ]
+
+
+def _count_stuck(state: _StateSample) -> Tensor:
+    """Return how many values of a state were to move, and how many of these stayed."""
+    previous = state.previous.float()
+    least = previous.abs() * (torch.finfo(state.memory.dtype).eps * _SMALLEST_MOVE)
+    moves = (state.exact - previous).abs() > least
+    stays = moves & (sample(state.memory) == state.previous)
+    return torch.stack([moves.sum(), stays.sum()])
 
 
 def _compared(was: Tensor, now: Tensor, wanted: Tensor) -> Tensor:

@@ -319,7 +319,10 @@ class Monitor(Displayed):
         """An optimizer has stepped: the step is over when the next forward begins."""
         if self._is_mine(optimizer):
             if self._running is not None:
-                self._running.record.lost_updates.after()
+                record, model = self._running.record, self._model()
+                record.lost_updates.after()
+                if record.tallies is not None and model is not None:
+                    record.averages.before(dict(named_parameters(model)))
             self._over = self._trains = True
             self._stepped_by.add(id(optimizer))
 
@@ -446,6 +449,7 @@ class Monitor(Displayed):
             self._running = None
         self.numbering.end(running.record)
         self._history.add(running.end())
+        running.record.averages.after()
         if running.record.tallies is not None:
             self._count(running.record)
             self._history.read()

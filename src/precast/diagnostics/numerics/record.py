@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal import events, pytree
 from precast._internal.events import NonfiniteOrigin
+from precast.diagnostics.numerics.averages import Averages
 from precast.diagnostics.numerics.lost_updates import LostUpdates
 from precast.diagnostics.numerics.tally import NARROW, Counts, Key, Tally, countable
 
@@ -96,6 +97,7 @@ class Record:
     """The number that a scaler, or a run, gives the step."""
     missed: list[tuple[weakref.ref[Tensor], Missed]] = field(default_factory=list)
     lost_updates: LostUpdates = field(default_factory=LostUpdates)
+    averages: Averages = field(default_factory=Averages)
     _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -166,8 +168,13 @@ class Record:
             key: tally.read(power if key[0] == "gradient" or key in self.scaled else 0)
             for key, tally in (self.tallies or {}).items()
         }
-        updates = {("parameter", name): its for name, its in self.lost_updates.read().items()}
-        return {k: replace(c, updates=updates[k]) if k in updates else c for k, c in counts.items()}
+        updates, averages = self.lost_updates.read(), self.averages.read()
+        return {
+            (kind, name): replace(c, updates=updates.get(name), average=averages.get(name))
+            if kind == "parameter"
+            else c
+            for (kind, name), c in counts.items()
+        }
 
     def pack(self) -> Record:
         """Makes few tensors of the many that were noted; returns the record itself."""

@@ -64,6 +64,8 @@ class Samples:
             "updates_rounded_away": [u and u.rounded_away for u in updates],
             "updates_lost": [u and u.lost for u in updates],
             "updates_rounded_away_with_kahan": [u and u.with_kahan for u in updates],
+            "states_rounded_away": [dict(u.states) if u else {} for u in updates],
+            "average_rounded_away": [counts.average for _, counts in mine],
         }
         return {
             "name": name,

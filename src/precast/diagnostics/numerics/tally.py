@@ -76,6 +76,9 @@ class Counts:
     magnitudes: Magnitudes
     updates: Updates | None = None
     """What became of a parameter's updates; None where that is not known, or where it is no parameter."""
+    average: float | None = None
+    """Of an average of the parameter that is stored in 16 bits: the share of its values that an update left as they
+    were; None if there is none."""
 
     @property
     def rms(self) -> float:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from precast.diagnostics.report.tree import seconds_by_dtype
+from precast.diagnostics.report.tree import ran_in, seconds_by_dtype
 from precast.diagnostics.report.words import count, plural
 from precast.diagnostics.schema import Document, Row, Totals
 
 __all__ = ["expensive_casts", "in_16_bits", "is_mixed", "lost", "of_steps", "on_casts", "ran_lower"]
-__all__ += ["rows_of", "rules_ran"]
+__all__ += ["rows_of", "rules_ran", "slow_dtypes", "steps_counted"]
 
+_SLOW = 0.8  # times float32's speed: slower than the spread of the measurement explains
 _EXPENSIVE = 0.3  # of the traced time: with so much for casts, float32 is worth a try
 _LOWER = ("float16", "bfloat16", "float8", "complex32")
 
@@ -21,6 +22,12 @@ _LOWER = ("float16", "bfloat16", "float8", "complex32")
 def rows_of(document: Document) -> list[Row]:
     """The rows of the trace; none where nothing was traced."""
     return document.trace.rows if document.trace else []
+
+
+def steps_counted(document: Document) -> int:
+    """The number of steps in which the numbers were examined."""
+    modules = document.health.modules if document.health else []
+    return len({step for module in modules for step in module.steps})
 
 
 def lost(document: Document) -> int:
@@ -47,6 +54,12 @@ def ran_lower(document: Document) -> Literal["yes", "no", "unknown"]:
     if (lower and not rows_of(document)) or (is_unseen and not document.counts):
         return "unknown"
     return "no"
+
+
+def slow_dtypes(document: Document) -> list[str]:
+    """Return the 16-bit dtypes that rules used on the CPU, and in which it is slower than in float32."""
+    used = {ran_in(row) for row in rows_of(document) if row.rule == "lower" and row.device == "cpu"}
+    return [d for d, ratio in document.run.speeds.items() if d in used and ratio < _SLOW]
 
 
 def in_16_bits(document: Document) -> float:

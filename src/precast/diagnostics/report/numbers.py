@@ -1,11 +1,13 @@
-"""What the numbers of a run say is wrong, as findings: overflow, and gradients and updates that are too small.
+"""Findings on the numbers of a run: overflow, gradients that are too small, and updates that 16 bits round away.
 
 Invariant: every number in a finding is one of the document's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from precast._internal import cures
 from precast.diagnostics.report.between import Between, between, module_before
@@ -24,7 +26,7 @@ __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
 _TELLING = 0.01  # a smaller share of gradients is not reported
 _OCCASIONAL = 0.1  # of the steps: so many may be skipped while a scale finds its limit
-_MOST_STAY = 0.5  # a smaller share of updates that round to nothing is not reported
+_MOST_STAY = 0.5  # a smaller share of values that an update left as they were is not reported
 
 
 def numeric_findings(document: Document) -> list[Finding]:
@@ -214,37 +216,115 @@ def _underflow(document: Document) -> Iterator[Finding]:
         )
 
 
+class _Stuck(NamedTuple):
+    """Values of one tensor in 16 bits that an update did not change, in the latest step that was counted."""
+
+    part: float
+    """The share of the values that were to change."""
+    since: int
+    """The first counted step from which on it was so in all of them."""
+    step: int
+    """The latest counted step."""
+    name: str
+    """The parameter's name."""
+
+
 def _rounded_away(document: Document) -> Iterator[Finding]:
-    """Parameters in 16 bits whose updates round to nothing, in the mean of the steps that were counted."""
-    health = document.health
-    found = [
-        (_mean(m.updates_rounded_away), _mean(m.updates_rounded_away_with_kahan), m)
-        for m in (health.modules if health else [])
-        if m.kind == "parameter"
+    """Parameters, optimizer states and averages in 16 bits whose updates round to nothing."""
+    modules = [
+        m for m in (document.health.modules if document.health else []) if m.kind == "parameter"
     ]
-    some = sorted((each for each in found if each[0] >= _MOST_STAY), key=lambda each: -each[0])
-    if not some:
+    yield from _updates_rounded_away(modules)
+    yield from _states_rounded_away(modules)
+    yield from _averages_rounded_away(modules)
+
+
+def _updates_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    stuck = _stuck((m, m.updates_rounded_away) for m in modules)
+    if not stuck:
         return
-    part, with_kahan, worst = some[0]
-    others = (
-        f", and more than {share(_MOST_STAY)} in {plural(len(some) - 1, 'more parameter')}"
-        if some[1:]
-        else ""
+    worst = stuck[0]
+    with_kahan = next(
+        _latest(m.updates_rounded_away_with_kahan) for m in modules if m.name == worst.name
     )
-    yield Finding(
-        kind="rounded away",
-        title=f"{share(part)} of the updates of `{worst.name}` round to nothing, as it is stored in 16 bits{others}.",
-        cost=Cost(),
-        suggestion=cures.KEEP_MASTERS()
-        + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if with_kahan < part / 2 else ""),
-        policy=None,
-        where=Where(module_of(worst)),
+    kahan = with_kahan < worst.part / 2
+    yield _finding_on_stuck(
+        "rounded away",
+        f"{share(worst.part)} of the updates of `{worst.name}` round to nothing{_when(worst)}, as it is stored in 16 "
+        f"bits{_others(stuck, 'more parameter')}.",
+        cures.KEEP_MASTERS() + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if kahan else ""),
+        worst,
     )
 
 
-def _mean(shares: list[float | None] | None) -> float:
-    known = [each for each in shares or [] if each is not None]
-    return sum(known) / len(known) if known else 0.0
+def _states_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    names = dict.fromkeys(
+        name for m in modules for each in m.states_rounded_away or [] for name in each
+    )
+    for state in names:
+        stuck = _stuck(
+            (m, [each.get(state) for each in m.states_rounded_away or []]) for m in modules
+        )
+        if not stuck:
+            continue
+        worst = stuck[0]
+        yield _finding_on_stuck(
+            "state rounded away",
+            f"The optimizer's state `{state}` of `{worst.name}` cannot follow: it is stored in 16 bits, and "
+            f"{share(worst.part)} of the values that the step should change stayed{_when(worst)}"
+            f"{_others(stuck, 'more parameter')}.",
+            cures.KEEP_STATES(),
+            worst,
+        )
+
+
+def _averages_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    stuck = _stuck((m, m.average_rounded_away) for m in modules)
+    if not stuck:
+        return
+    worst = stuck[0]
+    yield _finding_on_stuck(
+        "average rounded away",
+        f"A moving average of `{worst.name}` does not follow it: the average is stored in 16 bits, and its update left "
+        f"{share(worst.part)} of the values that differ as they were{_when(worst)}"
+        f"{_others(stuck, 'more parameter')}.",
+        cures.KEEP_AVERAGE(),
+        worst,
+    )
+
+
+def _finding_on_stuck(kind: str, title: str, suggestion: str, worst: _Stuck) -> Finding:
+    where = Where(worst.name.rpartition(".")[0])
+    return Finding(kind, title, Cost(), suggestion, policy=None, where=where)
+
+
+def _stuck(shares: Iterable[tuple[HealthModule, list[float | None] | None]]) -> list[_Stuck]:
+    """Return the tensors most of whose values stayed in the latest counted step, the worst first."""
+    stuck = []
+    for module, values in shares:
+        counted = [
+            (step, v) for step, v in zip(module.steps, values or [], strict=False) if v is not None
+        ]
+        later = list(itertools.takewhile(lambda each: each[1] >= _MOST_STAY, reversed(counted)))
+        if later:
+            stuck.append(_Stuck(later[0][1], later[-1][0], later[0][0], module.name))
+    return sorted(stuck, key=lambda each: -each.part)
+
+
+def _when(stuck: _Stuck) -> str:
+    if stuck.since == stuck.step:
+        return f" in step {stuck.step}, the latest that was counted"
+    return f" in step {stuck.step}, and more than {share(_MOST_STAY)} in all counted steps from {stuck.since} on"
+
+
+def _others(stuck: list[_Stuck], noun: str) -> str:
+    more = len(stuck) - 1
+    return f"; the same holds for {plural(more, noun)}" if more else ""
+
+
+def _latest(shares: list[float | None] | None) -> float:
+    """Return the latest share that is known."""
+    return next((each for each in reversed(shares or []) if each is not None), 0.0)
 
 
 def _enlarge(document: Document) -> str:

@@ -15,7 +15,10 @@ from precast.diagnostics.schema import Cost, Document, Finding
 __all__ = ["Remedy", "all_findings", "cost_words", "is_numeric", "remedies", "time_words"]
 __all__ += ["together"]
 
-_NUMERIC = ("overflow", "underflow", "nonfinite", "nan", "inf", "saturation", "rounded away")
+_NUMERIC = (
+    *("overflow", "underflow", "nonfinite", "nan", "inf", "saturation"),
+    *("rounded away", "state rounded away", "average rounded away", "rounded by a rule"),
+)
 _Number = TypeVar("_Number", int, float)
 _TELLING = 0.01  # of the traced time: what costs less is not worth a card, or a sentence
 

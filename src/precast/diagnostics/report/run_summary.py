@@ -1,8 +1,9 @@
-"""The verdict on a process: what precision does for it, what is wrong, and what to do first, in sentences.
+"""The verdict on a process, in sentences: the precision it ran in, what is wrong, and what to do first.
 
-Invariants: every number in a sentence is one of the document's; what was not watched is said, never taken for healthy;
-wrong numbers come before slow operations; a gain is what was measured to be lost, and never more. Names stand between
-backticks. For each sentence, `tests/diagnostics/report/test_true.py` has a run in which it would be false.
+Invariants: every number in a sentence is one of the document's; the sentences name what was not watched, and never
+take it for healthy; wrong numbers come before slow operations; a gain is a loss that was measured, and never more, and
+nothing is said about a gain over float32, which a run does not measure. Names stand between backticks. For each
+sentence, `tests/diagnostics/report/test_true.py` has a run in which it would be false.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from precast.diagnostics.report.evidence import (
     ran_lower,
     rows_of,
     rules_ran,
+    slow_dtypes,
+    steps_counted,
 )
 from precast.diagnostics.report.numbers import in_words, module_of, offender, overflow
 from precast.diagnostics.report.remedies import (
@@ -69,6 +72,9 @@ def summary_of(document: Document) -> RunSummary:
         *rules_without_effect(document),
         *_losses(document),
         *code_mistakes(document),
+        *_nonfinite_state(document),
+        *_nonfinite_outputs(document),
+        *_slow_dtypes(document),
         *_not_told_elsewhere(document),
         *_expensive_casts(document),
         *(_cost(each) for each in costs[:_MOST]),
@@ -91,12 +97,15 @@ def _failed(document: Document) -> bool:
 
 
 def _level(document: Document, problems: list[str]) -> Level:
-    bad = lost(document) + document.run.nonfinite_losses
-    if _failed(document) or bad > _BAD * document.run.steps:
+    run = document.run
+    bad = lost(document) + run.nonfinite_losses
+    outputs = run.evaluations and run.nonfinite_outputs > _BAD * run.evaluations
+    if _failed(document) or bad > _BAD * run.steps or run.nonfinite or outputs:
         return "bad"
     if problems:
         return "warning"
-    return "good" if ran_lower(document) == "yes" and document.counts else "neutral"
+    is_good = is_mixed(document) and (rows_of(document) or steps_counted(document))
+    return "good" if is_good else "neutral"
 
 
 # --- what precision does ---
@@ -117,6 +126,8 @@ def _headline(document: Document, problems: list[str], costs: list[Remedy]) -> s
 
 def _wrong_numbers(document: Document) -> str | None:
     first, skipped = offender(document), lost(document)
+    if document.run.nonfinite:
+        return next(_nonfinite_state(document))
     if skipped:
         by = f": {in_words(first)} was the first that was not finite" if first else ""
         return f"{of_steps(document, skipped)} {be(skipped)} lost{by}."
@@ -125,24 +136,53 @@ def _wrong_numbers(document: Document) -> str | None:
     if first:
         said = in_words(first)
         return f"{said[0].upper()}{said[1:]} was not finite at step {first.step}, and no step was skipped."
-    if any(each.kind == "underflow" for each in all_findings(document)):
-        return "Small gradients are lost: they are too small for the format they are in."
-    if any(each.kind == "rounded away" for each in all_findings(document)):
-        return "Most updates are lost: they are too small for the 16 bits that the parameters are stored in."
-    return None
+    if document.run.nonfinite_outputs:
+        return next(_nonfinite_outputs(document))
+    kinds = {each.kind for each in all_findings(document)}
+    return next((said for kind, said in _LOST_NUMBERS.items() if kind in kinds), None)
+
+
+_LOST_NUMBERS = {
+    "underflow": "Small gradients are lost: they are too small for the format they are in.",
+    "rounded away": "Most updates are lost: they are too small for the 16 bits that the parameters are stored in.",
+    "state rounded away": "The optimizer's states cannot follow the gradients: they are stored in 16 bits.",
+    "average rounded away": "A moving average of the weights does not follow them: it is stored in 16 bits.",
+    "rounded by a rule": "A rule rounds numbers that the program has just cast to float32.",
+}
+"""Maps a kind of finding to its headline, the most harmful first."""
 
 
 def _works(document: Document, problems: list[str], costs: list[Remedy]) -> str:
-    """What is said of a run that has mixed precision and no wrong numbers."""
+    """Return the headline of a run that has mixed precision and no wrong numbers."""
+    slow = next(_slow_dtypes(document), None)
+    if slow:
+        return slow
     casts = expensive_casts(document)
     if casts:
         return f"Mixed precision may not pay for this run: casts took {share(casts)} of the traced time."
     saved = time_words(together(each.cost for each in costs))
     if saved:
-        return f"Mixed precision works for this run; fixing the findings could save {saved}."
+        return f"Mixed precision ran in this run; fixing the findings could save {saved}."
     if problems and document.run.ended != "interrupted":
-        return "Mixed precision works for this run, and there is something to look at."
-    return "Mixed precision works for this run; nothing wrong was found."
+        return "Mixed precision ran in this run, and there is something to look at."
+    return f"Mixed precision ran in this run; {_looked_at(document)}."
+
+
+def _looked_at(document: Document) -> str:
+    """Return what was found in what was examined, and how much that was."""
+    numbers, trace = steps_counted(document), document.trace
+    traced = trace.totals.steps if trace and trace.rows else 0
+    what = []
+    if numbers:
+        what.append(f"the numbers of {of_steps(document, numbers)}")
+    if traced:
+        what.append(f"the operations of {count(traced) if what else of_steps(document, traced)}")
+    elif trace and trace.rows:
+        what.append("the operations that were traced")
+    if not what:
+        return "neither its numbers nor its operations were examined"
+    unseen = "" if numbers else "; its numbers were not watched"
+    return f"nothing wrong was found in {joined(what)}{unseen}"
 
 
 def _not_mixed(document: Document) -> str:
@@ -168,12 +208,13 @@ def _precision(document: Document) -> Iterator[str]:
     trace = document.trace
     if trace and trace.rows:
         yield _times(document, trace)
-        if trace.totals.casts or trace.totals.cached:
+        if trace.totals.casts:
             yield _casts(document, trace.totals)
         if trace.saved:
             saved = sorted(trace.saved.items(), key=lambda item: -item[1])
             parts = [f"{size(number)} in {dtype}" for dtype, number in saved]
             yield f"Peak memory saved for backward: {joined(parts)}."
+        yield from _how_to_compare(document)
         return
     calls, lower = rules_ran(document), rules_ran(document, "lower")
     if calls:
@@ -181,6 +222,16 @@ def _precision(document: Document) -> Iterator[str]:
         yield (
             f"Of {plural(calls, 'call')} of operations with a rule, {share(lower / calls)} had the rule `lower`, "
             f"16 bits; {plural(casts, 'cast')} {be(casts)} made for all of them."
+        )
+    yield from _how_to_compare(document)
+
+
+def _how_to_compare(document: Document) -> Iterator[str]:
+    """Say how to learn what mixed precision gains, as one run cannot tell."""
+    if is_mixed(document):
+        yield (
+            "Time and memory in float32 were not measured, so this page shows no gain over it. To find out, run the "
+            "program once more with `enabled=False` in its regions, and compare the duration and the peak memory."
         )
 
 
@@ -193,13 +244,12 @@ def _times(document: Document, trace: TraceData) -> str:
         if s / total >= 0.005
     ]
     if not parts:
-        return "No operation that was traced took any time."
-    where, steps = "what was traced, which is no whole step", trace.totals.steps
+        return "No traced operation took any time."
+    where, steps = "what was traced, less than one step", trace.totals.steps
     if steps:
         goes_on = document.run.traced is not None and document.run.traced[1] > document.run.steps
-        where = f"{plural(steps, 'step')} that {be(steps)} traced"
-        where += ", and in what followed" if goes_on else ""
-    return f"In {where}, operations spent their time, casts apart, like this: {joined(parts)}."
+        where = f"{plural(steps, 'traced step')}{' and after them' if goes_on else ''}"
+    return f"Time of operations without casts, in {where}: {joined(parts)}."
 
 
 def _casts(document: Document, totals: Totals) -> str:
@@ -218,9 +268,9 @@ def _ending(document: Document) -> Iterator[str]:
     run = document.run
     after = f"after {plural(run.steps, 'step')} and {duration(run.seconds)}"
     if run.ended == "exception":
-        yield f"The run ended {after} with this: {sentence(run.message or 'an exception')}"
+        yield f"The run failed {after}: {sentence(run.message or 'an exception')}"
     elif run.ended == "interrupted":
-        yield f"The run was interrupted {after}: this report is about that part of it."
+        yield f"The run was interrupted {after}; this report covers that part."
     elif _failed(document):
         yield f"The run ended with exit code {run.code}, {after}."
 
@@ -297,6 +347,40 @@ def _is_of_lint(finding: Finding) -> bool:
     return finding.kind.startswith("AMP")
 
 
+def _nonfinite_state(document: Document) -> Iterator[str]:
+    """The parameters and buffers that were not finite at the end."""
+    states = document.run.nonfinite
+    if not states:
+        return
+    worst, more = states[0], len(states) - 1
+    value = "NaN" if worst.what == "nan" else "infinity"
+    others = f", and so did {plural(more, 'other tensor')}" if more else ""
+    yield f"At the end the {worst.kind} `{worst.name}` held {value}{others}."
+
+
+def _nonfinite_outputs(document: Document) -> Iterator[str]:
+    """The evaluations that gave infinity or NaN."""
+    run = document.run
+    if run.nonfinite_outputs:
+        first = f"; the first was the output of `{run.first_nonfinite_output}`" * bool(
+            run.first_nonfinite_output
+        )
+        calls = (
+            f"{count(run.nonfinite_outputs)} of {plural(run.evaluations, 'call')} without gradients"
+        )
+        yield f"An output was infinite or NaN in {calls}, as in validation{first}."
+
+
+def _slow_dtypes(document: Document) -> Iterator[str]:
+    """The 16-bit dtypes of the run in which this machine computes slower than in float32."""
+    for dtype in slow_dtypes(document):
+        ratio = document.run.speeds[dtype]
+        yield (
+            f"Mixed precision makes this run slower: the CPU emulates {dtype}, and multiplies matrices at {ratio:.2g} "
+            "times its speed in float32 (measured at the end of the run)."
+        )
+
+
 def _not_told_elsewhere(document: Document) -> Iterator[str]:
     """Findings about numbers, and of unknown cost, that no other sentence here tells."""
     first = offender(document)
@@ -363,7 +447,7 @@ def _notes(document: Document) -> Iterator[str]:
     else:
         yield from document.health.notes or ()
     if document.steps and len(document.steps) < run.steps:
-        yield f"Of {plural(run.steps, 'step')} {count(len(document.steps))} are shown."
+        yield f"The page shows {of_steps(document, len(document.steps))}."
 
 
 def untraced(document: Document) -> str:
@@ -384,10 +468,6 @@ def untraced(document: Document) -> str:
 
 # --- what to do first ---
 
-_GAIN = (
-    "memory, and time where this machine computes faster in 16 bits; precast doctor measures that"
-)
-
 
 def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
     """What to do first; None where there is nothing to do. The remedies of `costs` begin with the most expensive."""
@@ -402,16 +482,35 @@ def _advice(document: Document, costs: list[Remedy]) -> Advice | None:
     if (skipped or document.run.nonfinite_losses) and document.health is None:
         what = "overflows" if skipped else "is infinite or NaN"
         return Advice(cures.WATCH_NUMBERS(happens=what), steps_back, None)
+    if document.run.nonfinite:
+        return Advice(_mend_state(document), "numbers that stay finite", None)
     mistake = next((each for each in all_findings(document) if each.severity == "error"), None)
     if mistake:
         return _from_finding(mistake, "")
+    slow = slow_dtypes(document)
+    if slow:
+        return Advice(_mend_slow(document, slow[0]), "", None)
     if costs:
         return _from_finding(costs[0].worst, cost_words(costs[0].cost))
     on_casts = expensive_casts(document)
     if on_casts:
         return Advice(cures.COMPARE_TIMES(), f"at most {share(on_casts)} of the traced time", None)
     text = _to_16_bits(document)
-    return Advice(text, _GAIN, None) if text else None
+    return Advice(text, "", None) if text else None
+
+
+def _mend_state(document: Document) -> str:
+    """Return how to keep parameters and buffers finite."""
+    is_parameter = document.run.nonfinite[0].kind == "parameter"
+    return cures.BROKEN_AT_THE_END() if is_parameter else cures.RESTORE_BUFFERS()
+
+
+def _mend_slow(document: Document, dtype: str) -> str:
+    """Return what to use instead of a dtype that the machine emulates."""
+    speeds = document.run.speeds
+    faster = [name for name, ratio in speeds.items() if ratio > 1.25]
+    instead = f"{faster[0]} (`dtype=torch.{faster[0]}`)" if faster else "float32"
+    return cures.FASTER_DTYPE(instead=instead, dtype=dtype)
 
 
 def _to_16_bits(document: Document) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,6 +25,8 @@ from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 __all__ = ["CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
 
 MOST: Final = 1000
+_MOST_VALUES: Final = 1 << 16
+_WHOLE: Final = ("int", "uint")
 _T = TypeVar("_T")
 
 
@@ -73,6 +76,17 @@ class CastAgain(Noticed):
     """What tells whether the weight has changed since its latest cast."""
 
 
+@dataclass(slots=True, kw_only=True)
+class Rounded(Noticed):
+    """Whole numbers that the program made float32, and that a rule cast to 16 bits, where several became one."""
+
+    start: Site
+    """The place where the program made them float32."""
+    dtype: str
+    values: tuple[Tensor, Tensor]
+    """How many different values there were, and how many there are in 16 bits, on their device."""
+
+
 class Facts:
     """All that was noticed."""
 
@@ -80,6 +94,7 @@ class Facts:
         self.round_trips: dict[object, RoundTrip] = {}
         self.islands: dict[object, Island] = {}
         self.weights = Weights()
+        self.rounded: dict[object, Rounded] = {}
         self.calls: dict[Site, Call] = {}
         """The first call of an operation at a site, for a trial in 16 bits."""
         self.savings: dict[object, Saving | None] = {}
@@ -152,6 +167,27 @@ class Facts:
                 island.add(up.seconds, up.bytes, self.step)
         return island
 
+    def rounds(self, before: Link, at: Site, cast: Cast) -> None:
+        """Count the different values of a tensor that a rule casts, if the program made it float32 of whole numbers.
+
+        Only the first tensor at a site is looked at.
+        """
+        step = before.step
+        is_whole = step.op.partition(".")[0] == "arange" or (
+            step.op == "_to_copy" and step.inputs[0].startswith(_WHOLE)
+        )
+        start = Site(step.op, step.module, step.source)
+        key = start, at
+        if not is_whole or step.rule is not None or key in self.rounded:
+            return
+        if len(self.rounded) < MOST and not _torch.is_functorch_wrapper(cast.source):
+            with torch.no_grad():
+                values = cast.source.detach().reshape(-1)[:_MOST_VALUES].sort().values
+                counts = (_different(values), _different(values.to(cast.target.dtype)))
+            self.rounded[key] = Rounded(
+                *at, start=start, dtype=dtype_name(cast.target.dtype), values=counts
+            )
+
     def came_down(self, before: Link, at: Site, cast: Cast) -> None:
         """Notes that a tensor was cast to 16 bits at a site; `before` is what wrote the tensor."""
         if before.island is not None:
@@ -172,6 +208,11 @@ class Facts:
             trip.is_used |= up.is_used
             up.uses.append(trip)
             trip.add(cast.seconds + up.seconds, cast.bytes + up.bytes, self.step)
+
+
+def _different(values: Tensor) -> Tensor:
+    """Return how many different values sorted ones have, without waiting for the device."""
+    return (values[1:] != values[:-1]).sum() + min(1, values.numel())
 
 
 class Weights:

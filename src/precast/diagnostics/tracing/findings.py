@@ -48,6 +48,7 @@ def findings_of(
     """
     search = _Search(rows, totals, facts, policies)
     kinds = (
+        search.rounded(),
         search.round_trips(),
         search.islands(),
         search.casts_again(),
@@ -91,6 +92,21 @@ class _Search:
                 do = cures.KEEP_THE_DTYPE(op=trip.op, dtype=dtype)
                 policy = self._policy(trip.op, "keep", device)
             yield self._finding("round-trip", title, some, self._measured(some), do, policy=policy)
+
+    def rounded(self) -> Iterator[Finding]:
+        """Whole numbers that the program made float32, and that a rule rounds to 16 bits, so that several are one."""
+        for each in self.facts.rounded.values():
+            different, remaining = map(int, each.values)
+            if remaining == different:
+                continue
+            start, verb = each.start, "makes" if each.start.op.startswith("arange") else "casts"
+            title = (
+                f"{each.op}{_places([each])} rounds whole numbers that {start.op}{_places([Noticed(*start)])} {verb} "
+                f"float32: of {different:,} different values {remaining:,} are left in {each.dtype}."
+            )
+            do = cures.WHOLE_NUMBERS(op=each.op)
+            where = Where(each.module, each.op, each.source)
+            yield Finding("rounded by a rule", title, Cost(), do, None, where)
 
     def islands(self) -> Iterator[Finding]:
         """Operations that a rule runs in float32 between operations in 16 bits."""

@@ -363,6 +363,8 @@ class Recorder:
         before = self.lineage.of(source)
         if before is not None:
             self.facts.came_down(before, at, cast)
+            if found.rule == Rule.LOWER:
+                self.facts.rounds(before, at, cast)
         self.facts.weights.saw(at, cast, outermost_region())
         return None
 

@@ -1,0 +1,129 @@
+"""Averages of parameters that are stored in 16 bits, as an EMA of the weights may be, and do not move.
+
+An average moves by a small share of its distance to the parameter, often a thousandth or less, and 16 bits round that
+away. No hook of PyTorch sees it: a program updates its average by its own operations. So tensors of the process are
+compared from one optimizer step to the next forward pass: a tensor in 16 bits with the shape of a parameter that was
+written, and kept most of the values in which it differs from the parameter, does not follow it.
+
+Invariants: tensors are only read, and referenced weakly. A frozen copy, which nobody writes, and a cast of the
+parameter, which equals it, are no averages; nor are parameters and states of optimizers.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast.diagnostics.numerics.lost_updates import NARROW, sample
+from precast.optim.partial_steps import parameters_of
+
+__all__ = ["Averages"]
+
+_HEAD: Final = 64
+"""So many values decide which of several parameters of one shape a tensor is nearest to."""
+
+
+class _Candidate(NamedTuple):
+    """A tensor in 16 bits that may be an average of a parameter, right after a step of the optimizer."""
+
+    name: str
+    """The parameter's name."""
+    reference: weakref.ref[Tensor]
+    parameter: weakref.ref[Tensor]
+    values: Tensor
+    """A sample of its values."""
+    version: int
+
+
+class Averages:
+    """Compares averages of parameters before and after their update."""
+
+    def __init__(self) -> None:
+        self._candidates: list[_Candidate] = []
+        self._sums: list[tuple[str, Tensor]] = []
+
+    def before(self, parameters: Mapping[str, Tensor]) -> None:
+        """Record the tensors that may be averages of `parameters`, by name."""
+        self._candidates = []
+        for name, tensor in _candidates(parameters):
+            references = weakref.ref(tensor), weakref.ref(parameters[name])
+            candidate = _Candidate(name, *references, sample(tensor).clone(), _version(tensor))
+            self._candidates.append(candidate)
+
+    def after(self) -> None:
+        """Compare the recorded tensors, after the program has had time to update its averages."""
+        candidates, self._candidates = self._candidates, []
+        for each in candidates:
+            tensor, parameter = each.reference(), each.parameter()
+            if tensor is None or parameter is None:
+                continue
+            values = sample(tensor)
+            differs = sample(parameter).to(values) != each.values
+            changed = values != each.values
+            is_written = changed.any() | (_version(tensor) != each.version)
+            stays = differs & ~changed & is_written
+            # A tensor that equals the parameter in most of its values is a cast of it.
+            is_average = differs.sum() * 2 > differs.numel()
+            self._sums.append((each.name, torch.stack([differs.sum(), stays.sum() * is_average])))
+
+    def read(self) -> dict[str, float]:
+        """Return by parameter the share of an average's values that stayed; waits for the device."""
+        sums, self._sums = self._sums, []
+        shares: dict[str, float] = {}
+        for name, counts in sums:
+            differing, stayed = counts.tolist()
+            if stayed:
+                shares[name] = max(stayed / differing, shares.get(name, 0.0))
+        return shares
+
+
+def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each 16-bit tensor with the shape of a parameter, and the name of the parameter that it is nearest to."""
+    by_shape: defaultdict[torch.Size, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+            by_shape[parameter.shape].append(name)
+    tensors, others = _tensors_of_process(by_shape)
+    others.update(id(p.grad) for p in parameters.values() if p.grad is not None)
+    for shape, of_shape in tensors.items():
+        candidates = [each for each in of_shape if id(each) not in others]
+        if candidates:
+            names = by_shape[shape]
+            nearest = torch.cdist(_heads(candidates), _heads(parameters[name] for name in names))
+            for tensor, place in zip(candidates, nearest.argmin(1).tolist(), strict=True):
+                yield names[place], tensor
+
+
+def _tensors_of_process(
+    shapes: Collection[torch.Size],
+) -> tuple[dict[torch.Size, list[Tensor]], set[int]]:
+    """Return the 16-bit tensors of some shapes, and the ids of all tensors that belong to optimizers."""
+    tensors: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    of_optimizers: set[int] = set()
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind is Tensor or kind is nn.Parameter:
+            if each.dtype in NARROW and each.layout is torch.strided and each.shape in shapes:
+                tensors[each.shape].append(each)
+        elif issubclass(kind, Optimizer):
+            of_optimizers.update(map(id, parameters_of(each)))
+            for state in each.state.values():
+                of_optimizers.update(map(id, state.values()))
+    return tensors, of_optimizers
+
+
+def _heads(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the first values of a sample of each tensor, on the CPU."""
+    return torch.stack([sample(tensor)[:_HEAD].float().cpu() for tensor in tensors])
+
+
+def _version(tensor: Tensor) -> int:
+    return _torch.version_of(tensor) if _torch.counts_versions(tensor) else 0
