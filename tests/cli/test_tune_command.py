@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,13 @@ from click.testing import CliRunner, Result
 import precast
 from precast.cli import tune_inputs
 from precast.cli.main import main
+from precast.tuning import checking, proof, tasks, tuner
 from precast.tuning import evidence as files
-from precast.tuning import tuner
 
 MODELS_FILE = """
+import random
+import time
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -40,6 +45,12 @@ def loss(output, target):
 
 def step(model, batch):
     return loss(model(batch[0]), batch[1])
+
+chances = random.Random(0)
+
+def pauses(model, batch):
+    time.sleep(0.02 * chances.random())
+    return step(model, batch)
 
 def metric(model, batch):
     return 1.0
@@ -113,6 +124,49 @@ def test_a_policy_and_its_evidence_are_written_and_said() -> None:
         "measuring time and memory",
         "proving",
     ]
+
+
+def test_an_undecided_answer_has_its_own_exit_code_and_says_what_would_decide_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Random pauses in three seeds, after which no more are trained, leave open which setup is faster."""
+    monkeypatch.setattr(tasks, "prove", functools.partial(proof.prove, looks=(3,)))
+    arguments = ["step" if word == "loss" else word for word in ASKED]
+    arguments[arguments.index("--loss")] = "--step"
+    arguments[arguments.index("step")] = "pauses"
+    arguments[arguments.index("memory")] = "time"
+    done = tune(*arguments)
+    assert done.exit_code == 4, done.output
+    for text in (done.stdout, Path("tuned.toml").read_text()):
+        assert "undecided: float32, as nothing better is proven" in text
+    printed = " ".join(done.stdout.split())
+    assert "could not tell whether default is faster than float32: it takes " in printed
+    assert (
+        "It would be decided by: - a quieter machine: the times of a step in float32 spread by "
+        in printed
+    )
+    seen = files.read("tuned.json")
+    assert seen.outcome == "undecided"
+    assert "default" in seen.undecided
+    page = Path("tuned.html").read_text()
+    assert '<div class="verdict undecided">' in page
+    assert '<p class="level">Undecided</p>' in page
+    assert "a quieter machine: " in page
+    done = tune(*arguments, "--json", "--resume")
+    assert done.exit_code == 4
+    assert json.loads(done.stdout)["outcome"] == "undecided"
+
+
+def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
+    done = tune(*ASKED, "--budget", "0.001s")
+    assert done.exit_code == 1
+    error = " ".join(done.stderr.split())
+    assert (
+        "Error: the budget of 0.001 s is too small: a step of this model in float32 takes " in error
+    )
+    assert re.search(r"Give a budget of \d+[sm] or more", error)
+    assert done.stdout == ""
+    assert not Path("tuned.toml").exists()
 
 
 def test_json_is_one_object() -> None:
@@ -222,10 +276,10 @@ def test_wrong_input_is_one_message(arguments: tuple[str, ...], code: int, messa
 
 
 def test_what_another_search_wrote_is_not_gone_on_with() -> None:
-    assert tune(*ASKED, "--budget", "0.001s").exit_code == 0
+    assert tune(*ASKED).exit_code == 0
     done = tune(*ASKED, "--resume", "--seed", "1")
     assert done.exit_code == 1
-    assert "cannot be gone on with: it was made with seed=0" in done.stderr
+    assert "cannot be resumed: it was made with seed=0" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -268,9 +322,17 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
     assert lost.exit_code == 1
     assert "worse.toml: it does not hold here" in lost.stdout
     assert "float32" in lost.stdout
-    unknown = tune(*ASKED, "--check", "tuned.toml", "--budget", "0.001s")
-    assert unknown.exit_code == 3
-    assert "whether it holds here cannot be told" in unknown.stdout
+    refused = tune(*ASKED, "--check", "tuned.toml", "--budget", "0.001s")
+    assert refused.exit_code == 1
+    assert (
+        "the budget of 0.001 s is too small: a comparison takes at least about"
+        in refused.stderr.replace("\n", " ")
+    )
+    unknown = checking.Check("cannot tell", ["could not tell whether tuned is faster"])
+    monkeypatch.setattr(checking, "check", lambda *_: unknown)
+    done = tune(*ASKED, "--check", "tuned.toml")
+    assert done.exit_code == 4
+    assert "could not tell whether it holds here" in done.stdout
 
 
 def test_a_check_of_nothing_is_one_message() -> None:

@@ -71,9 +71,15 @@ def test_the_page_asks_for_nothing_and_text_is_no_markup(result: TuningResult) -
 
 
 def test_a_search_that_proved_nothing_has_a_page_too() -> None:
-    found = tune(budget=1e-3)
+    def no_time(search: tuner._Search, seconds: float, setups: int) -> bool:
+        return False
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tuner._Search, "_has_time", no_time)
+        found = tune()
     text = page.html(found.evidence, found.text)
-    assert "Nothing is proven" in text
+    assert '<p class="level">Undecided</p>' in text
+    assert '<p class="level">Proven</p>' not in text
     assert data_of(text)["points"] == []
 
 

@@ -1,7 +1,8 @@
 """The command `precast tune`, which finds a policy for a model on this machine, and proves it.
 
 Invariants: files that are no policy of `precast tune` are never replaced; Ctrl-C writes the best that is proven until
-then with its evidence, and the exit code is then 1; an earlier result is only replaced by one for which more is known.
+then with its evidence, and the exit code is then 1; an undecided
+comparison ends with the exit code 4; an earlier result is only replaced by one for which more is known.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ _MINUTE: Final = 60.0
 _OUTCOMES: Final = {
     "holds": "it holds here",
     "does not hold": "it does not hold here",
-    "cannot tell": "whether it holds here cannot be told",
+    "cannot tell": "could not tell whether it holds here",
 }
+_UNDECIDED: Final = 4
+"""The exit code of a comparison that is undecided."""
 
 
 class _Tune(click.Command):
@@ -75,7 +78,12 @@ class _Tune(click.Command):
     show_default=True,
     help="How much worse than in float32 the loss or metric may be.",
 )
-@click.option("--budget", default="5m", show_default=True, help="How long it may take.")
+@click.option(
+    "--budget",
+    default="5m",
+    show_default=True,
+    help="How long it may take; a time in which nothing can be compared is refused.",
+)
 @click.option(
     "--candidates",
     default="bfloat16",
@@ -158,9 +166,12 @@ def tune(
     Under torchrun all processes train together, and the first one writes. With --study, the same
     command with --worker on other machines trains some of the seeds.
 
+    The exit code is 0 where the answer is proven, and 4 where it is undecided: the answer is then
+    float32, and what would decide it is printed.
+
     With --check nothing is searched or written: a policy is measured again beside float32 and the
     policy that it was made from. The exit code is then 0 where it still holds, 1 where it does
-    not, and 3 where that cannot be told within the budget.
+    not, and 4 where that is undecided.
     """
     _refuse(model, named)
     if worker and (study is None or check is not None or resume):
@@ -230,7 +241,7 @@ def tune(
     _print(found, written, as_json)
     if found.evidence.interrupted:
         click.echo("Interrupted. The same command with --resume goes on.", err=True)
-        sys.exit(1)
+    sys.exit({"proven": 0, "interrupted": 1, "undecided": _UNDECIDED}[found.outcome])
 
 
 def _check(path: Path, given: Inputs, asked: dict[str, Any], as_json: bool) -> None:
@@ -258,7 +269,7 @@ def _check(path: Path, given: Inputs, asked: dict[str, Any], as_json: bool) -> N
             click.echo(f"- {reason}")
         for proof in proofs:
             click.echo("\n" + "\n".join(table(proof, given.task)))
-    sys.exit({"holds": 0, "does not hold": 1, "cannot tell": 3}[found.outcome])
+    sys.exit({"holds": 0, "does not hold": 1, "cannot tell": _UNDECIDED}[found.outcome])
 
 
 def _question(policy: Policy, asked: dict[str, Any]) -> Question:

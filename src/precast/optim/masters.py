@@ -53,7 +53,8 @@ def bfloat16_weights(
         masters: "kahan" stores weights in bfloat16 and adds the rounding error of each step, which is stored in
             bfloat16 too, to the next update (Kahan summation): 4 bytes an element instead of 6. "stochastic" rounds
             each new weight up or down at random so that its mean is right: 2 bytes an element. Both apply to parameters
-            that are bfloat16 already, and to float32 ones with at least two dimensions and 16,384 elements. "float32"
+            that are bfloat16 already, and to float32 ones with at least two dimensions and 16,384 elements. Deep
+            copies of the model have float32 weights where the model had, so that averages of weights move. "float32"
             converts 16-bit parameters to float32 masters.
         states: torch.bfloat16 stores the optimizer's states of these weights in bfloat16, rounded stochastically. With
             None they are float32.

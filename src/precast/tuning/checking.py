@@ -17,12 +17,14 @@ from typing import Final, Literal
 
 import torch
 
+from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning import evidence as files
 from precast.tuning.evidence import ProofEvidence
 from precast.tuning.proof import Comparison, Proof
 from precast.tuning.tasks import Task, task_of
 from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
+from precast.tuning.undecided import budget_text
 from precast.tuning.words import Words
 
 __all__ = ["Check", "Question", "check"]
@@ -53,7 +55,7 @@ class Check:
     Attributes:
         outcome: whether the policy holds.
         because: a sentence for each comparison.
-        proof: the trainings; None where there was no time for any.
+        proof: the trainings.
     """
 
     outcome: Outcome
@@ -76,9 +78,10 @@ def check(
         told: called with what is done now.
 
     Raises:
-        TuningError: as `precast.tune`.
+        TuningError: as `precast.tune`; also where the budget is too small.
     """
-    deadline = time.monotonic() + asked.budget
+    start = time.monotonic()
+    deadline = start + asked.budget
     mine, setups = _setups(policy, asked)
     task = task_of(workload)
     least, most = _STEPS if workload.step is not None else _ONCE
@@ -87,10 +90,10 @@ def check(
         shortest = 2 * task.seconds() * task.pairs * (len(setups) + 1)
         steps = int(_USED * (deadline - time.monotonic()) / shortest)
         if steps < least:
-            needed = least * shortest / _USED
-            return Check(
-                "cannot tell",
-                [f"the budget of {asked.budget:g} s is too small: about {needed:.0f} s are needed"],
+            needed = budget_text(least * shortest / _USED + time.monotonic() - start)
+            raise TuningError(
+                f"the budget of {asked.budget:g} s is too small: a comparison takes at least about {needed}. Give a "
+                f"budget of {needed} or more"
             )
         everything = (FLOAT32, *setups)
         kept = {setup.name: _kept(task, setup) for setup in everything}
@@ -148,11 +151,11 @@ class _Judge:
                 outcome, said = self._quality(compared)
                 outcomes.append(outcome)
                 because.append(said)
-            elif not proof.comparison(compared.against, FLOAT32.name).is_as_good:
-                because.append(
-                    f"it is not proven that {compared.against} {self.words.does}s as well as float32, so it is not "
-                    "compared with the policy"
-                )
+            elif not (base := proof.comparison(compared.against, FLOAT32.name)).is_as_good:
+                does_not = f"{compared.against} does not {self.words.does} as well as float32"
+                could_not = f"could not tell whether {compared.against} {self.words.does}s as well as float32"
+                reason = does_not if base.loss == "worse" else could_not
+                because.append(f"{reason}, so nothing is compared with it")
                 continue
             outcome, said = self._objective(compared)
             outcomes.append(outcome)
@@ -172,7 +175,7 @@ class _Judge:
         if not math.isfinite(compared.difference.high):
             return "cannot tell", f"too few {self.words.trials} to compare the {value} of {name}"
         figures = f"{compared.difference.low:+.2%} to {compared.difference.high:+.2%}"
-        said = f"the {value} of {name} is that of float32 {figures}"
+        said = f"the {value} of {name} differs from that of float32 by {figures}"
         outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
         return outcomes.get(compared.loss, "holds"), said
 
@@ -184,7 +187,7 @@ class _Judge:
             return ("holds" if kept[name] <= kept[other] else "does not hold"), said
         ratio = compared.ratio
         if not math.isfinite(ratio.high):
-            return "cannot tell", f"{name} was timed too seldom to compare it with {other}"
+            return "cannot tell", f"too few times were measured to compare {name} with {other}"
         said = f"{name} takes {ratio.low:.2f} to {ratio.high:.2f} of the time of {other}"
         if compared.time == "worse":
             return "does not hold", said

@@ -222,8 +222,19 @@ class Evidence:
     proofs: list[ProofEvidence] = field(default_factory=list)
     traced: list[Node] = field(default_factory=list)
     """One step of the model under the answer, by module."""
+    undecided: list[str] = may_be_missing(factory=list)  # noqa: RUF009
+    """The setups that may be better than the answer, float32; empty where the answer is decided."""
+    would_decide: list[str] = may_be_missing(factory=list)  # noqa: RUF009
+    """The conditions that would decide it, a phrase for each."""
     eight_bits: list[EightBits] = may_be_missing(factory=list)  # noqa: RUF009
     """One for each float8 rule that was tried."""
+
+    @property
+    def outcome(self) -> Literal["proven", "undecided", "interrupted"]:
+        """Return how the search ended."""
+        if self.interrupted:
+            return "interrupted"
+        return "undecided" if self.undecided else "proven"
 
 
 def eight_bits_of(found: Found) -> EightBits:

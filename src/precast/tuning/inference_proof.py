@@ -20,7 +20,14 @@ from typing import Final
 
 from precast.errors import TuningError
 from precast.tuning.intervals import Interval, mean_interval, median_interval
-from precast.tuning.proof import Comparison, Figures, Proof, Verdict, verdict_of
+from precast.tuning.proof import (
+    Comparison,
+    Figures,
+    Proof,
+    Verdict,
+    is_time_known,
+    verdict_of,
+)
 from precast.tuning.serving import Serving
 from precast.tuning.training import FLOAT32, Setup, Workload
 
@@ -126,7 +133,10 @@ def _note(found: Figures, serving: Serving, value: float, number: int) -> None:
 def _are_times_told_apart(proof: Proof, running: list[Serving]) -> bool:
     """Whether nothing is open between the times of any two setups, but of one whose metric is not as good."""
     found = _comparisons(proof, [serving.setup.name for serving in running])
-    return all(c.time != "cannot tell" or not c.is_as_good for c in found)
+    return all(
+        (c.time != "cannot tell" and is_time_known(c, proof.tolerance)) or not c.is_as_good
+        for c in found
+    )
 
 
 def _comparisons(proof: Proof, names: list[str]) -> list[Comparison]:

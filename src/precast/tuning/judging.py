@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from precast.tuning.proof import Comparison, Proof
+from precast.tuning.proof import Comparison, Proof, is_time_known
 from precast.tuning.training import FLOAT32, Setup
 from precast.tuning.words import TRAINING, Words
 
@@ -51,16 +51,14 @@ class Judge:
         for setup in able:
             if setup.name in self.bases:
                 compared = proof.comparison(setup.name, reference.name)
-                gain, is_better = self._gain(compared)
-                reasons[setup.name] = f"{setup.name} {gain} {reference.name}"
+                reasons[setup.name], is_better = self._gain(compared, proof.tolerance)
                 if is_better:
                     reference = setup
         winners = []
         for setup in able:
             if setup.name not in self.bases:
                 compared = proof.comparison(setup.name, reference.name)
-                gain, is_better = self._gain(compared)
-                reasons[setup.name] = f"{setup.name} {gain} {reference.name}"
+                reasons[setup.name], is_better = self._gain(compared, proof.tolerance)
                 if compared.loss == "worse":
                     reasons[setup.name] = self._not_as_good(compared, proof)
                 elif is_better:
@@ -68,6 +66,24 @@ class Judge:
         best = min(winners, key=lambda setup: self._spent(proof, setup), default=reference)
         reasons |= self._slower(proof, best, list(reasons))
         return best, "; ".join(reasons.values())
+
+    def undecided(self, proof: Proof, setups: Iterable[Setup]) -> list[str]:
+        """Return the names of the setups of which nobody can tell whether they are better than float32."""
+        names = []
+        for setup in setups:
+            compared = proof.comparison(setup.name, FLOAT32.name)
+            is_open = not compared.because and compared.loss != "worse"
+            if not is_open or self.silent.get(setup.name):
+                continue
+            if self.objective == "memory":
+                can_be_better = self.kept[setup.name] < self.kept[FLOAT32.name]
+                is_known = compared.is_as_good
+            else:
+                can_be_better = compared.ratio.low <= 1 - proof.tolerance
+                is_known = compared.is_as_good and compared.ratio.high < 1
+            if can_be_better and not is_known:
+                names.append(setup.name)
+        return names
 
     def _refused(self, proof: Proof, setup: Setup) -> str:
         """Why a setup is out of the question; "" if it is not."""
@@ -78,21 +94,30 @@ class Judge:
             return f"under {setup.name} the gradient of {silent} is zero, so it is not trained"
         return ""
 
-    def _gain(self, against: Comparison) -> tuple[str, bool]:
-        """Return how a setup compares at the objective, in words, and True if the figures prove that it is better."""
+    def _gain(self, against: Comparison, tolerance: float) -> tuple[str, bool]:
+        """Return a sentence on how a setup compares at the objective; and True if it is better for certain."""
+        name, other = against.name, against.against
         if self.objective == "memory":
-            mine, theirs = self.kept[against.name], self.kept[against.against]
+            mine, theirs = self.kept[name], self.kept[other]
             share = f"{mine / max(theirs, 1):.2f}"
-            return f"{self.words.needs} {share} of the memory of", mine < theirs
+            return f"{name} {self.words.needs} {share} of the memory of {other}", mine < theirs
         ratio = against.ratio
         if not math.isfinite(ratio.high):
-            return "was timed too seldom to compare it with", False
-        figures = f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of the time of"
+            return f"too few times were measured to compare {name} with {other}", False
+        figures = f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) of"
         if ratio.high < 1:
-            return f"takes {figures}", True
+            return f"{name} takes {figures} the time of {other}", True
         if ratio.low > 1:
-            return f"is slower: it takes {figures}", False
-        return f"may be faster or slower: it takes {figures}", False
+            return f"{name} is slower than {other}: it takes {figures} its time", False
+        if is_time_known(against, tolerance):
+            return (
+                f"{name} is not faster than {other} by more than {tolerance:.2%}: it takes {figures} its time",
+                False,
+            )
+        return (
+            f"could not tell whether {name} is faster than {other}: it takes {figures} its time",
+            False,
+        )
 
     def _spent(self, proof: Proof, setup: Setup) -> float:
         """What a setup spends of the objective, so that setups can be compared."""
@@ -109,11 +134,11 @@ class Judge:
                 continue
             [name] = others & {*names} or {""}
             if name and proof.comparison(name, FLOAT32.name).loss == "cannot tell":
-                gain, is_better = self._gain(compared)
+                gain, is_better = self._gain(compared, proof.tolerance)
                 if compared.name == name and compared.ratio.low > 1:
-                    found[name] = f"{name} {gain} {best.name}"
+                    found[name] = gain
                 elif compared.name == best.name and is_better:
-                    found[name] = f"{name} is slower: {best.name} {gain} {name}"
+                    found[name] = f"{name} is slower: {gain}"
         return found
 
     def _not_as_good(self, compared: Comparison, proof: Proof) -> str:
@@ -122,11 +147,11 @@ class Judge:
             return f"{compared.name} fails ({compared.because})"
         difference = compared.difference
         if not math.isfinite(difference.high):
-            return f"of {compared.name} nothing is proven"
+            return f"too few {self.words.trials} were compared to tell the {self.words.value} of {compared.name}"
         figures = f"by {difference.low:+.2%} to {difference.high:+.2%}"
         if compared.loss == "worse":
             return f"the {self.words.value} of {compared.name} is worse than that of {compared.against} {figures}"
         return (
-            f"the {self.words.value} of {compared.name} cannot be told from that of {compared.against} within "
+            f"could not tell whether the {self.words.value} of {compared.name} is that of {compared.against} within "
             f"{proof.tolerance:.2%}: it differs {figures}"
         )

@@ -27,11 +27,13 @@ from precast.tuning.training import FLOAT32, Setup, Training, Workload
 
 __all__ = [
     "LOOKS",
+    "WARM",
     "Comparison",
     "Figures",
     "Proof",
     "Verdict",
     "compare",
+    "is_time_known",
     "prove",
     "train_seed",
     "verdict_of",
@@ -39,7 +41,7 @@ __all__ = [
 
 LOOKS: Final = (3, 6, 12, 24)
 """After so many seeds the intervals are looked at."""
-_WARM: Final = 2
+WARM: Final = 2
 """Steps at the beginning of a training whose times do not count."""
 
 Verdict = Literal["better", "equal", "worse", "cannot tell"]
@@ -219,7 +221,7 @@ def train_seed(
             )
         if not found.failure:
             found.finals.append(final)
-            found.seconds += training.seconds[_WARM:]
+            found.seconds += training.seconds[WARM:]
     return True
 
 
@@ -239,7 +241,10 @@ def _worth_more(
         first = min(left, key=lambda s: math.inf if math.isnan(shares[s.name]) else shares[s.name])
         behind = [compare(proof, s.name, first.name, looks) for s in left if s is not first]
         slower = {compared.name for compared in behind if compared.ratio.low > 1}
-        is_timed = all(c.name in slower or c.time != "cannot tell" for c in behind)
+        is_timed = all(
+            c.name in slower or (c.time != "cannot tell" and is_time_known(c, proof.tolerance))
+            for c in behind
+        )
         left = [setup for setup in left if setup is FLOAT32 or setup.name not in slower]
     is_told = all(against_float32[s.name].loss != "cannot tell" for s in left if s is not FLOAT32)
     return left, is_timed and is_told
@@ -284,6 +289,11 @@ def compare(proof: Proof, name: str, against: str, looks: int) -> Comparison:
         ratio,
         len(pairs),
     )
+
+
+def is_time_known(compared: Comparison, tolerance: float) -> bool:
+    """Return True if one setup is faster than the other for certain, or not by more than the tolerance."""
+    return compared.ratio.high < 1 or compared.ratio.low > 1 - tolerance
 
 
 def verdict_of(difference: Interval, tolerance: float) -> Verdict:

@@ -14,12 +14,12 @@ import statistics
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from precast._internal import atomic_write
-from precast._internal.display import Card, Displayed, milliseconds
+from precast._internal.display import Card, Displayed, milliseconds, size
 from precast.diagnostics.records import as_json
 from precast.errors import MissingExtraError
 from precast.policy import toml_file
@@ -64,12 +64,22 @@ class TuningResult(Displayed):
         return self.evidence.answer
 
     @property
+    def is_decided(self) -> bool:
+        """Return False if some setup may be better than the answer, float32, or the search was interrupted."""
+        return self.outcome == "proven"
+
+    @property
+    def outcome(self) -> Literal["proven", "undecided", "interrupted"]:
+        """Return how the search ended."""
+        return self.evidence.outcome
+
+    @property
     def text(self) -> str:
         """The policy as a file: where it was measured, and a reason for each operation that is held back."""
         seen = self.evidence
         asked = seen.settings
         head = [
-            f"{_BEGINS[2:]}{seen.model} ({seen.parameters:,} parameters): {self.because}",
+            f"{_BEGINS[2:]}{seen.model} ({seen.parameters:,} parameters): {_answer(seen)}",
             f"Objective {asked.objective} of {asked.task}, tolerance {asked.tolerance:g}, seed {asked.seed}; "
             f"{seen.date}",
             f"precast {seen.precast}, torch {seen.torch}, {seen.machine}",
@@ -141,6 +151,9 @@ class TuningResult(Displayed):
         proofs = self.evidence.proofs[-1:]
         return {
             "answer": self.name,
+            "outcome": self.outcome,
+            "undecided": self.evidence.undecided,
+            "would_decide": self.evidence.would_decide,
             "dtype": self.evidence.dtype,
             "because": self.because,
             "seconds": round(self.evidence.seconds, 2),
@@ -150,7 +163,11 @@ class TuningResult(Displayed):
         }
 
     def __str__(self) -> str:
-        lines = textwrap.wrap(f"{self.name}: {self.because}", _WIDE)
+        lines = textwrap.wrap(_answer(self.evidence), _WIDE)
+        if self.evidence.would_decide:
+            lines += ["", "It would be decided by:"]
+        for condition in self.evidence.would_decide:
+            lines += textwrap.wrap(condition, _WIDE, initial_indent="- ", subsequent_indent="  ")
         for proof in self.evidence.proofs[-1:]:
             lines += ["", *table(proof, self.evidence.settings.task)]
         for search in self.evidence.searches:
@@ -171,6 +188,14 @@ class TuningResult(Displayed):
         proofs = self.evidence.proofs[-1:]
         rows = [_row(proof, trial) for proof in proofs for trial in proof.trials]
         return Card("TuningResult", facts, _columns(self.evidence.settings.task), rows, "setups")
+
+
+def _answer(evidence: Evidence) -> str:
+    """Return the answer and the reasons for it, and what is undecided about it."""
+    if evidence.outcome != "undecided":
+        return f"{evidence.answer}: {evidence.because}"
+    better = ", ".join(evidence.undecided)
+    return f"undecided: {evidence.answer}, as nothing better is proven; {better} may be: {evidence.because}"
 
 
 def _use(seen: Evidence) -> str:
@@ -201,10 +226,11 @@ def figures(trial: Trial) -> dict[str, Any]:
 
 
 def _measured(search: Search, barred: int) -> str:
-    """Return how many operations were measured in one dtype, and how many were excluded."""
-    said = [f"{search.dtype}: {len(search.sites)} operations measured, {barred or 'none'} excluded"]
+    """What was measured of the operations in one dtype, and what was not."""
+    excluded = f"{barred} excluded" if barred else "none excluded"
+    said = [f"{search.dtype}: {size(len(search.sites), 'operation')} measured, {excluded}"]
     if search.shared:
-        said.append(f"{search.shared} have the error of a group that was measured as a whole")
+        said.append(f"{search.shared} measured only in groups")
     estimated = sum(any(cost.estimated for cost in site.costs) for site in search.sites)
     if estimated:
         said.append(f"the costs of {estimated} are estimated from other sizes")

@@ -55,12 +55,12 @@ def checked(earlier: Evidence, now: Evidence, path: str | os.PathLike[str]) -> E
         was, is_now = getattr(earlier, what), getattr(now, what)
         if was != is_now:
             raise TuningError(
-                f"{os.fspath(path)} cannot be gone on with: its {what} is {was!r}, and here it is {is_now!r}"
+                f"{os.fspath(path)} cannot be resumed: its {what} is {was!r}, and here it is {is_now!r}"
             )
     for what in ("task", "objective", "tolerance", "base", "device_type", "seed"):
         was, is_now = getattr(earlier.settings, what), getattr(now.settings, what)
         if was != is_now:
             raise TuningError(
-                f"{os.fspath(path)} cannot be gone on with: it was made with {what}={was!r}, and here it is {is_now!r}"
+                f"{os.fspath(path)} cannot be resumed: it was made with {what}={was!r}, and here it is {is_now!r}"
             )
     return earlier

@@ -36,7 +36,7 @@ from precast.tuning.proof import LOOKS, Figures, Proof, train_seed
 from precast.tuning.result import TuningResult
 from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
 
-__all__ = ["Journal", "Study", "work"]
+__all__ = ["Journal", "Study", "work", "work_for"]
 
 _NAME: Final = "precast.tune"
 _SEEDS: Final = 10_000
@@ -350,3 +350,19 @@ def _check(searched: str, evidence: Evidence) -> None:
             f"the search is of {searched}; here it is {here}. Times of different machines cannot be compared, so only "
             "machines of the same kind can work on one search"
         )
+
+
+def work_for(journal: Journal, workload: Workload, search: Any) -> TuningResult:
+    """What a search has found that runs elsewhere, and for which this process has trained seeds."""
+    found = work(
+        journal,
+        workload,
+        search.evidence,
+        budget=search.budget,
+        told=lambda said: search._tell("prove", said),
+    )
+    if found is None:
+        raise TuningError(
+            f"no search with this model and these settings has come to the study within {search.budget:g} s"
+        )
+    return found

@@ -17,6 +17,7 @@ from precast.tuning.costs import Costs, measure
 from precast.tuning.inference_errors import InferenceMeter
 from precast.tuning.inference_proof import LEAST_BATCHES, prove_runs
 from precast.tuning.proof import LOOKS, Figures, Proof, prove
+from precast.tuning.ranks import are_several
 from precast.tuning.recording import record
 from precast.tuning.sensitivity import ErrorMeter, Meter
 from precast.tuning.serving import (
@@ -35,6 +36,7 @@ from precast.tuning.training import (
     Workload,
     kept_bytes,
     run_losses,
+    shortest_step,
     traced,
 )
 from precast.tuning.words import INFERENCE, TRAINING, Words
@@ -138,8 +140,13 @@ class TrainingTask:
         return measure(program, seed=seed, **options)
 
     def seconds(self) -> float:
-        """The shortest of four steps."""
-        return min(run_losses(self.workload, FLOAT32, 0, 4).seconds)
+        """Return the shortest of the steps that a second is enough for, of which there are at least two.
+
+        Processes that train together take four, as each has to take as many as the others.
+        """
+        if are_several():
+            return min(run_losses(self.workload, FLOAT32, 0, 4).seconds)
+        return shortest_step(self.workload, FLOAT32)
 
     def prove(
         self,

@@ -38,6 +38,7 @@ from precast.policy.policy import Policy
 
 __all__ = [
     "FLOAT32",
+    "MOST_BATCHES",
     "NO_GRADIENT",
     "Setup",
     "Training",
@@ -50,12 +51,14 @@ __all__ = [
     "run_losses",
     "scalar_loss",
     "seed_all",
+    "shortest_step",
     "traced",
 ]
 
 _MOVED: Final = 1e-3
-_MOST_BATCHES: Final = 32
+MOST_BATCHES: Final = 32
 """So many batches are kept; a training that needs more begins again with the first."""
+_MOST_TIMED: Final = 16
 _EVALUATED: Final = 4  # batches, for the loss at the end
 _MOST_REPEATED: Final = 40
 """So often a skipped step is repeated, while the loss scale falls."""
@@ -112,7 +115,7 @@ def read_batches(batches: Any) -> tuple[Any, ...]:
             f"batches is {type(given).__name__}; it has to be a list of batches, a data loader, or a function that "
             "returns an iterator of batches"
         )
-    found = tuple(itertools.islice(given, _MOST_BATCHES))
+    found = tuple(itertools.islice(given, MOST_BATCHES))
     if not found:
         raise TuningError(
             "batches ended before the first batch: nothing can be measured without one"
@@ -329,6 +332,20 @@ def run_losses(workload: Workload, setup: Setup, seed: int, steps: int) -> Train
     finally:
         training.close()
     return training
+
+
+def shortest_step(workload: Workload, setup: Setup) -> float:
+    """Return the seconds of the shortest of the first steps, as many as a second is enough for, but at least two."""
+    training = Training(workload, setup, 0)
+    end = time.monotonic() + 1.0
+    try:
+        for number in range(_MOST_TIMED):
+            if number >= 2 and time.monotonic() > end:
+                break
+            training.step()
+    finally:
+        training.close()
+    return min(training.seconds)
 
 
 def kept_bytes(workload: Workload, setup: Setup) -> int:

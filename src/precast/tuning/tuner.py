@@ -14,14 +14,14 @@ Invariants:
 - a policy under which the gradient of a parameter is zero, and is not in float32, is not handed out either: the other
   parameters may hide it in a short training;
 - the time of the budget is kept but for the run that is on its way when it ends, and one step that is traced. Errors
-  and costs have a share of it each, and a budget that no proof fits into is not spent on them;
+  and costs have a share of it each, and a budget that no proof fits into is refused;
+- where 16 bits may be better than an answer of float32, the search is undecided, and says what would decide it;
 - Ctrl-C ends the search, and what is proven by then is the answer.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +45,7 @@ from precast.tuning.held_back import held_back, policy_holding
 from precast.tuning.inference_proof import LEAST_BATCHES
 from precast.tuning.judging import Judge
 from precast.tuning.presets import presets_beside, says_as
+from precast.tuning.progress import Progress
 from precast.tuning.proof import Figures, Proof
 from precast.tuning.ranks import are_several
 from precast.tuning.result import TuningResult
@@ -58,6 +59,13 @@ from precast.tuning.training import (
     Workload,
     random_states_kept,
     read_batches,
+)
+from precast.tuning.undecided import (
+    OtherPrograms,
+    SearchTime,
+    budget_text,
+    conditions,
+    refuse_too_small,
 )
 
 __all__ = ["Progress", "tune"]
@@ -73,25 +81,8 @@ _STEPS: Final = (8, 50)
 """The least and the most steps of a training."""
 _ONCE: Final = (1, 1)
 _ROUNDS: Final = 3
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a search is doing, as plain data.
-
-    Attributes:
-        stage: "record", "errors", "costs", "prove" or "done".
-        said: what it does now, in a few words.
-        seconds: since the search began.
-        budget: in seconds.
-        best: the name of the best setup that is proven so far.
-    """
-
-    stage: Literal["record", "errors", "costs", "prove", "done"]
-    said: str
-    seconds: float
-    budget: float
-    best: str
+_FEWEST_SETUPS: Final = 3
+"""Float32, the base policy, and one that is found."""
 
 
 def tune(
@@ -130,7 +121,7 @@ def tune(
         objective: What is made small: "time" of a training step, or "memory" that autograd keeps for backward. For
             inference: "time" of the model's calls, or "memory" of its weights with the results of its operations.
         tolerance: The relative difference of the loss, after training, or of the metric, that does not count.
-        budget: How many seconds the search may take.
+        budget: How many seconds the search may take. One in which nothing can be compared is refused at once.
         candidates: The 16-bit dtypes that are tried: torch.bfloat16, torch.float16; and float8 rules, as
             "float8_rowwise": products of a policy in the first of these dtypes are tried under them.
         base: The policy that is changed: a `Policy`, a preset's name or a file's path.
@@ -149,19 +140,21 @@ def tune(
             `budget` seconds for something to do, and returns what the search has found.
 
     Returns:
-        The policy with its evidence. It is the one of float32 or `base` where no better one is proven. In a distributed
-        program all processes get the same one, and the first one saves it.
+        The policy with its evidence. It is the one of float32 or `base` where no better one is proven; where the
+        measurements leave open whether another is better than float32, `is_decided` is False. In a distributed program
+        all processes get the same one, and the first one saves it.
 
     Raises:
         TuningError: The model cannot be copied, the step returns no scalar loss, there are no batches, the loss reaches
-            no parameter, the training or the metric in float32 is not finite, or a setting is impossible.
+            no parameter, the training or the metric in float32 is not finite, the budget is too small, or a setting is
+            impossible.
         PolicyError: `base` cannot be read.
 
     Examples:
         >>> import precast
         >>> model = nn.Linear(8, 1)
         >>> batches = [torch.randn(4, 8) for _ in range(4)]
-        >>> result = precast.tune(model, lambda model, x: model(x).square().mean(), batches, budget=2.0)
+        >>> result = precast.tune(model, lambda model, x: model(x).square().mean(), batches, budget=60.0)
         >>> result.name in ("float32", "default", "tuned")
         True
     """
@@ -200,7 +193,7 @@ def tune(
             return search.run(candidates)
         journal = studies.Journal(os.fspath(study))
         if worker:
-            return _worked(journal, task.workload, search)
+            return studies.work_for(journal, task.workload, search)
         return _studied(journal, task, search, candidates)
 
     asked.check_study(study, step, worker=worker)
@@ -219,22 +212,6 @@ def _studied(
         return search.run(candidates)
     finally:
         task.study.end()
-
-
-def _worked(journal: studies.Journal, workload: Workload, search: _Search) -> TuningResult:
-    """What a search has found that runs elsewhere, and for which this process has trained seeds."""
-    found = studies.work(
-        journal,
-        workload,
-        search.evidence,
-        budget=search.budget,
-        told=lambda said: search._tell("prove", said),
-    )
-    if found is None:
-        raise TuningError(
-            f"no search with this model and these settings has come to the study within {search.budget:g} s"
-        )
-    return found
 
 
 @dataclass
@@ -294,9 +271,7 @@ class _Search:
     def _run(self, candidates: Sequence[torch.dtype]) -> None:
         self._tell("record", f"a {self.task.words.run} in float32")
         seconds = self.task.seconds()
-        if not self._has_time(seconds, 2):
-            self._too_small(seconds)
-            return
+        refuse_too_small(self.budget, self._least(seconds), seconds, self.task.words)
         meter = self.task.meter()
         count = len(candidates)
         found = [
@@ -313,8 +288,10 @@ class _Search:
             setups = self._affordable(seconds, setups)
             if not setups:
                 break
+            began, others = time.monotonic(), OtherPrograms()
             proof = self._proven(setups)
             self._judge(proof, setups)
+            self._note_undecided(proof, setups, seconds, began, others.share())
             by_name = {named(rule): rule for rule in self.rules}
             too_much = {
                 by_name[c.name]
@@ -503,23 +480,55 @@ class _Search:
         """What one step of the fewest pairs takes; twice, as rules for modules and 16 bits may take longer."""
         return 2 * step * setups * self.task.pairs
 
+    def _least(self, seconds: float) -> float:
+        """Return the least budget in which float32, the base policy and one that is found can be compared."""
+        proof = self._limits[0] * self._seconds(seconds, _FEWEST_SETUPS) / _PROVEN
+        elapsed = time.monotonic() - self.begun
+        measured = self.earlier is not None and bool(self.earlier.searches)
+        return proof + elapsed if measured else max(proof / (1 - _ERRORS - _COSTS), proof + elapsed)
+
     def _affordable(self, seconds: float, setups: list[Setup]) -> list[Setup]:
         """The setups that there is time for: presets are left out first, then policies that were found; maybe none."""
         for count in range(len(setups), 0, -1):
             if self._has_time(seconds, count + 1):
                 self.evidence.untried = [setup.name for setup in setups[count:]]
                 return setups[:count]
-        self._too_small(seconds)
+        if not self.evidence.proofs:
+            self.because = "measuring errors and costs left no time to compare anything"
+            self.evidence.undecided = [setup.name for setup in setups]
+            least = time.monotonic() - self.begun + self._least(seconds)
+            self.evidence.would_decide = [f"a budget of {budget_text(least)} or more"]
         return []
 
-    def _too_small(self, seconds: float) -> None:
-        """Says that nothing can be proven, and what the least budget is."""
-        proof = self._limits[0] * self._seconds(seconds, 2) / _PROVEN
-        elapsed = time.monotonic() - self.begun
-        least = max(proof / (1 - _ERRORS - _COSTS), proof + elapsed)
-        self.because = self.because or (
-            f"the budget of {self.budget:g} s is too small to prove anything: this model takes at least about "
-            f"{math.ceil(least)} s. So it stays float32"
+    def _note_undecided(
+        self,
+        proof: Proof,
+        setups: Sequence[Setup],
+        seconds: float,
+        began: float,
+        other_programs: float | None,
+    ) -> None:
+        """Record which setups may be better than an answer of float32, and what would decide it."""
+        self.evidence.undecided, self.evidence.would_decide = [], []
+        if self.best is not FLOAT32 or proof.ended == "interrupted":
+            return
+        names = self._judge_of(setups).undecided(proof, setups)
+        untried = self.evidence.untried
+        if not names and not untried:
+            return
+        self.evidence.undecided = [*names, *untried]
+
+        def steps_for(remaining: float) -> int:
+            steps = int(
+                _PROVEN * remaining / self._seconds(seconds, len(setups) + len(untried) + 1)
+            )
+            return min(steps, self._limits[1]) if steps >= self._limits[0] else 0
+
+        before, spent = began - self.begun, time.monotonic() - began
+        search = SearchTime(self.budget, before, spent, steps_for, len(untried), other_programs)
+        is_timed = self.objective == "time"
+        self.evidence.would_decide = conditions(
+            proof, names, search, self.task.words, is_timed=is_timed
         )
 
     def _proven(self, setups: Sequence[Setup]) -> Proof:
@@ -563,9 +572,7 @@ class _Search:
     def _judge(self, proof: Proof, setups: Sequence[Setup]) -> None:
         """Sets the best setup, and why it is."""
         before = self.best, self.because
-        bases = {setup.name for setup in setups if setup.policy is self.base}
-        judge = Judge(self.objective, self.kept, self.silent, bases, self.task.words)
-        self.best, said = judge.best(proof, setups)
+        self.best, said = self._judge_of(setups).best(proof, setups)
         reasons = [*[said] * bool(said), *self.declined.values()]
         if self.evidence.untried:
             reasons.append(f"there was no time to try {', '.join(self.evidence.untried)}")
@@ -579,6 +586,10 @@ class _Search:
             self.best, self.because = (
                 before if before[0] is not FLOAT32 else (FLOAT32, self.because)
             )
+
+    def _judge_of(self, setups: Sequence[Setup]) -> Judge:
+        bases = {setup.name for setup in setups if setup.policy is self.base}
+        return Judge(self.objective, self.kept, self.silent, bases, self.task.words)
 
     def _tell(
         self, stage: Literal["record", "errors", "costs", "prove", "done"], said: str

@@ -96,7 +96,7 @@ function errors() {
       { title: "Operation", value: (row) => row.op, show: (row) => row.op },
       { title: "Dtype", wide: true, value: (row) => row.dtype, show: (row) => chip(row.dtype) },
       column(capital(data.words.changed), "gradient"), column(capital(data.words.value), "loss"),
-      { title: "Barred", wide: true, value: (row) => row.barred, show: (row) => row.barred || "-" },
+      { title: "Excluded", wide: true, value: (row) => row.barred, show: (row) => row.barred || "-" },
     ],
     search: (row) => [row.module ?? "", row.op, row.barred, row.dtype],
     detail: (row) => [["Gradient that changes most", row.parameter || null], ["Of it becomes zero", row.flushed ? share(row.flushed) : null],
