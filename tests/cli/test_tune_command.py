@@ -213,7 +213,7 @@ def test_a_metric_alone_asks_for_inference() -> None:
     assert "default needs 0." in said["because"]
     held = tune(*RUN, "--check", "tuned.toml")
     assert held.exit_code == 0, held.output
-    assert "the metric of default is that of float32" in held.stdout
+    assert "the metric of default differs from that of float32 by" in held.stdout
     assert "3 batches, run " in held.stdout
 
 

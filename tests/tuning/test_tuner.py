@@ -349,7 +349,7 @@ def test_the_evidence_of_another_search_is_refused(tmp_path) -> None:
         ({"tolerance": "1%"}, "tolerance is '1%'"),
         ({"budget": -1}, "budget is -1"),
         ({"budget": math.inf}, "budget is inf"),
-        ({"candidates": ()}, r"candidates is \(\)"),
+        ({"candidates": ()}, r"candidates is \[\]"),
         ({"candidates": (torch.float64,)}, "candidates is"),
         ({"step": lambda m, b: m(b[0])}, r"returned a tensor of shape \(64, 1\)"),
         ({"step": lambda m, b: step(m, b).item()}, "it has to return the loss"),
