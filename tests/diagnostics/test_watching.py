@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import precast
 from precast._internal import pytree
+from tests.support.processor import runs_lstm_in_bfloat16
 from tests.support.profiled import casts_profiled
 
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
@@ -66,7 +67,7 @@ MODULES: dict[str, Build] = {
     "transposed convolution": _of(lambda: nn.ConvTranspose2d(4, 4, 3), _IMAGE),
     "gru": _of(lambda: nn.GRU(8, 5, 2), _SEQUENCE),
     "gru, both ways": _of(lambda: nn.GRU(8, 5, bidirectional=True, batch_first=True), _SEQUENCE),
-    "lstm": _of(lambda: nn.LSTM(8, 5, 2), _SEQUENCE),
+    **({"lstm": _of(lambda: nn.LSTM(8, 5, 2), _SEQUENCE)} if runs_lstm_in_bfloat16() else {}),
     "lstm, projected": _of(lambda: nn.LSTM(8, 5, proj_size=3), _SEQUENCE),
     "rnn": _of(lambda: nn.RNN(8, 5), _SEQUENCE),
     "gru cell": _of(lambda: nn.GRUCell(8, 5), (3, 8)),

@@ -123,6 +123,6 @@ def test_without_tensorboard_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"precast\[tensorboard\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install tensorboard"):
         TensorBoard(tmp_path)
     TensorBoard(Writer())

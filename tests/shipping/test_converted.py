@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 import precast
 from precast.errors import ConversionError, PrecastWarning
 from precast.shipping.function_calls import is_same
+from tests.support.processor import runs_lstm_in_bfloat16
 
 BF16, F16 = torch.bfloat16, torch.float16
 
@@ -54,11 +55,12 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a GRU in a row."""
+    """An LSTM, or an RNN where PyTorch has no bfloat16 kernel for it, and a GRU in a row."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.gru = nn.LSTM(16, 16, 2, batch_first=True), nn.GRU(16, 16)
+        recurrent = nn.LSTM if runs_lstm_in_bfloat16() else nn.RNN
+        self.lstm, self.gru = recurrent(16, 16, 2, batch_first=True), nn.GRU(16, 16)
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:

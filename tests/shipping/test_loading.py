@@ -24,20 +24,20 @@ _NAMES = {torch.float32: "F32", BF16: "BF16", torch.int64: "I64"}
 
 
 class Net(nn.Module):
-    """Tied weights, buffers in the state dict and outside of it, an LSTM."""
+    """Tied weights, buffers in the state dict and outside of it, a GRU."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, 16)
         self.body = nn.Linear(16, 16)
         self.norm = nn.BatchNorm1d(5)
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.gru = nn.GRU(16, 16, batch_first=True)
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.arange(16.0), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden: Tensor = self.lstm(self.norm(self.body(self.embed(tokens) * self.scale).float()))[0]
+        hidden: Tensor = self.gru(self.norm(self.body(self.embed(tokens) * self.scale).float()))[0]
         return self.head(hidden)
 
 
@@ -204,7 +204,7 @@ def _no_index(folder: Path) -> Path:
 
 
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "truncated": (_rewrite(lambda data: data[:-5]), r"is truncated: lstm\.bias_hh_l0 ends at byte"),
+    "truncated": (_rewrite(lambda data: data[:-5]), r"is truncated: gru\.bias_hh_l0 ends at byte"),
     "truncated header": (_rewrite(lambda data: data[:40]), "is truncated: it ends in its header"),
     "another format": (
         _rewrite(lambda _: b"GGUF" + b"\xff" * 100),

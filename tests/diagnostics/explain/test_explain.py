@@ -53,7 +53,7 @@ def text():
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.rnn = nn.RNN(8, 8, batch_first=True)
         self.gru = nn.GRU(8, 8, batch_first=True)
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.drop = nn.Dropout(0.5)
@@ -61,7 +61,7 @@ class Mixed(nn.Module):
         self.idle = nn.Linear(8, 2)
 
     def forward(self, x, factor=1.0):
-        x = self.gru(self.lstm(x)[0])[0]
+        x = self.gru(self.rnn(x)[0])[0]
         return self.head(self.drop(self.attention(x, x, x)[0])) * factor
 
 def inputs():
@@ -440,7 +440,7 @@ def test_an_example_says_what_each_module_ran_also_recurrent_ones_and_attention(
     example: str,
 ) -> None:
     found = ran(example, "--policy", "torch")
-    for name in ("lstm", "gru", "attention", "head"):
+    for name in ("rnn", "gru", "attention", "head"):
         assert found[name].get("bfloat16"), name
     assert found["head"] == {"bfloat16": ["linear"]}
     assert found["idle"] == {}
@@ -448,10 +448,10 @@ def test_an_example_says_what_each_module_ran_also_recurrent_ones_and_attention(
 
 def test_an_example_follows_the_rules_of_the_modules(tmp_path: Path) -> None:
     (tmp_path / "rules.toml").write_text(
-        'base = "torch"\n[modules]\nlstm = "fp32"\nhead = "float16"\n'
+        'base = "torch"\n[modules]\nrnn = "fp32"\nhead = "float16"\n'
     )
     found = ran("inputs", "--policy", "rules.toml")
-    assert set(found["lstm"]) == {"float32"}
+    assert set(found["rnn"]) == {"float32"}
     assert set(found["head"]) == {"float16"}
     assert "bfloat16" in found["gru"]
 

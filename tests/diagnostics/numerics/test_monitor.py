@@ -526,7 +526,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
         take(model, sgd(model))
     assert monitor.first is not None
     assert monitor.first.name == "2"
-    assert "weight is not finite" in monitor.first.message
+    assert "weight was not finite before the first step" in monitor.first.message
 
 
 # --- what it costs and leaves ---
