@@ -163,7 +163,7 @@ def test_demo_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
         (("demo", "--size", "big"), "'big' is not a valid integer"),
         (("demo", "--steps", "0"), "steps 0 must be at least 10"),
         (("demo", "--seed", "-1"), "seed -1"),
-        (("sing",), "No such command 'sing'"),
+        (("sing",), "no command 'sing'"),
         (("doctor", "--loud"), "No such option"),
     ],
 )
