@@ -29,7 +29,9 @@ def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
 
 def test_an_emulation_is_slower_than_bfloat16(here: Float8Report) -> None:
     """It does what bfloat16 does in a wider dtype, and quantises beside it."""
-    assert all(speed.ratio is not None and speed.ratio < 1 for speed in here.speeds)
+    # Without bfloat16 instructions, bfloat16 is emulated too, and can be the slower one.
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert all(s.ratio is not None and (s.ratio < 1 or not has_bfloat16) for s in here.speeds)
 
 
 def test_measuring_leaves_the_number_of_threads() -> None:
