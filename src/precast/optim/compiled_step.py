@@ -25,7 +25,7 @@ from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
 from precast.errors import AttachError, PrecastWarning
 from precast.optim import shards
 from precast.optim.clipping import Clipping
-from precast.optim.low_precision_weights import LowPrecisionWeights
+from precast.optim.low_precision_weights import MIN_ELEMENTS, LowPrecisionWeights
 from precast.optim.partial_steps import (
     closure_of,
     outside_autocast,
@@ -43,8 +43,6 @@ __all__ = ["CompiledStep"]
 
 _PART: Final = 1 << 20
 """Elements that are written to separate memory at a time: 2 MiB, 4 MiB with the rounding errors."""
-_MIN_ELEMENTS: Final = 16384
-"""Smaller weights are not worth a call of a compiled program."""
 
 
 class CompiledStep:
@@ -165,7 +163,7 @@ class CompiledStep:
         return (
             id(parameter) in self._weights.roundings
             and id(parameter) not in self._refused
-            and shards.numbers_here(parameter) >= _MIN_ELEMENTS
+            and shards.numbers_here(parameter) >= MIN_ELEMENTS
         )
 
     def _step(

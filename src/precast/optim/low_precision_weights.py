@@ -42,6 +42,7 @@ from precast.optim.rounding import OF_ROUNDING, REST, SEED, Rounding
 from precast.optim.shards import part_of, shard_number, versions_of, whole_like, why_not
 
 __all__ = [
+    "MIN_ELEMENTS",
     "Hook",
     "LowPrecisionWeights",
     "check",
@@ -50,7 +51,8 @@ __all__ = [
     "learns_by_rounding",
 ]
 
-_FEWEST: Final = 16384
+MIN_ELEMENTS: Final = 16384
+"""Smaller weights stay float32, and are not worth a call of a compiled program."""
 _BESIDE: Final = "rounding"
 """The key in an optimizer's `state_dict` of what waits for its first step."""
 _PART: Final = 1 << 20
@@ -59,7 +61,7 @@ _PART: Final = 1 << 20
 
 def is_worth_storing_low(parameter: Tensor) -> bool:
     """Whether a float32 parameter is large enough: biases, and weights of norms, are a few thousandths of a model."""
-    return parameter.dim() > 1 and parameter.numel() >= _FEWEST
+    return parameter.dim() > 1 and parameter.numel() >= MIN_ELEMENTS
 
 
 _living: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()

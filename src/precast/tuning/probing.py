@@ -18,6 +18,7 @@ from torch import Tensor
 from precast import _torch
 from precast.tuning.calls import arguments_of, is_castable, made, tensors_in_order
 from precast.tuning.sites import Argument, Call
+from precast.tuning.words import short_name
 
 __all__ = ["Probed", "first_floating", "probe"]
 
@@ -55,11 +56,11 @@ def probe(call: Call, given: Collection[int], low: torch.dtype, device: str = "c
     error, result, writes = runs.under(frozenset(floating))
     if error:
         works, _, writes = runs.under(frozenset())
-        why = "" if works else f"raises in {_name(low)}: {error}"
+        why = "" if works else f"raises in {short_name(low)}: {error}"
         # Where random numbers are refused in float32 too, nothing is known of it.
         return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
     if result is not low:
-        why = f"gives {_name(result)} whatever it is given"
+        why = f"gives {short_name(result)} whatever it is given"
         return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
     held = _held_back(runs, floating, [i for i in floating if i in given], tensors)
     return Probed("", writes, tuple(i in floating and i not in held for i in range(len(tensors))))
@@ -120,7 +121,3 @@ class _Runs:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same numbers; NaN is equal to itself here."""
     return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

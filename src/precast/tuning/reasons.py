@@ -16,7 +16,7 @@ from precast.tuning.choosing import Chosen, Objective
 from precast.tuning.costs import Costs
 from precast.tuning.fewest_rows import Row
 from precast.tuning.sites import Program, Site
-from precast.tuning.words import INFERENCE, TRAINING, Words
+from precast.tuning.words import INFERENCE, TRAINING, Words, short_name
 
 __all__ = ["header", "reasons"]
 
@@ -82,7 +82,7 @@ class _Figures:
         measured = [site for site in sites if len(self.costs.sites.get(site, {})) == 2]
         if not measured:
             return ""
-        name, low = _name(self.program.low), self.program.low
+        name, low = short_name(self.program.low), self.program.low
         costs = self.costs.seconds if self.objective == "time" else self.costs.kept
         here = self._said(sum(costs(site, low) for site in measured))
         wide = self._said(sum(costs(site, torch.float32) for site in measured))
@@ -93,7 +93,7 @@ class _Figures:
 
     def of_wide(self, sites: list[Site], errors: Mapping[Site, str]) -> Iterable[str]:
         """Why sites are in float32: they cannot be in 16 bits, an error held them back, or that saves nothing."""
-        name, prices = _name(self.program.low), self.chosen.prices
+        name, prices = short_name(self.program.low), self.chosen.prices
         barred = [site for site in sites if site.barred]
         held = [site for site in sites if site in errors and not site.barred]
         others = [site for site in sites if site not in errors and not site.barred]
@@ -125,7 +125,3 @@ class _Figures:
 
 def _count(sites: list[Site]) -> str:
     return f" ({size(len(sites), 'place')})" if len(sites) > 1 else ""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -359,7 +359,7 @@ def work_for(journal: Journal, workload: Workload, search: Any) -> TuningResult:
         workload,
         search.evidence,
         budget=search.budget,
-        told=lambda said: search._tell("prove", said),
+        told=lambda said: search.tell("prove", said),
     )
     if found is None:
         raise TuningError(

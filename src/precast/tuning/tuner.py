@@ -67,6 +67,7 @@ from precast.tuning.undecided import (
     conditions,
     refuse_too_small,
 )
+from precast.tuning.words import short_name
 
 __all__ = ["Progress", "tune"]
 
@@ -184,8 +185,9 @@ def tune(
 
     def search(task: Task) -> TuningResult:
         search = _Search(task, as_policy(base), objective, tolerance, budget, progress)
+        names = [*map(short_name, candidates)]
         search.evidence = begun(
-            task.workload, objective, tolerance, budget, [*map(_name, candidates)], search.base.name
+            task.workload, objective, tolerance, budget, names, search.base.name
         )
         if resume is not None:
             search.earlier = checked(files.read(resume), search.evidence, resume)
@@ -256,12 +258,12 @@ class _Search:
             self.because = self.because or "the search was interrupted before anything was proven"
             self.evidence.interrupted = True
         self.evidence.answer = self.best.name
-        self.evidence.dtype = _name(self.best.dtype)
+        self.evidence.dtype = short_name(self.best.dtype)
         self.evidence.because = self.because
         self.evidence.seconds = time.monotonic() - self.begun
         if not self.evidence.interrupted:
             self.evidence.traced = self.task.traced(self.best)
-        self._tell("done", self.because)
+        self.tell("done", self.because)
         policy = self.best.policy
         if policy is None:
             policy = Policy("float32", {}, "promote")
@@ -269,7 +271,7 @@ class _Search:
         return TuningResult(policy, self.best.dtype, self.because, self.evidence)
 
     def _run(self, candidates: Sequence[torch.dtype]) -> None:
-        self._tell("record", f"a {self.task.words.run} in float32")
+        self.tell("record", f"a {self.task.words.run} in float32")
         seconds = self.task.seconds()
         refuse_too_small(self.budget, self._least(seconds), seconds, self.task.words)
         meter = self.task.meter()
@@ -319,10 +321,10 @@ class _Search:
         self, meter: ErrorMeter, dtype: torch.dtype, until: float
     ) -> tuple[Program, Sensitivity]:
         """The program in one dtype, and the errors of its sites; by when, as a share of the budget."""
-        self._tell("record", f"the operations of a {self.task.words.run}, in {_name(dtype)}")
+        self.tell("record", f"the operations of a {self.task.words.run}, in {short_name(dtype)}")
         program = self.task.record(self.base, dtype)
         earlier = self.earlier.searches if self.earlier else []
-        saved = next((search for search in earlier if search.dtype == _name(dtype)), None)
+        saved = next((search for search in earlier if search.dtype == short_name(dtype)), None)
         found = files.sensitivity_of(saved, program) if saved is not None else None
         if found is None:
             found = measure_sensitivity(
@@ -332,9 +334,9 @@ class _Search:
                 loss=self.tolerance,
                 gradient=self.task.changed,
                 deadline=self.begun + until * self.budget,
-                told=lambda left, runs: self._tell(
+                told=lambda left, runs: self.tell(
                     "errors",
-                    f"{_name(dtype)}: {left} of {len(program.sites)} operations left, {runs} runs",
+                    f"{short_name(dtype)}: {left} of {len(program.sites)} operations left, {runs} runs",
                 ),
             )
         if program.is_inference:
@@ -344,12 +346,12 @@ class _Search:
 
     def _costs(self, program: Program, until: float) -> Costs:
         """The time and memory that each site takes; by when, as a share of the budget."""
-        name = _name(program.low)
+        name = short_name(program.low)
         costs = self.task.measure(
             program,
             seed=self.task.workload.seed,
             deadline=self.begun + until * self.budget,
-            progress=lambda done, all_, what: self._tell(
+            progress=lambda done, all_, what: self.tell(
                 "costs", f"{name}: {done} of {all_}, {what}"
             ),
         )
@@ -372,7 +374,7 @@ class _Search:
         presets: list[Setup] = []
         for place, (program, errors) in enumerate(found):
             meter.scale = errors.scale
-            ending = f" in {_name(program.low)}" if several else ""
+            ending = f" in {short_name(program.low)}" if several else ""
             bare = Setup(f"{self.base.name}{ending}", self.base, program.low)
             self.silent[bare.name] = meter.errors(bare).silent
             setups.append(bare)
@@ -404,7 +406,7 @@ class _Search:
         setups = []
         self.evidence.eight_bits = []
         for rule, share in self.rules.items():
-            self._tell("costs", f"products in {rule}")
+            self.tell("costs", f"products in {rule}")
             found = in_8_bits(
                 meter,
                 program,
@@ -542,7 +544,7 @@ class _Search:
             deadline=self.deadline,
             timed=self.objective == "time",
             known=known,
-            told=lambda names, number: self._tell(
+            told=lambda names, number: self.tell(
                 "prove", f"{self.task.round_} {number + 1}: {names}"
             ),
         )
@@ -582,22 +584,16 @@ class _Search:
         if proof.ended == "time":
             reasons.append("the budget ended")
         self.because = "; ".join(reasons)
-        if self.best is FLOAT32 and proof.ended in ("time", "interrupted"):
-            self.best, self.because = (
-                before if before[0] is not FLOAT32 else (FLOAT32, self.because)
-            )
+        interrupted = proof.ended in ("time", "interrupted")
+        if interrupted and self.best is FLOAT32 and before[0] is not FLOAT32:
+            self.best, self.because = before
 
     def _judge_of(self, setups: Sequence[Setup]) -> Judge:
         bases = {setup.name for setup in setups if setup.policy is self.base}
         return Judge(self.objective, self.kept, self.silent, bases, self.task.words)
 
-    def _tell(
-        self, stage: Literal["record", "errors", "costs", "prove", "done"], said: str
-    ) -> None:
+    def tell(self, stage: Literal["record", "errors", "costs", "prove", "done"], said: str) -> None:
+        """Report the progress of the search, if somebody listens."""
         if self.told is not None:
             elapsed = time.monotonic() - self.begun
             self.told(Progress(stage, said, elapsed, self.budget, self.best.name))
-
-
-def _name(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
