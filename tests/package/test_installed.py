@@ -131,7 +131,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[float]:
     return losses
 """
 WRONG = {
-    'precast.autocast("cpu", dtype="bfloat16")': "arg-type",
+    'precast.autocast("cpu", dtype=16)': "arg-type",
     "precast.autocat": "attr-defined",
     "precast.Policy.load(1)": "arg-type",
 }
