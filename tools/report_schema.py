@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/report.md` that say what a document holds, from the classes that read and write it.
+"""Writes the tables of `docs/report-data.md` that say what a document holds, from the classes that read and write it.
 
     python -m tools.report_schema
 
@@ -24,7 +24,7 @@ from precast.diagnostics.records import keys_of
 
 __all__ = ["PAGE", "tables", "with_tables"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "report.md"
+PAGE = Path(__file__).parent.parent / "docs" / "report-data.md"
 _MARKED = re.compile(r"(<!-- python -m tools.report_schema -->\n).*?(<!-- end -->)", re.S)
 _WORDS = {
     str: "text",

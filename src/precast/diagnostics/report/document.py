@@ -108,7 +108,7 @@ def checked(document: object, name: str = "the document") -> tuple[dict[str, Any
         return document, _read(document)
     except MismatchError as wrong:
         raise ReportError(
-            f"{name} is not as schema {VERSION} says, at {wrong}. See docs/report.md"
+            f"{name} is not as schema {VERSION} says, at {wrong}. See docs/report-data.md"
         ) from wrong
 
 
