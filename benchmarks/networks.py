@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precast.demo.compare import seeded_model
-from precast.demo.settings import settings
+from precast.demo.example import demo_task
 from precast.errors import MissingExtraError
 
 __all__ = [
@@ -116,15 +115,13 @@ def mlp(width: int = 16, batch: int = 8, *, layers: int = 32) -> Network:
 
 def demo(task: str, device: torch.device, batches: int = MOST_BATCHES) -> Network:
     """The network of `precast demo`, at the size that the demo has on this device, and so many batches of its data."""
-    chosen = settings(task, device=str(device))
-    made = chosen.make_task()
-    drawn = [made.batch(step) for step in range(batches)]  # once: it has its own generator
+    example, _, _ = demo_task(task, str(device))
     return Network(
-        f"{task} {chosen.size}",
-        lambda: seeded_model(made, chosen),
-        drawn.__getitem__,
-        made.loss,
-        {"network": task, "size": chosen.size},
+        f"{task} {example.size}",
+        example.seeded_model,
+        [example.batch(step) for step in range(batches)].__getitem__,
+        example.loss,
+        {"network": task, "size": example.size},
     )
 
 

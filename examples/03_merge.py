@@ -13,7 +13,7 @@ from showing import Region, mixed, plain, say, seconds, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from precast.demo.profile import profile_steps
+from precast.demo.example import peak_bytes
 
 BATCH, STEPS, LONG, SHORT, UNITS = 16, 128, 64, 192, 64
 
@@ -64,11 +64,11 @@ def step(model: nn.Module, region: Region, batch: tuple[Tensor, Tensor]) -> Tens
     return output.detach()  # type: ignore[no-any-return]
 
 
-def peak_bytes(model: nn.Module, region: Region, batch: tuple[Tensor, Tensor]) -> int:
-    """Tensor memory at the worst moment of a step, with weights, gradients and the batch."""
+def peak(model: nn.Module, region: Region, batch: tuple[Tensor, Tensor]) -> float:
+    """Return the peak of tensor memory in a step, with weights, gradients and the batch, in MiB."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step(model, region, batch)  # a warm-up: what PyTorch allocates once is not the step's
-    return profile_steps(partial(step, model, region), [batch], model, optimizer).peak_bytes
+    step(model, region, batch)  # PyTorch allocates some memory once
+    return peak_bytes(partial(step, model, region, batch), model, optimizer, batch) / 2**20
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     for name, region in (("float32", plain), ("bfloat16 region", mixed)):
         difference = (step(tiled, region, batch) - step(merge, region, batch)).abs().max().item()
         times = seconds(*(partial(step, model, region, batch) for model in (tiled, merge)))
-        peaks = [peak_bytes(model, region, batch) / 2**20 for model in (tiled, merge)]
+        peaks = [peak(model, region, batch) for model in (tiled, merge)]
         rows.append((name, difference, *peaks, peaks[0] / peaks[1], times[0] / times[1]))
     joined = BATCH * STEPS * (LONG + SHORT) * 4 / 2**20
     print(f"sequence {tuple(batch[0].shape)}, vector {tuple(batch[1].shape)}, {UNITS} units")

@@ -18,8 +18,8 @@ from click.testing import CliRunner, Result
 
 import precast
 from precast.cli.main import main
+from precast.demo import example
 from precast.errors import PrecastError
-from tests.support.comparisons import comparison
 
 
 @pytest.fixture(autouse=True)
@@ -96,30 +96,25 @@ def test_help_names_every_command_and_fits_80_columns() -> None:
 
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo that has its outcome ready."""
-    monkeypatch.setattr("precast.demo.compare.compare", lambda *_: comparison())
+    """A demo that does not train."""
+    monkeypatch.setattr("precast.demo.example.train_both", lambda *_: pytest.fail("trained"))
 
 
-def test_demo_trains_prints_and_writes_what_it_names(tmp_path: Path) -> None:
-    folder = tmp_path / "made" / "here"
-    asked = ("--size", "16", "--steps", "10", "--device", "cpu", "--out", str(folder))
-    result = precast_("demo", *asked)
+def test_demo_trains_prints_and_writes_the_picture(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "picture.png"
+    options = ("--size", "16", "--steps", "10", "--device", "cpu", "--out", str(path))
+    result = precast_("demo", *options)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     assert "16 x 16 pixels; 10 steps on cpu" in result.stdout
-    for what, name in (("picture", "checkerboard.png"), ("page", "checkerboard.html")):
-        path = folder / name
-        assert f"{what:<8} {path}" in result.stdout.splitlines()
-        assert path.stat().st_size > 1000
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "checkerboard.html",
-        "checkerboard.png",
-    ]
+    assert f"picture: {path}" in result.stdout.splitlines()
+    assert path.stat().st_size > 1000
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_demo_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
     asked = ("--size", "8", "--steps", "12", "--device", "cpu", "--seed", "4")
-    result = precast_("demo", "digits", *asked, "--out", str(tmp_path), "--json")
+    result = precast_("demo", "digits", *asked, "--out", str(tmp_path / "p.png"), "--json")
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     value = json.loads(result.stdout)
@@ -136,33 +131,32 @@ def test_demo_json_is_one_object_and_nothing_else(tmp_path: Path) -> None:
             "runs",
             "machine",
         ),
-        *("reasons", "picture", "page"),
+        "picture",
     }
     chosen = [value[key] for key in ("task", "device", "dtype", "size", "steps", "seed")]
     assert chosen == ["digits", "cpu", "bfloat16", 8, 12, 4]
     for run in value["runs"].values():
         assert set(run) == {
-            *("label", "seconds_per_step", "peak_bytes", "profiled_seconds", "final_loss"),
+            *("dtype", "seconds_per_step", "peak_bytes", "final_loss"),
             *("accuracy", "skipped_steps", "losses", "scales"),
         }
         assert len(run["losses"]) == 12
         assert 0 < run["accuracy"] <= 1
         assert run["seconds_per_step"] > 0
     assert Path(value["picture"]).is_file()
-    assert Path(value["page"]).is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("demo", "chess"), "'chess' is not one of 'checkerboard', 'digits'"),
-        (("demo", "--dtype", "int8"), "dtype 'int8' is unknown; write one of: bfloat16, float16"),
-        (("demo", "--device", "abacus"), "device 'abacus' is not here; write one of: cpu"),
-        (("demo", "--size", "3"), "size 3 (pixels along a side) must be from 16 to 4096"),
-        (("demo", "--size", "0"), "size 0"),
+        (("demo", "--dtype", "int8"), "expected dtype bfloat16 or float16, got 'int8'"),
+        (("demo", "--device", "abacus"), "expected a device of this machine (cpu"),
+        (("demo", "--size", "3"), "expected a size (pixels along a side) from 16 to 4096, got 3"),
+        (("demo", "--size", "0"), "got 0"),
         (("demo", "--size", "big"), "'big' is not a valid integer"),
-        (("demo", "--steps", "0"), "steps 0 must be at least 10"),
-        (("demo", "--seed", "-1"), "seed -1"),
+        (("demo", "--steps", "0"), "0 is not in the range x>=10"),
+        (("demo", "--seed", "-1"), "-1 is not in the range"),
         (("sing",), "no command 'sing'"),
         (("doctor", "--loud"), "No such option"),
     ],
@@ -179,14 +173,14 @@ def test_what_is_asked_wrongly_is_one_message_and_exit_code_2(
 def test_cuda_that_is_not_there_is_one_message_and_exit_code_2() -> None:
     result = precast_("demo", "--device", "cuda")
     assert result.exit_code == 2
-    assert "sees no CUDA device here; write --device cpu" in one_message(result)
+    assert "expected a device of this machine (cpu), got 'cuda'" in one_message(result)
 
 
 def test_an_error_of_ours_is_one_message_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise PrecastError("the reason")
 
-    monkeypatch.setattr("precast.demo.picture.require", fail)
+    monkeypatch.setattr("precast.demo.display.require_matplotlib", fail)
     result = precast_("demo")
     assert result.exit_code == 1
     assert one_message(result) == "the reason"
@@ -196,19 +190,16 @@ def test_an_error_that_nobody_planned_is_not_hidden(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("precast.demo.picture.require", fail)
+    monkeypatch.setattr("precast.demo.display.require_matplotlib", fail)
     assert isinstance(precast_("demo").exception, ZeroDivisionError)
 
 
+@pytest.mark.usefixtures("untrained")
 def test_a_missing_extra_is_named_before_anything_is_trained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def train(*_: Any) -> None:
-        raise AssertionError("trained")
-
-    monkeypatch.setattr("precast.demo.compare.compare", train)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = precast_("demo", "--out", str(tmp_path))
+    result = precast_("demo", "--out", str(tmp_path / "p.png"))
     assert result.exit_code == 1
     assert "pip install matplotlib" in one_message(result)
 
@@ -216,7 +207,7 @@ def test_a_missing_extra_is_named_before_anything_is_trained(
 @pytest.mark.usefixtures("untrained")
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    result = precast_("demo", "--device", "cpu", "--out", str(tmp_path / "file" / "folder"))
+    result = precast_("demo", "--device", "cpu", "--out", str(tmp_path / "file" / "p.png"))
     assert result.exit_code == 1
     assert "cannot make the folder" in one_message(result)
 
@@ -224,9 +215,16 @@ def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
 def test_training_that_breaks_is_shown_and_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    broken = comparison(mixed={"losses": (0.5, math.nan)})
-    monkeypatch.setattr("precast.demo.compare.compare", lambda *_: broken)
-    result = precast_("demo", "--device", "cpu", "--out", str(tmp_path), "--json")
+    train = example.train_both
+
+    def diverge(*arguments: Any) -> example.DemoResult:
+        trained = train(*arguments)
+        trained.mixed.losses[-1] = math.nan
+        return trained
+
+    monkeypatch.setattr(example, "train_both", diverge)
+    options = ("--size", "16", "--steps", "10", "--device", "cpu")
+    result = precast_("demo", *options, "--out", str(tmp_path / "p.png"), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["runs"]["mixed"]["final_loss"] is None
     assert "ended with loss nan" in result.stderr

@@ -32,7 +32,6 @@ MAY_SHIP = (
     "precast/*.py",  # `*` fits a slash, too
     "precast/py.typed",
     "precast/policy/presets/*.toml",
-    "precast/demo/*.jinja",
     "precast/engine/native/*.cpp",
     "precast/engine/native/*.h",
     "precast/diagnostics/report/assets/*.jinja",
@@ -235,7 +234,7 @@ from pathlib import Path
 import torch
 
 import precast
-import precast.demo.page
+import precast.demo.display
 from precast.diagnostics import report
 from tests.support.documents import document
 

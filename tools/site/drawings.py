@@ -63,9 +63,9 @@ _Paint = Callable[[Figure, tuple[str, ...]], None]
 
 
 def _checkerboard(program: Any) -> _Paint:
-    task = program.Checkerboard(program.SIZE, torch.device("cpu"))
-    runs = {_short(d): program.learn(task, d) for d in (torch.float32, torch.bfloat16)}
-    images = {"target": task.target} | {name: run.image for name, run in runs.items()}
+    result = program.train()
+    runs = {run.dtype: run for run in (result.float32, result.mixed)}
+    images = {"target": result.task.target} | {name: run.output for name, run in runs.items()}
 
     def paint(figure: Figure, colors: tuple[str, ...]) -> None:
         rows: Any = [[*images], ["losses"] * len(images)]

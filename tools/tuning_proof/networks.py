@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks import networks
 from benchmarks.client_models import MODELS, SIZES
-from precast.demo.digits import Digits
+from precast.demo.example import digits_task
 from precast.tuning.training import FLOAT32, MakeOptimizer, Training, Workload
 
 __all__ = ["NETWORKS", "example_decoder"]
@@ -95,7 +95,7 @@ def _vit_of_digits() -> Workload:
     torch.manual_seed(0)
     model = given.make(size).eval()
     side = given.batch(size)["pixel_values"].shape[-1]
-    digits = Digits(size.batch, torch.device("cpu"), seed=0)
+    digits = digits_task(size.batch, torch.device("cpu"), seed=0)
     drawn = [digits.batch(number) for number in range(_MANY_BATCHES)]
     batches = tuple(
         {

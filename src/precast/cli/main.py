@@ -8,7 +8,7 @@ if it failed, and 2 if the command was used wrongly.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -94,23 +94,33 @@ main.add_command(tune_command.tune)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")
-@click.argument(
-    "task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard", required=False
-)
+@click.argument("task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard")
 @click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
-@click.option("--steps", type=int, help="How many steps each of the two runs trains.")
+@click.option("--steps", type=click.IntRange(min=10), help="Training steps of each run.")
 @click.option("--device", help="cpu, cuda or cuda:1.  [default: cuda if there is one]")
 @click.option("--dtype", help="bfloat16 or float16.  [default: float16 on cuda, bfloat16 on cpu]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and batches.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Random seed."
+)
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("precast-demo"),
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("precast-demo.png"),
     show_default=True,
-    help="Folder for the picture and the page.",
+    help="File of the picture.",
 )
 @_as_json
-def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
+def demo(
+    *,
+    task: str,
+    size: int | None,
+    steps: int | None,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    out: Path,
+    as_json: bool,
+) -> None:
     """Train a network in float32 and in mixed precision, and compare the two.
 
     checkerboard (the default) learns an image from its coordinates; digits learns to read
@@ -121,28 +131,24 @@ def demo(task: str, out: Path, as_json: bool, **asked: Any) -> None:
     from rich.progress import Progress
 
     from precast._internal import atomic_write
-    from precast.demo import compare, findings, page, picture, settings, table
+    from precast.demo import display, example
 
-    picture.require()
+    display.require_matplotlib()
     with _usage_errors():
-        chosen = settings.settings(task, **asked)
-    paths = {"picture": out / f"{task}.png", "page": out / f"{task}.html"}
-    _prepare(out, paths.values())
+        task_, dtype_, default_steps = example.demo_task(task, device, dtype, size, seed)
+    steps = steps or default_steps
+    _check_output(out)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        both = bar.add_task(f"{task}: float32 and {chosen.dtype}, in turns", total=chosen.steps)
-        comparison = compare.compare(chosen, lambda: bar.advance(both))
-    atomic_write.replace_own(paths["picture"], picture.picture_png(comparison))
-    atomic_write.replace_own(paths["page"], page.page_html(comparison).encode())
-    written = {what: str(path) for what, path in paths.items()}
+        both = bar.add_task(f"{task}: float32 and mixed precision, alternately", total=steps)
+        result = example.train_both(task_, dtype_, steps, seed, lambda: bar.advance(both))
+    atomic_write.replace_own(out, display.picture_png(result))
     if as_json:
-        _print_json({**findings.as_dict(comparison), **written})
+        _print_json({**display.to_dict(result), "picture": str(out)})
     else:
-        Console().print(table.render(comparison))
-        click.echo()
-        for what, path in written.items():
-            click.echo(f"{what:<8} {path}")
-    failure = findings.failure(comparison)
+        Console().print(display.render(result))
+        click.echo(f"\npicture: {out}")
+    failure = display.failure(result)
     if failure is not None:
         raise click.ClickException(failure)
 
@@ -281,19 +287,18 @@ def _require_torch() -> None:
     from precast import _torch  # noqa: F401
 
 
-def _prepare(folder: Path, paths: Iterable[Path]) -> None:
-    """Makes the folder, and refuses what cannot be written there, before minutes of training that would be lost."""
+def _check_output(path: Path) -> None:
+    """Make the folder of `path`, and raise an error for a file that cannot be replaced, before minutes of training."""
     from precast._internal import atomic_write
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise click.ClickException(f"cannot make the folder {folder}: {error}") from error
-    for path in paths:
-        if atomic_write.is_not_ours(path):
-            raise click.UsageError(
-                f"cannot write {path}: {atomic_write.NOT_OURS}; name another folder with --out"
-            )
+        raise click.ClickException(f"cannot make the folder {path.parent}: {error}") from error
+    if atomic_write.is_not_ours(path):
+        raise click.UsageError(
+            f"cannot write {path}: {atomic_write.NOT_OURS}; name another file with --out"
+        )
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -1,4 +1,1 @@
-"""Reference programs, trained in float32 and in mixed precision and shown side by side.
-
-Start with `steps.py`: it holds the two training steps, and it is the file to copy from.
-"""
+"""An example of mixed precision training, run by `precast demo`. Copy the two training steps of `example.py`."""

@@ -17,7 +17,7 @@ from precast.diagnostics.hardware.doctor import Device, Diagnosis, recommend
 from precast.diagnostics.hardware.engine_report import Cost, EngineReport
 from precast.diagnostics.hardware.float8 import Float8Report, Float8Speed
 from precast.diagnostics.hardware.machine import DTYPES, dtypes_of, interleaved_seconds, measure
-from tests.support.comparisons import OPERATIONS, report
+from tests.support.dtype_reports import OPERATIONS, report
 
 CPU = torch.device("cpu")
 

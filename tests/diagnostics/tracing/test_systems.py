@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import _torch
-from precast.demo.compare import seeded_model
-from precast.demo.settings import settings
+from precast.demo.example import demo_task
 from precast.diagnostics.tracing import tracer as trace_module
 from tests.conformance.programs.compare import difference
 from tests.conformance.programs.draw import cases
@@ -263,12 +262,11 @@ def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
 
 
 def test_the_digits_demo_counts_what_an_independent_mode_counts() -> None:
-    chosen = settings("digits", device="cpu")
-    task = chosen.make_task()
+    task, _, _ = demo_task("digits", "cpu")
     inputs, target = task.batch(0)
 
     def step() -> Tensor:
-        model = seeded_model(task, chosen)
+        model = task.seeded_model()
         with precast.autocast("cpu"):
             loss = task.loss(model(inputs), target)
         loss.backward()
