@@ -1,1 +1,1 @@
-"""The command line, and programs that run under `precast run`."""
+"""The command line."""

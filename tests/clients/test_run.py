@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import ended, start
-from tests.cli.test_run_training import assert_counted, counted_program
+from tests.running.test_run import ended, start
+from tests.running.test_run_training import assert_counted, counted_program
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import precast
 from precast._internal import events
-from precast.cli.run.run_observer import RunObserver
 from precast.errors import BrokenModelError
+from precast.running.run_observer import RunObserver
 from tests.support.reports import document_of
 
 ITERATIONS, MICRO_BATCHES, BAD = 6, 2, 3

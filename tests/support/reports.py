@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import precast
-from precast.cli.run import terminal_summary
-from precast.cli.run.run_observer import RunObserver
 from precast.diagnostics import schema
 from precast.diagnostics.records import as_json, from_json
 from precast.diagnostics.report import between as _between
 from precast.diagnostics.report import document, numbers, ranks, run_summary
 from precast.diagnostics.report import tree as _tree
+from precast.running import terminal_summary
+from precast.running.run_observer import RunObserver
 
 __all__ = [
     "between",

@@ -57,7 +57,7 @@ class _Commands(click.Group):
         try:
             return super().main(*args, **kwargs)
         except BaseException as ended:
-            module = sys.modules.get("precast.cli.run.exit_status")  # None where no program was run
+            module = sys.modules.get("precast.running.exit_status")  # None where no program was run
             if module is None or not isinstance(ended, module.Interrupted):
                 raise
             # Click would make exit code 1 of it. Python dies of the signal, and the traceback was printed before.
@@ -69,7 +69,7 @@ def _suggestion(args: list[str], group: click.Group, ctx: click.Context) -> str:
     """Return the end of an error about an unknown command: the likely one, or how to run a script."""
     import difflib
 
-    from precast.cli.run.target import command_for
+    from precast.running.target import command_for
 
     name = args[0]
     is_python = Path(name).name.startswith("python")

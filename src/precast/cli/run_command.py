@@ -85,10 +85,10 @@ def run(
     """
     if program is None:
         raise click.UsageError("expected a script, as in `precast run train.py`")
-    from precast.cli.run.output_files import OutputFiles, rank_from_environment
-    from precast.cli.run.session import Session
-    from precast.cli.run.target import Target
     from precast.diagnostics import report
+    from precast.running.output_files import OutputFiles, rank_from_environment
+    from precast.running.session import Session
+    from precast.running.target import Target
 
     _check_policy(policy)
     try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import precast
 from precast._internal import cures
-from precast.cli.run import machine_speed
+from precast.running import machine_speed
 from tests.support.reports import seen, summary_of
 
 F16, BF16 = torch.float16, torch.bfloat16

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.cli.run import machine_speed
-from precast.cli.run.run_observer import RunObserver
 from precast.diagnostics import report
 from precast.diagnostics.report.page import html
 from precast.diagnostics.report.words import shortened
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
+from precast.running import machine_speed
+from precast.running.run_observer import RunObserver
 from tests.support.documents import document, flat
 from tests.support.reports import document_of, seen, summary, summary_of, summary_of_ranks
 

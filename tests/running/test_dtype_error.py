@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precast.cli.run.dtype_error import advice_on, record_regions
-from tests.cli.test_run import RUN, assert_alike, both, ended, start, write
+from precast.running.dtype_error import advice_on, record_regions
+from tests.running.test_run import RUN, assert_alike, both, ended, start, write
 
 CALLS: list[int] = []
 

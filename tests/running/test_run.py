@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from precast.cli.run.target import Target
-from precast.cli.run.terminal_summary import said
+from precast.running.target import Target
+from precast.running.terminal_summary import said
 
 OLD = '<!doctype html>\n<meta name="generator" content="precast">the old one'
 RUN = [str(Path(sys.executable).with_name("precast")), "run"]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from precast.cli.run import source_check
-from precast.cli.run.source_check import SourceCheck
 from precast.diagnostics.schema import Finding
-from tests.cli.test_run import assert_alike, both, write
+from precast.running import source_check
+from precast.running.source_check import SourceCheck
+from tests.running.test_run import assert_alike, both, write
 
 CLIP = """
 import helper, torch
@@ -140,7 +140,7 @@ def test_installed_packages_are_not_files_of_the_program(tmp_path: Path) -> None
         tmp_path,
         """
         import click, json, package, precast, sys
-        from precast.cli.run.source_check import _files_of_program
+        from precast.running.source_check import _files_of_program
         print([path.name for path in _files_of_program()])
         """,
     )

@@ -20,12 +20,6 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import size
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
-from precast.cli.run.dtype_error import record_regions
-from precast.cli.run.machine_speed import speeds_of
-from precast.cli.run.nonfinite import NonfiniteOutputs, NonfiniteStates
-from precast.cli.run.scaler_observer import ScalerObserver
-from precast.cli.run.step_order import StepOrder
-from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics import schema
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.diagnostics.records import from_json
@@ -37,6 +31,12 @@ from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
+from precast.running.dtype_error import record_regions
+from precast.running.machine_speed import speeds_of
+from precast.running.nonfinite import NonfiniteOutputs, NonfiniteStates
+from precast.running.scaler_observer import ScalerObserver
+from precast.running.step_order import StepOrder
+from precast.running.trace_window import TraceWindow
 
 __all__ = ["RunObserver"]
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, NoReturn
 
-from precast.cli.run.signal_listener import SignalListener, die_of
+from precast.running.signal_listener import SignalListener, die_of
 
 __all__ = ["ExitStatus", "ExitWatcher", "Interrupted"]
 

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precast.cli.run.exit_status import ExitStatus, ExitWatcher
-from precast.cli.run.import_hook import when_torch_is_loaded
-from precast.cli.run.module_isolation import ModuleIsolation
-from precast.cli.run.output_files import OutputFiles
-from precast.cli.run.source_check import SourceCheck
-from precast.cli.run.target import Target
-from precast.cli.run.terminal_summary import said, summary
 from precast.errors import OutputError, PrecastError
+from precast.running.exit_status import ExitStatus, ExitWatcher
+from precast.running.import_hook import when_torch_is_loaded
+from precast.running.module_isolation import ModuleIsolation
+from precast.running.output_files import OutputFiles
+from precast.running.source_check import SourceCheck
+from precast.running.target import Target
+from precast.running.terminal_summary import said, summary
 
 if TYPE_CHECKING:
-    from precast.cli.run.run_observer import RunObserver
     from precast.diagnostics.schema import Document
+    from precast.running.run_observer import RunObserver
 
 __all__ = ["Session"]
 
@@ -75,7 +75,7 @@ class Session:
         """Watches from here on, as PyTorch is there now; a policy that cannot be read ends the program."""
         try:
             with self._isolation.ours():
-                from precast.cli.run.run_observer import RunObserver
+                from precast.running.run_observer import RunObserver
 
                 observer = RunObserver(self.policy, self.traced, self.health, self._listen)
                 observer.start()
@@ -113,7 +113,7 @@ class Session:
         if option:
             yield option
         if self._observer is not None and status.how == "exception":
-            from precast.cli.run.dtype_error import advice_on
+            from precast.running.dtype_error import advice_on
 
             advice = advice_on(sys.last_value)
             if advice:

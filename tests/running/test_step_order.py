@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.cli.run import step_order
-from precast.cli.run.run_observer import RunObserver
-from precast.cli.run.step_order import BACKWARD_IN_REGION, SCALED_CLIPPING
+from precast.running import step_order
+from precast.running.run_observer import RunObserver
+from precast.running.step_order import BACKWARD_IN_REGION, SCALED_CLIPPING
 from tests.support.reports import document_of, summary_of
 
 Scaler = Callable[..., torch.amp.GradScaler]

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import precast
-from precast.cli.run.run_observer import RunObserver
-from precast.cli.run.trace_window import TraceWindow
 from precast.diagnostics.step_tracker import StepTracker
+from precast.running.run_observer import RunObserver
+from precast.running.trace_window import TraceWindow
 
 
 def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> TraceWindow:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_run import RUN, Done, assert_alike, both, ended, start, write
+from tests.running.test_run import RUN, Done, assert_alike, both, ended, start, write
 
 TRAIN = """
 import os, sys
