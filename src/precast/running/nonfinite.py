@@ -1,4 +1,4 @@
-"""Infinity and NaN in a run that no step shows: in parameters and buffers at its end, and in outputs of evaluations.
+"""Infinity and NaN in a run that no step shows: in final parameters and buffers, and in outputs of evaluations.
 
 Invariants: nothing waits for the device while the program runs; models are referenced weakly; at most `_MOST` names are
 kept.
@@ -6,9 +6,14 @@ kept.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +27,17 @@ from precast.policy.module_names import named_parameters
 __all__ = ["NonfiniteOutputs", "NonfiniteStates"]
 
 _MOST = 16
+_MOST_FREED = 64  # models
 _MOST_TENSORS = 64  # of one output that are examined
+
+_T = TypeVar("_T")
 
 
 class NonfiniteStates:
     """Finds parameters and buffers that became infinite or NaN during a run.
+
+    A model is examined at the end of the run, or when it is freed: programs build models in functions, which have
+    returned by the end. A model that the garbage collector frees as part of a cycle is not examined.
 
     A buffer may hold infinity by design, as an attention mask does. So the buffers of each model are examined before
     its first call, too.
@@ -37,40 +48,118 @@ class NonfiniteStates:
             weakref.WeakKeyDictionary()
         )
         """By model and buffer: whether it was finite at the first call, on its device."""
+        self._freed: deque[list[_Extremes]] = deque(maxlen=_MOST_FREED)
 
     def first_call(self, model: nn.Module) -> None:
         """Examine the buffers of a model that is about to be called for the first time."""
         with torch.no_grad(), _torch.without_dispatch():
-            self._finite[model] = {
+            finite = {
                 name: memory.isfinite().all() for name, memory in _memory(model.named_buffers())
             }
+        self._finite[model] = finite
+        weakref.finalize(model, self._on_free, _References(model), finite).atexit = False
 
     def at_the_end(self, models: Iterable[nn.Module]) -> list[NonfiniteState]:
-        """Return the parameters and buffers of `models` that are not finite; waits for the device."""
+        """Return the parameters and buffers that are not finite; waits for the device.
+
+        Args:
+            models: the models that have not been freed. Those that have been freed are examined after them.
+        """
         states: dict[str, NonfiniteState] = {}
         with torch.no_grad(), _torch.without_dispatch():
-            for model in models:
-                for state in _nonfinite(model, self._finite.get(model, {})):
-                    states.setdefault(state.name, state)
+            extremes = (
+                _Extremes(name, kind, *memory.aminmax(), before.get(name))
+                for model in models
+                for before in [self._finite.get(model, {})]
+                for name, kind, memory in _states(named_parameters(model), model.named_buffers())
+            )
+            for each in chain(extremes, *self._freed):
+                if each.name not in states and (state := each.state()) is not None:
+                    states[each.name] = state
         return sorted(states.values(), key=lambda state: state.kind != "parameter")[:_MOST]
 
+    def _on_free(self, references: _References, finite: dict[str, Tensor]) -> None:
+        """Examine a model that is being freed: its attributes still exist. Does not wait for the device."""
+        if _torch.is_tracing() or (
+            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        with contextlib.suppress(RuntimeError), torch.no_grad(), _torch.without_dispatch():
+            extremes = [
+                _Extremes(name, kind, *memory.aminmax(), finite.get(name))
+                for name, kind, memory in _states(references.parameters(), references.buffers())
+            ]
+            self._freed.append(extremes)
 
-def _nonfinite(model: nn.Module, before: dict[str, Tensor]) -> Iterator[NonfiniteState]:
-    for name, memory in _memory(named_parameters(model)):
-        if not math.isfinite(float(memory.sum())) and not bool(memory.isfinite().all()):
-            yield NonfiniteState(name, "parameter", "nan" if memory.isnan().any() else "inf")
-    for name, memory in _memory(model.named_buffers()):
-        was_finite = before.get(name)
-        if not bool(memory.isfinite().all()) and (was_finite is None or bool(was_finite)):
-            yield NonfiniteState(name, "buffer", "nan" if memory.isnan().any() else "inf")
+
+@dataclass(frozen=True)
+class _Extremes:
+    """The smallest and the largest number of one parameter or buffer, on its device. Both are NaN if one number is."""
+
+    name: str
+    kind: Literal["parameter", "buffer"]
+    smallest: Tensor
+    largest: Tensor
+    was_finite: Tensor | None
+
+    def state(self) -> NonfiniteState | None:
+        """Return the state if it is not finite and was not so before; waits for the device."""
+        numbers = float(self.smallest), float(self.largest)
+        if all(map(math.isfinite, numbers)) or (
+            self.was_finite is not None and not self.was_finite
+        ):
+            return None
+        return NonfiniteState(self.name, self.kind, "nan" if math.isnan(numbers[0]) else "inf")
+
+
+class _References:
+    """Weak references to the modules of a model, and to the tensors of its outermost module.
+
+    While a model is freed, references to itself are dead already, and those to what it holds are not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, module) for name, module in model.named_modules() if module is not model]
+        self._modules = [(name, weakref.ref(module)) for name, module in named]
+        own = (model.named_parameters(recurse=False), model.named_buffers(recurse=False))
+        self._parameters, self._buffers = (
+            [(name, weakref.ref(tensor)) for name, tensor in tensors] for tensors in own
+        )
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._alive(self._parameters)
+        for name, module in self._alive(self._modules):
+            yield from module.named_parameters(name, recurse=False)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._alive(self._buffers)
+        for name, module in self._alive(self._modules):
+            yield from module.named_buffers(name, recurse=False)
+
+    @staticmethod
+    def _alive(references: list[tuple[str, weakref.ref[_T]]]) -> Iterator[tuple[str, _T]]:
+        for name, reference in references:
+            value = reference()
+            if value is not None:
+                yield name, value
+
+
+def _states(
+    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Literal["parameter", "buffer"], Tensor]]:
+    """Yield the name, the kind and the numbers of each floating-point parameter and buffer."""
+    for name, memory in _memory(parameters):
+        yield name, "parameter", memory
+    for name, memory in _memory(buffers):
+        yield name, "buffer", memory
 
 
 def _memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the numbers of each floating-point tensor."""
     for name, tensor in named:
         memory = countable(tensor) if _torch.is_plain(type(tensor)) else None
-        if memory is not None:
-            yield name, memory
+        if memory is not None and memory.numel():
+            yield name, memory.float() if memory.dtype in NARROW else memory
 
 
 class NonfiniteOutputs:

@@ -471,14 +471,8 @@ def test_an_average_in_float32_follows() -> None:
 
 @pytest.mark.trial("report: a parameter at the end")
 def test_the_learning_rate_is_at_fault_where_the_last_step_wrote_infinity() -> None:
-    models = []
-
-    def model() -> nn.Module:
-        models.append(plain())  # else none is left at the end
-        return models[-1]
-
-    def train(lr: float) -> Training:
-        return Training(model, BF16, optimizer=lambda p: torch.optim.SGD(p, lr=lr), steps=1)
+    def train(lr: float) -> Training:  # its model is freed before the run ends
+        return Training(plain, BF16, optimizer=lambda p: torch.optim.SGD(p, lr=lr), steps=1)
 
     text, made = advice(train(float("inf")))
     assert made["run"]["nonfinite"][0]["kind"] == "parameter"
