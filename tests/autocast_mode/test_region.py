@@ -319,7 +319,7 @@ def test_a_region_cannot_end_in_another_thread(make: Callable[[], Any]) -> None:
         ((3,), "int"),
         (("cpu:0",), "'cpu', without an index"),
         (("gpu",), "Allowed: cpu, cuda"),
-        (("cpu", "bfloat16"), "torch.bfloat16, torch.float16 or None"),
+        (("cpu", "bfloat17"), "torch.bfloat16, torch.float16, their names, or None"),
         (("cpu", torch.float32), "enabled=False"),
         (("cpu", torch.int8), "Allowed: torch.bfloat16, torch.float16"),
     ],
@@ -335,7 +335,7 @@ def test_wrong_types_are_type_errors_too() -> None:
     with pytest.raises(TypeError):
         precast.autocast()
     with pytest.raises(RegionTypeError):
-        precast.autocast("cpu", "float16")  # type: ignore[arg-type]
+        precast.autocast("cpu", 16)  # type: ignore[arg-type]
 
 
 def test_a_dtype_of_full_precision_is_fine_where_autocast_is_off() -> None:

@@ -66,4 +66,4 @@ def test_all_else_works_without_them() -> None:
     assert "check" not in CliRunner().invoke(main, ["--help"]).output
     unknown = CliRunner().invoke(main, ["chekc"])
     assert unknown.exit_code == 2
-    assert "No such command 'chekc'" in unknown.output
+    assert "no command 'chekc'" in unknown.output

@@ -16,6 +16,7 @@ from torch.nn.modules import module as global_hooks
 import precast
 from tests.conformance.compare import assert_same, in_both_dtypes, tensors_in
 from tests.conformance.systems import MakeRegion, System, on_all_systems
+from tests.support.processor import runs_lstm_in_bfloat16
 
 Seen = list[Any]
 Hook = Callable[["World"], Any]
@@ -205,7 +206,7 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, int]]] = {
     "a large Linear": lambda: (nn.Linear(256, 256), 1),
     "Conv1d": lambda: (nn.Conv1d(4, 4, 1), 1),
     "Bilinear": lambda: (nn.Bilinear(4, 4, 4), 2),
-    "LSTM": lambda: (nn.LSTM(4, 4, 2), 1),
+    "recurrent": lambda: ((nn.LSTM if runs_lstm_in_bfloat16() else nn.GRU)(4, 4, 2), 1),
     "MultiheadAttention": lambda: (nn.MultiheadAttention(4, 2), 3),
 }
 

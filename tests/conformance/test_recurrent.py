@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_map
 
 from tests.conformance.compare import Make, assert_same, in_both_dtypes, refused, used
 from tests.conformance.systems import MakeRegion, System, on_all_systems
+from tests.support.processor import runs_lstm_in_bfloat16
 
 LENGTHS = torch.tensor([2, 5])
 
@@ -111,7 +113,7 @@ def test_weights_in_one_memory(system: System) -> None:
     """As `flatten_parameters` leaves them on other devices: each weight a view of one buffer."""
 
     def make() -> Any:
-        module = nn.LSTM(4, 3)
+        module = (nn.LSTM if runs_lstm_in_bfloat16() else nn.GRU)(4, 3)
         flat = torch.nn.utils.parameters_to_vector(module.parameters())
         torch.nn.utils.vector_to_parameters(flat, module.parameters())
         x = torch.randn(5, 2, 4)
@@ -125,13 +127,14 @@ def test_truncated_backpropagation(system: System) -> None:
     """One region around a loop that detaches the state and steps backward every two inputs."""
 
     def program(region: MakeRegion) -> Any:
-        module, x = nn.LSTM(4, 4), torch.randn(6, 2, 4)
+        module = (nn.LSTM if runs_lstm_in_bfloat16() else nn.GRU)(4, 4)
+        x = torch.randn(6, 2, 4)
         state, results = None, []
         with region("cpu"):
             for part in x.split(2):
                 y, state = module(part, state)
                 y.float().square().sum().backward()
-                state = tuple(s.detach() for s in state)
+                state = tree_map(Tensor.detach, state)
                 results.append(y)
         return results, [p.grad for p in module.parameters()]
 

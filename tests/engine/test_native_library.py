@@ -166,7 +166,7 @@ def test_the_command_says_what_it_did_and_where(
     assert (first.exit_code, first.stderr) == (0, "")
     [path] = libraries(cache)
     assert first.stdout == f"compiled for PyTorch {VERSION} by fake 1.0\n{path}\n"
-    assert second.stdout == f"was there already for PyTorch {VERSION}\n{path}\n"
+    assert second.stdout == f"already compiled for PyTorch {VERSION}\n{path}\n"
     assert path.read_bytes() == real.read_bytes()
 
 

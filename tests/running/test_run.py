@@ -513,7 +513,7 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
         (("--policy", "defualt", "program.py"), "did you mean default?"),
         (("--policy", "bf16", "program.py"), "that is a dtype"),
         (("--policy", "mine.tml", "program.py"), "did you mean mine.toml?"),
-        (("--report", "x", "--json", "x", "program.py"), "give each its own name"),
+        (("--report", "x", "--json", "x", "program.py"), "expected two different files"),
         (("--report", "program.py/x.html", "program.py"), "Nothing was run"),
         (("--json", "folder", "program.py"), "it is a folder"),
     ],

@@ -14,7 +14,7 @@ __all__ = ["runs_lstm_in_bfloat16"]
 def runs_lstm_in_bfloat16() -> bool:
     """Return False where oneDNN has no kernel for an LSTM in bfloat16, so that a region of PyTorch raises (2.13)."""
     try:
-        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.random.fork_rng(), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             nn.LSTM(8, 8)(torch.ones(2, 1, 8))
     except RuntimeError:
         return False

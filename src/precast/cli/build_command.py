@@ -15,37 +15,37 @@ if TYPE_CHECKING:
 __all__ = ["build"]
 
 
-@click.command(short_help="Compile the native engine for the PyTorch that is here.")
+@click.command(short_help="Compile the native engine for the installed PyTorch.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def build(as_json: bool) -> None:
     """Compile the native engine for the PyTorch that is installed.
 
     It takes about a minute and needs a C++ compiler: the one that CXX names, else c++, g++ or
     clang++. The library is kept in the user's cache, where every program finds it; a second
-    call finds that it is there.
+    call compiles nothing.
     """
     built = _build()
     if as_json:
         import json
 
-        found = {"path": str(built.path), "torch": built.torch, "compiler": built.compiler}
-        click.echo(json.dumps({**found, "is_new": built.is_new}, indent=2))
+        result = {"path": str(built.path), "torch": built.torch, "compiler": built.compiler}
+        click.echo(json.dumps({**result, "is_new": built.is_new}, indent=2))
     elif built.is_new:
         click.echo(f"compiled for PyTorch {built.torch} by {built.compiler}\n{built.path}")
     else:
-        click.echo(f"was there already for PyTorch {built.torch}\n{built.path}")
+        click.echo(f"already compiled for PyTorch {built.torch}\n{built.path}")
 
 
 def _build() -> Built:
     from precast.engine.native import build as build_
 
-    torch = build_.installed_torch()  # before what else may be missing
+    torch = build_.installed_torch()  # first, for one error if several packages are missing
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("looking for the compiler", total=None)
+        task = progress.add_task("searching for a compiler", total=None)
 
         def advance(what: str, done: int, of: int) -> None:
             progress.update(task, description=what, completed=done, total=of)

@@ -99,12 +99,12 @@ def export(
 
     exported_file.check_replaceable(out)
     chosen = as_policy(policy)
-    made, args, kwargs = _made(model, example)
+    network, args, kwargs = _model_and_example(model, example)
     began = time.perf_counter()
-    console = Console(file=sys.stderr)  # and not what stands there while PyTorch is kept quiet
+    console = Console(file=sys.stderr)  # `sys.stderr` is replaced while PyTorch exports
     with console.status("exporting") as status:
         program = export_(
-            made.eval(),
+            network.eval(),
             args,
             kwargs,
             policy=chosen,
@@ -118,10 +118,10 @@ def export(
         if form == "onnx":
             from precast.shipping.exported_onnx import OPSET, write_onnx
 
-            written = write_onnx(program, out)
-            beside = written.weights_beside
-            more = {"opset": OPSET, "nodes": written.nodes, "compared": written.compared}
-            more["weights"] = None if beside is None else str(beside)
+            file = write_onnx(program, out)
+            weights = file.weights_beside
+            more = {"opset": OPSET, "nodes": file.nodes, "compared": file.compared}
+            more["weights"] = None if weights is None else str(weights)
         elif form == "aoti":
             from precast.shipping.exported_package import write_package
 
@@ -169,37 +169,40 @@ def diff(first: Path | None, second: Path | None, as_json: bool) -> None:
     from precast.shipping import exported_display, exported_file, exported_reading
 
     one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
-    found = exported_reading.between(one, other)
+    differences = exported_reading.between(one, other)
     if as_json:
         click.echo(
             json.dumps(
-                {"equal": not found, "differences": [vars(each) for each in found]}, indent=2
+                {"equal": not differences, "differences": [vars(each) for each in differences]},
+                indent=2,
             )
         )
     else:
-        Console().print(exported_display.differences_table(found, first.name, second.name))
-    if found:
+        Console().print(exported_display.differences_table(differences, first.name, second.name))
+    if differences:
         sys.exit(1)
 
 
-def _made(model: str, example: str | None) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _model_and_example(
+    model: str, example: str | None
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     from precast.diagnostics.explain.example import arguments
     from precast.diagnostics.explain.model import load_example, load_object
 
     try:
-        made = load_object(model)
-        if isinstance(made, tuple) and len(made) == 2 and example is None:
-            made, given = made
+        network = load_object(model)
+        if isinstance(network, tuple) and len(network) == 2 and example is None:
+            network, inputs = network
         elif example is None:
             raise ValueError(
-                f"{model} gives a model and no example: return both, or name one with --example"
+                f"{model} returns a model without an example: return both, or name an example with --example"
             )
         else:
-            given = load_example(example)
+            inputs = load_example(example)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    args, kwargs = arguments(given)
-    return made, args, kwargs
+    args, kwargs = arguments(inputs)
+    return network, args, kwargs
 
 
 def _sizes(program: Any) -> dict[str, int]:
@@ -209,14 +212,14 @@ def _sizes(program: Any) -> dict[str, int]:
 
 
 def explain_file(path: Path, as_json: bool) -> None:
-    """Prints what the program in a file computes in which dtype."""
+    """Print the operations and weights of the program in a file, with their dtypes."""
     from rich.console import Console
 
     from precast.shipping import exported_display, exported_file, exported_reading
 
     program = exported_file.read(path)
-    found = exported_reading.contents(program, exported_file.said_of(path))
+    contents = exported_reading.contents(program, exported_file.said_of(path))
     if as_json:
-        click.echo(json.dumps(found.as_dict(), indent=2))
+        click.echo(json.dumps(contents.as_dict(), indent=2))
     else:
-        Console().print(exported_display.tree(found))
+        Console().print(exported_display.tree(contents))

@@ -2,7 +2,7 @@
 
 Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at once. Results go to
 stdout and progress to stderr, so `--json` prints one object and nothing else. The exit code is 0 if the job is done, 1
-if it failed, and 2 if the command was used wrongly.
+if it failed, and 2 for a usage error.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except PolicyError as error:  # the policy was named wrongly, as an unknown task would be
+        except PolicyError as error:  # an unknown policy is a usage error
             raise click.UsageError(str(error)) from error
         except PrecastError as error:
             raise click.ClickException(str(error)) from error
         except ModuleNotFoundError as error:
-            told = missing_requirement(f"precast {ctx.invoked_subcommand}", error)
-            if told is None:
+            missing = missing_requirement(f"precast {ctx.invoked_subcommand}", error)
+            if missing is None:
                 raise
-            raise click.ClickException(str(told)) from error
+            raise click.ClickException(str(missing)) from error
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -60,7 +60,7 @@ class _Commands(click.Group):
             module = sys.modules.get("precast.running.exit_status")  # None where no program was run
             if module is None or not isinstance(ended, module.Interrupted):
                 raise
-            # Click would make exit code 1 of it. Python dies of the signal, and the traceback was printed before.
+            # Click would exit with code 1. Python must die of the signal; the traceback has been printed.
             sys.excepthook = lambda *_: None
             raise KeyboardInterrupt from None
 
@@ -167,14 +167,14 @@ def doctor(as_json: bool) -> None:
 
     console = Console(stderr=True)
     with console.status("measuring") as status:
-        found = doctor_.diagnose(lambda what: status.update(f"measuring {what}"))
+        diagnosis = doctor_.diagnose(lambda what: status.update(f"measuring {what}"))
     if as_json:
-        _print_json(found.as_dict())
+        _print_json(diagnosis.as_dict())
     else:
-        Console().print(doctor_.render(found))
+        Console().print(doctor_.render(diagnosis))
 
 
-@main.command(short_help="Show what a policy does with a model or an operation.")
+@main.command(short_help="Show the effect of a policy on a model or an operation.")
 @click.argument("operation", required=False)
 @click.option("--model", metavar="MODULE:FACTORY", help="The function that makes the model.")
 @click.option(
@@ -193,13 +193,13 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--exported",
     type=click.Path(path_type=Path),
-    help="A file of `precast export`: what it computes, read from the file alone.",
+    help="A file of `precast export`: show its operations and dtypes.",
 )
 @click.option(
     "--diff",
     nargs=2,
     metavar="POLICY POLICY",
-    help="In what two policies differ, as in --diff torch@2.11 torch@2.12.",
+    help="Compare two policies, as in --diff torch@2.11 torch@2.12.",
 )
 @_as_json
 def explain(
@@ -214,7 +214,7 @@ def explain(
     module: str | None,
     as_json: bool,
 ) -> None:
-    """Show what a policy does with one OPERATION, or with each module of a model.
+    """Show the effect of a policy on one OPERATION, or on each module of a model.
 
     For an operation: its rule and the reason, what the presets and PyTorch do on each device, and
     the result of an example. For a model: the precision of each module, the rule that decides it,
@@ -222,9 +222,9 @@ def explain(
     module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
     of its keyword arguments.
 
-    With --diff: which operations have another rule in the second policy than in the first, on
-    which devices, and what that means for dtypes and memory. The exit code is then 0 where the
-    two have the same rules, and 1 where they differ.
+    With --diff: the operations whose rule differs between the two policies, on which devices, and
+    the effect on dtypes and memory. The exit code is then 0 if the rules are the same, and 1 if
+    they differ.
     """
     if diff is not None:
         if any((operation, exported, model, example, device, module)):
@@ -233,7 +233,7 @@ def explain(
         return
     if exported is not None:
         if operation is not None or model is not None or example is not None or device or module:
-            raise click.UsageError("--exported says all that there is to say: give nothing else.")
+            raise click.UsageError("--exported cannot be combined with other options than --json.")
         _require_torch()
         export_command.explain_file(exported, as_json)
         return
@@ -254,9 +254,9 @@ def explain(
     report: explain_.ModelReport | operation_.OperationReport
     if model is not None:
         with _usage_errors():
-            made = explain_.load_model(model)
+            network = explain_.load_model(model)
             examples = () if example is None else (explain_.load_example(example),)
-        report = explain_.explain_model(made, chosen, *examples)
+        report = explain_.explain_model(network, chosen, *examples)
     else:
         devices = (device,) if device else ("cpu", "cuda")
         report = operation_.explain_operation(str(operation), chosen, devices, module)
@@ -267,23 +267,23 @@ def explain(
 
 
 def _explain_difference(before: str, after: str, as_json: bool) -> None:
-    """Prints in what two policies differ; ends with exit code 1 where they do, as `precast diff` does."""
+    """Print the differences of two policies. The exit code is 1 if there are some, as in `precast diff`."""
     _require_torch()
     from rich.console import Console
 
     from precast.diagnostics.explain.difference import explain_difference
 
-    found = explain_difference(before, after)
+    difference = explain_difference(before, after)
     if as_json:
-        _print_json(found.as_dict())
+        _print_json(difference.as_dict())
     else:
-        Console().print(found.render())
-    if found:
+        Console().print(difference.render())
+    if difference:
         sys.exit(1)
 
 
 def _require_torch() -> None:
-    """Refuses a PyTorch that is too old, before anything asks more of it."""
+    """Raise an error for a PyTorch that is too old, before other imports fail."""
     from precast import _torch  # noqa: F401
 
 

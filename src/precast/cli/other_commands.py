@@ -1,7 +1,7 @@
-"""Commands that other distributions bring: those of precast-lint become `precast check`, `fix` and `rule`.
+"""Commands of other distributions: those of precast-lint are `precast check`, `fix` and `rule`.
 
 Invariants: a distribution names its commands in the entry point group `precast.commands`, and nothing of it is imported
-before its command is asked for, or the list of all commands.
+before its command, or the help text of `precast`, is requested.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ _OF_THE_CHECKER = ("check", "fix", "rule")
 
 
 def names() -> list[str]:
-    """The commands of the distributions that are installed here."""
+    """Return the names of the commands of all installed distributions."""
     from importlib.metadata import entry_points
 
-    return sorted({found.name for found in entry_points(group=GROUP)})
+    return sorted({point.name for point in entry_points(group=GROUP)})
 
 
 def find(name: str) -> click.Command | None:
-    """The command of that name; None if no distribution is known to have one.
+    """Return the command of that name; None if no distribution has it.
 
     Raises:
-        click.ClickException: precast-lint has it, and is not installed here.
+        click.ClickException: it is a command of precast-lint, which is not installed.
     """
     from importlib.metadata import entry_points
 
-    for found in entry_points(group=GROUP, name=name):
-        command: click.Command = found.load()
+    for point in entry_points(group=GROUP, name=name):
+        command: click.Command = point.load()
         return command
     if name in _OF_THE_CHECKER:
         raise click.ClickException(

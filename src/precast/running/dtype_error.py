@@ -1,10 +1,10 @@
-"""Whether another policy runs an operation that ended the program with an error about dtypes: found out by trying.
+"""Advice on an operation that ended the program with an error about dtypes: whether another policy runs it.
 
 The operation's arguments still exist in the frames of the traceback. It is run again on copies of them: under PyTorch's
-policy, where it has to fail with the same message, then under the policy `default`.
+policy, where it must fail with the same message, then under the policy `default`, where it must succeed.
 
-Invariants: code of the program is not run again. An operation is not tried, and nothing is said of it, if its arguments
-are themselves results of calls, or objects of other classes than PyTorch's and Python's.
+Invariants: code of the program is not run again. There is no advice on an operation whose arguments
+are results of calls, or objects of classes other than those of PyTorch and Python.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLAIN: Final = {
 
 
 def record_regions() -> Callable[[], None]:
-    """Record on each error that leaves a region of PyTorch's which region that was; calling the result ends that."""
+    """Record the device and dtype of a PyTorch region in each error that leaves it. The result stops this."""
 
     def record(error: BaseException, device: str, dtype: torch.dtype) -> None:
         if isinstance(error, RuntimeError) and not hasattr(error, _REGION):
@@ -74,10 +74,10 @@ class _Operation:
         """Run it on copies of its tensors."""
         copies: dict[int, Tensor] = {}
 
-        def copied(tensor: Tensor) -> Tensor:
+        def copy(tensor: Tensor) -> Tensor:
             return copies.setdefault(id(tensor), tensor.detach().clone())
 
-        values = {name: map_tensors(value, copied) for name, value in self.values.items()}
+        values = {name: map_tensors(value, copy) for name, value in self.values.items()}
         exec(self.code, {"__builtins__": {}}, values)
 
 
@@ -115,7 +115,7 @@ def _position(node: Any) -> tuple[Any, ...]:
 
 
 def _operation(statement: ast.stmt, frame: FrameType) -> _Operation | None:
-    """Return the operation of a statement, with each part that is read from a variable under a name of its own."""
+    """Return the operation of a statement, in which each variable has a new name."""
     reader = _Reader(frame)
     statement = reader.visit(statement)
     if reader.is_refused:
@@ -125,7 +125,7 @@ def _operation(statement: ast.stmt, frame: FrameType) -> _Operation | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return True for tensors, plain values and functions of PyTorch: they have no method of the program's."""
+    """Return True for tensors, plain values and functions of PyTorch: they have no method defined by the program."""
     if type(value) in {list, tuple}:
         return all(map(_is_plain, value))
     return type(value) in _PLAIN or value is None or value is Ellipsis
@@ -146,15 +146,15 @@ class _Reader(ast.NodeTransformer):
             self.is_refused = True
             return node
         self._has_call = True
-        called = self._read(function)
-        if not isinstance(called, _FUNCTION):
+        value = self._read(function)
+        if not isinstance(value, _FUNCTION):
             self.is_refused = True
             return node
-        owner = getattr(called, "__self__", None)
+        owner = getattr(value, "__self__", None)
         if isinstance(function, ast.Attribute) and isinstance(owner, Tensor):
             function.value = self._named(owner)
         else:
-            node.func = self._named(called)
+            node.func = self._named(value)
         node.args = [self.visit(each) for each in node.args]
         node.keywords = [self.visit(each) for each in node.keywords]
         return node

@@ -1,8 +1,8 @@
-"""How a program ends: finds that out, has the report written, and lets the program end as it would without precast.
+"""The end of a program: detect it, write the report, and let the program end as it would without precast.
 
-Invariants: in whatever way this process ends, as long as Python still runs, `finish` is called once, as the last thing
-that the process does: after the program's threads and its own exit functions. What the program's parent sees (exit
-code, signal, what is on stderr before) is what it would have seen. No report is written where a segmentation fault,
+Invariants: however this process ends, `finish` is called once if Python still runs, as the last action of the process:
+after the program's threads and its exit functions. The parent process sees the exit code, the signal and the output on
+stderr that it would see without precast. No report is written where a segmentation fault,
 SIGKILL or `os.exec...` ends the process, because Python does not run then.
 """
 
@@ -29,18 +29,18 @@ __all__ = ["ExitStatus", "ExitWatcher", "Interrupted"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
-_MOST_FOR_A_REPORT: Final = 5.0  # seconds, where a signal comes in the midst of an operation
+_MOST_FOR_A_REPORT: Final = 5.0  # seconds, if a signal arrives during an operation
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _DEFECTS: Final = (AssertionError, AttributeError, KeyError, NameError, TypeError)
 
 
 class Interrupted(BaseException):
-    """Ctrl-C ended the program, and its traceback has been printed; the process has yet to die of SIGINT."""
+    """Ctrl-C ended the program. Its traceback has been printed; the process must still die of SIGINT."""
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How the program ended, in the words of `schema.Run`."""
+    """The end of the program, in the terms of `schema.Run`."""
 
     how: Literal["ended", "exit", "exception", "interrupted"] = "ended"
     code: int = 0
@@ -48,10 +48,10 @@ class ExitStatus:
 
 
 class ExitWatcher:
-    """Notices the end of this process, whatever ends it; made before the program starts.
+    """Detects the end of this process. Create it before the program starts.
 
     Args:
-        finish: called once, with how the program ended.
+        finish: called once with the exit status.
     """
 
     def __init__(self, finish: Callable[[ExitStatus], None]) -> None:
@@ -62,13 +62,13 @@ class ExitWatcher:
         atexit.register(self._end)  # first registered, last called
         os.register_at_fork(after_in_child=self._forget)
         self.is_dying = False
-        """Whether a signal ends the process."""
+        """True while a signal ends the process."""
         self._finisher: int | None = None
         """The thread that runs `finish`."""
         self._pending: int | None = None
-        """The signal that came meanwhile."""
+        """The signal that arrived while `finish` ran."""
         self._hear_signals()
-        self.listener = SignalListener(self._heard)
+        self.listener = SignalListener(self._on_signal)
         exit_now = os._exit
 
         @functools.wraps(exit_now)
@@ -81,11 +81,11 @@ class ExitWatcher:
         os._exit = _exit
 
     def run(self, program: Callable[[], None]) -> None:
-        """Runs the program.
+        """Run the program.
 
         Raises:
-            SystemExit: the program raised it, or failed; then `sys.excepthook` has printed what was raised.
-            Interrupted: Ctrl-C ended the program; this has been printed as well.
+            SystemExit: the program raised it, or failed; then `sys.excepthook` has printed the exception.
+            Interrupted: Ctrl-C ended the program; the traceback has been printed.
         """
         try:
             program()
@@ -95,7 +95,7 @@ class ExitWatcher:
         except BaseException as error:
             interrupted = type(error) is KeyboardInterrupt  # of a subclass, Python does not die
             how: Literal["interrupted", "exception"] = "interrupted" if interrupted else "exception"
-            self._ending = ExitStatus(how, _INTERRUPTED if interrupted else 1, _said(error))
+            self._ending = ExitStatus(how, _INTERRUPTED if interrupted else 1, _message(error))
             _print(error)
             if interrupted:
                 raise Interrupted from None
@@ -117,39 +117,39 @@ class ExitWatcher:
                 _die_of_an_interrupt()
 
     def _forget(self) -> None:
-        """Called in a process that was forked off, whose end is not watched."""
+        """Stop watching, in a child process after a fork."""
         self._finish = None
         for number in _FATAL:
             if (
                 signal.getsignal(number) is signal.SIG_DFL
-            ):  # also where the handler is ours, see below
+            ):  # also if the handler is `_die`: see `getsignal` below
                 signal.signal(number, signal.SIG_DFL)
 
     def _hear_signals(self) -> None:
-        """Handles the fatal signals. Programs ask who handles one before they do so themselves: ours are hidden."""
+        """Handle the fatal signals. The handlers are hidden, as programs look for one before they set their own."""
         get, set_ = signal.getsignal, signal.signal
         ours, self._get = self._die, get
 
-        def seen(handler: Any) -> Any:
+        def visible(handler: Any) -> Any:
             return signal.SIG_DFL if handler == ours else handler
 
         @functools.wraps(get)
         def getsignal(signalnum: int) -> Any:
-            return seen(get(signalnum))
+            return visible(get(signalnum))
 
         @functools.wraps(set_)
         def setsignal(signalnum: int, handler: Any) -> Any:
-            return seen(set_(signalnum, handler))
+            return visible(set_(signalnum, handler))
 
         for number in _FATAL:
             if get(number) is signal.SIG_DFL:
                 set_(number, ours)
         signal.getsignal, signal.signal = getsignal, setsignal
 
-    def _heard(self, number: int) -> None:
-        """Ends the program, from the listener's thread: the main one may be in the midst of an operation."""
+    def _on_signal(self, number: int) -> None:
+        """End the program from the listener's thread, as the main thread may be inside an operation."""
         if number not in _FATAL or self.is_dying or signal.getsignal(number) is not signal.SIG_DFL:
-            return  # the program handles it, or the main thread does already
+            return  # the program or the main thread handles it
         if self._get(number) == self._die:
             _thread.start_new_thread(_die_late, (number,))
             self._die(number, None)
@@ -169,15 +169,15 @@ class ExitWatcher:
 
 
 def _die_late(number: int) -> None:
-    """Ends the process in some seconds if no report is written by then."""
+    """End the process after a few seconds, with or without a report."""
     time.sleep(_MOST_FOR_A_REPORT)
     die_of(number)
 
 
 def _die_of_an_interrupt() -> None:
-    """Has Python die of SIGINT when all is over, as it does where nobody caught an interrupt.
+    """Make Python die of SIGINT at its end, as after an interrupt that nothing caught.
 
-    It remembers that for the last text that was run as a program, and we may have run some since (Python 3.11).
+    Python remembers the interrupt for the source text that it ran last, which may be one of precast (Python 3.11).
     """
     try:
         exec("raise KeyboardInterrupt")
@@ -191,7 +191,7 @@ def _of_exit(exit: SystemExit) -> ExitStatus:
     return ExitStatus("exit", 1, str(exit.code))
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:
@@ -200,12 +200,12 @@ def _said(error: BaseException) -> str:
 
 
 def _print(error: BaseException) -> None:
-    """Prints an exception as Python prints one that nobody caught, without precast's frames."""
+    """Print an exception as Python prints an uncaught one, without precast's frames."""
     chain = [error]
     for each in chain:  # grows meanwhile
         each.__traceback__ = _of_the_program(each, each.__traceback__)
         inner = (each.__cause__, each.__context__)
-        chain += [e for e in inner if e is not None and not any(e is known for known in chain)]
+        chain += [e for e in inner if e is not None and not any(e is other for other in chain)]
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
@@ -213,22 +213,22 @@ def _print(error: BaseException) -> None:
 
 
 def _of_the_program(error: BaseException, traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback without frames of precast's, unless it is precast that is broken.
+    """Return the traceback without precast's frames, unless the error is a defect of precast.
 
-    Frames that lead from one of precast's to an operation of PyTorch's, or to the program's module, are left out, too.
+    Frames between one of precast's and an operation of PyTorch, or the program's module, are removed too.
     """
-    kept: list[TracebackType] = []
-    whole, is_ours, is_left_out = traceback, False, False
+    frames: list[TracebackType] = []
+    whole, is_ours, is_hidden = traceback, False, False
     while traceback is not None:
         frame = traceback.tb_frame
         is_ours = frame.f_code.co_filename.startswith((_PACKAGE + os.sep, "<precast"))
         leads_on = frame.f_globals.get("__name__") in {"torch._ops", "runpy"}
-        is_left_out = is_ours or (is_left_out and leads_on)
-        kept += [] if is_left_out else [traceback]
+        is_hidden = is_ours or (is_hidden and leads_on)
+        frames += [] if is_hidden else [traceback]
         traceback = traceback.tb_next
     if is_ours and isinstance(error, _DEFECTS):
         return whole
-    for outer, inner in itertools.pairwise([*kept, None]):
+    for outer, inner in itertools.pairwise([*frames, None]):
         if outer is not None:
             outer.tb_next = inner
-    return kept[0] if kept else None
+    return frames[0] if frames else None

@@ -1,7 +1,7 @@
-"""Keeps the program's modules and precast's apart where they have the same name.
+"""Isolation of the program's modules from those of precast that have the same name.
 
-The program's folder may hold a `click.py`, a `jinja2.py` or a `queue.py`. Without precast the program imports those.
-precast has imported others of these names by then, and still needs them when it writes its report.
+The program's folder may hold a `click.py`, a `jinja2.py` or a `queue.py`. The program imports those, while precast has
+imported other modules of these names and needs them when it writes its report.
 
 Invariants: the program imports what it imports under `python`; precast never imports the program's modules, early or
 late; both have the same PyTorch.
@@ -23,7 +23,7 @@ _STAYS: Final = frozenset(
     {"__main__", "precast", "site", "sitecustomize", "torch", "usercustomize"}
 )
 _LATE: Final = frozenset({"jinja2", "markupsafe", "narwhals", "plotly"})
-"""The packages that a page is made with, which are imported at the end."""
+"""The packages for the page, imported at the end."""
 
 
 class ModuleIsolation:
@@ -35,19 +35,19 @@ class ModuleIsolation:
         self._ours: dict[str, ModuleType] = {}
 
     def begin(self) -> None:
-        """The program starts now, with the folder that comes first in `sys.path`."""
+        """Switch to the program's modules, before its start. Its folder is the first in `sys.path`."""
         folder = sys.path[0] if sys.path else None
         if folder in sys.path[1:]:
             return  # precast imports from this folder, too
-        wanted = {*map(_top, sys.modules), *sys.stdlib_module_names, *_LATE}
-        found = wanted & set(_modules_in(folder))
+        names = {*map(_top, sys.modules), *sys.stdlib_module_names, *_LATE}
+        shared = names & set(_modules_in(folder))
         self._folder = folder
-        self._names = frozenset(name for name in found if not _was_there(name))
+        self._names = frozenset(name for name in shared if not _is_loaded_by_python(name))
         self._ours = self._take()
 
     @contextmanager
     def ours(self) -> Iterator[None]:
-        """A block in which imports are precast's, not the program's."""
+        """Return a context in which imports find precast's modules."""
         if not self._names:
             yield
             return
@@ -71,8 +71,8 @@ def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _was_there(name: str) -> bool:
-    """Whether Python itself loads a module before the first line of any program."""
+def _is_loaded_by_python(name: str) -> bool:
+    """Return True for a module that Python loads before the first line of any program."""
     if name in _STAYS or name in sys.builtin_module_names:
         return True
     spec = getattr(sys.modules.get(name), "__spec__", None)
@@ -80,7 +80,7 @@ def _was_there(name: str) -> bool:
 
 
 def _modules_in(folder: str | None) -> Iterator[str]:
-    """The modules and packages that a folder holds."""
+    """Yield the names of the modules and packages in a folder."""
     try:
         entries = list(os.scandir(folder or os.curdir))
     except OSError:  # an archive

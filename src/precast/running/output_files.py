@@ -1,8 +1,8 @@
-"""Where a run's report goes: checked before the program starts, and another place if it cannot be written in the end.
+"""The output files of a run: checked before the program starts, and replaced by others if they cannot be written.
 
-Invariants: a file that cannot be written is refused before the program starts, as far as that can be known then; the
-results of hours are not lost because a folder went away meanwhile; each process of several writes files of its own, and
-the merged files hold what all processes have written.
+Invariants: a file that cannot be written is an error before the program starts, as far as this can be checked; a report
+is not lost if a folder is removed during the run; each of several processes writes its own files, and the merged files
+hold the data of all processes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["OutputFiles", "Rank", "rank_from_environment"]
 
 @dataclass(frozen=True)
 class Rank:
-    """Which process this is, and of how many; `number` is None for a process that is alone."""
+    """The number of this process and the number of processes; `number` is None for a single process."""
 
     number: int | None = None
     of: int = 1
 
 
 def rank_from_environment() -> Rank:
-    """The rank that torchrun tells the processes that it starts."""
+    """Return the rank that torchrun sets in the environment of the processes that it starts."""
     number, of = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (number.isdecimal() and of.isdecimal()):
         return Rank()
@@ -38,9 +38,9 @@ class OutputFiles:
     """The files that one process writes.
 
     Attributes:
-        report: the page, or None where none is wanted; the merged one if there are several processes.
+        report: the page, or None; the merged page of several processes.
         json: the document, likewise.
-        rank: which process this is.
+        rank: the rank of this process.
     """
 
     report: Path | None
@@ -54,17 +54,19 @@ class OutputFiles:
 
     @property
     def own_json(self) -> Path | None:
-        """This process's document: among several each writes one, to be merged."""
+        """This process's document, to be merged with those of other processes."""
         return self._of(self.rank.number, self._document)
 
     def check(self) -> None:
-        """Makes the folders, tries to write there, and removes what this rank left there in an earlier run.
+        """Make the folders, try to write there, and remove the files that this rank wrote in an earlier run.
 
         Raises:
-            ValueError: a file cannot be written, or both have one name.
+            ValueError: a file cannot be written, or both files have the same path.
         """
         if self.report is not None and self.report == self.json:
-            raise ValueError(f"--report and --json are both {self.report}; give each its own name")
+            raise ValueError(
+                f"--report and --json are both {self.report}; expected two different files"
+            )
         own = [path for path in (self.own_report, self.own_json) if path is not None]
         for path in [path for path in (self.report, self.json) if path is not None] + own:
             _try(path)
@@ -73,15 +75,15 @@ class OutputFiles:
                 path.unlink(missing_ok=True)
 
     def documents_of_ranks(self) -> list[Path]:
-        """The documents that are there, of this process and the others, by rank."""
+        """Return the existing documents of this process and the others, by rank."""
         paths = (self._of(number, self._document) for number in range(self.rank.of))
         return [path for path in paths if path is not None and path.exists()]
 
     def elsewhere(self) -> OutputFiles:
-        """Files in a new folder, for what cannot be written where it was asked for.
+        """Return files in a new temporary folder, to be used if these cannot be written.
 
         Raises:
-            OSError: no folder can be made either.
+            OSError: no temporary folder can be made.
         """
         folder = Path(tempfile.mkdtemp(prefix="precast-"))
         report = self.report.name if self.report else "precast-report.html"
@@ -101,7 +103,7 @@ class OutputFiles:
 
 
 def _try(path: Path) -> None:
-    """Raises a `ValueError` unless a file can be made at `path`; what is there stays as it is."""
+    """Raise a `ValueError` unless a file can be written at `path`. An existing file is not changed."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
     advice = ""

@@ -1,8 +1,8 @@
-"""Observes a program from the moment it has loaded PyTorch to its end, and describes in a document what it saw.
+"""The observation of a program from the import of PyTorch to its end, described in a document.
 
-Invariants: it changes no number that the program computes; what is kept does not grow with the run; a process that is
-forked off is not watched. A module that is called from outside of all modules, and has parameters, is a model; names
-are taken from the largest one, and the first one is the one whose numbers are watched.
+Invariants: no number that the program computes changes; memory does not grow with the run; a forked process is not
+observed. A module with parameters that is called outside of all modules is a model. Names are taken from the largest
+model, and the numbers of the first one are monitored.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class RunObserver:
 
     Args:
         policy: the name of a preset, or the path of a policy file.
-        traced: the first step that is traced in full, and the first that no longer is.
-        health: whether a model's numbers are watched, too.
+        traced: the first step that is traced in full, and the step after the last one.
+        health: monitor the numbers of a model too.
         begins: called when a step begins.
 
     Raises:
@@ -76,12 +76,12 @@ class RunObserver:
         self._judged_at = -2
         self._health = health
         self._monitor: Monitor | None = None
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._largest: tuple[int, weakref.ref[nn.Module]] | None = None
         self._ends = ExitStack()
 
     def start(self) -> None:
-        """Begins to observe."""
+        """Start to observe."""
         self._installed = install_to_observe(self.policy)
         self.window.start()
         self._ends.callback(self.window.stop)
@@ -98,11 +98,11 @@ class RunObserver:
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
-        """Ends the observation; the policy stays in force, for what the program does at its exit."""
+        """End the observation. The policy stays in force for the program's exit functions."""
         self._ends.close()
 
     def describe(self, document: Document) -> None:
-        """Writes into the document of this process what was seen of it."""
+        """Write the observations into the document of this process."""
         run, history, policy = document.run, self.steps.history, self.policy
         run.devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
         run.policy = PolicyName(policy.name, policy.fingerprint, whole_file(policy))
@@ -141,34 +141,36 @@ class RunObserver:
             if failures.total
         ]
 
-    # The next five are what a gradient scaler asks and tells (`events.Witness`).
+    # The next five methods are the interface for gradient scalers (`events.Witness`).
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-        """``id`` of each of `parameters` that is one of a model's -> its name there."""
+        """Return ``id`` -> name for each of `parameters` that belongs to a model."""
         named: dict[int, str] = {}
-        wanted = list(parameters)
+        tensors = list(parameters)
         for module in self.models():  # the names in the largest replace those in others
-            named |= names_in(module, wanted)
+            named |= names_in(module, tensors)
         return named
 
     def models(self) -> list[nn.Module]:
         """Return the models of the program, the largest last."""
         with self.steps.mutex.lock:
-            return sorted(self._known, key=_size)
+            return sorted(self._models, key=_size)
 
     def first_of_step(self, optimizer: Optimizer) -> None:
-        """Nothing: if there is a monitor, that is asked, too."""
+        """Do nothing: a monitor is a witness itself."""
 
     def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
-        """A scaler's step has ended, skipped or not."""
+        """Record a scaler's step, skipped or not."""
         self.steps.failures.call_unseen("step of a scaler", self.steps.scaled, event)
 
     def judged(self, verdict: ScalerDiagnosis) -> None:
-        """No lower scale would have helped a step. Of several such steps in a row only the first is kept."""
+        """Record a diagnosis. Of several steps in a row only the first is recorded."""
         step = verdict.step
         if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
-            found = (step, verdict.reason, verdict.scale, list(verdict.names))
-            self._verdicts.append(schema.ScalerDiagnosis(*found))
+            names = list(verdict.names)
+            self._verdicts.append(
+                schema.ScalerDiagnosis(step, verdict.reason, verdict.scale, names)
+            )
         self._judged_at = step
 
     def _model(self) -> nn.Module | None:
@@ -179,10 +181,10 @@ class RunObserver:
         self.window.begins(number)
 
     def _called(self, module: nn.Module) -> None:
-        # Under TorchScript's tracer, the question for a size would be an operation.
-        if module in self._known or _torch.is_tracing() or any(map(is_lazy, module.parameters())):
+        # TorchScript's tracer would record the reading of a size as an operation.
+        if module in self._models or _torch.is_tracing() or any(map(is_lazy, module.parameters())):
             return
-        self._known.add(module)
+        self._models.add(module)
         elements = _size(module)
         if elements and (
             self._largest is None or self._model() is None or elements > self._largest[0]

@@ -1,7 +1,7 @@
-"""Runs a program under precast, and leaves a report whatever happens.
+"""A run of a program under precast, which ends with a report.
 
-Invariants: nothing that is done here changes how the program ends; what precast has to say comes on stderr, after all
-that the program says.
+Invariants: nothing here changes how the program ends; the output of precast comes on stderr, after all output of the
+program.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Session:
     """One run of a program.
 
     Attributes:
-        target: the program, which has been checked.
-        files: where the report goes, checked too.
+        target: the program, already checked.
+        files: the output files, already checked.
         policy: the name of a preset, or the path of a policy file.
-        traced: the first step that is traced in full, and the first that no longer is.
-        health: whether the model's numbers are watched, too.
-        opens: whether the page is shown in a browser at the end.
+        traced: the first step that is traced in full, and the step after the last one.
+        health: monitor the numbers of the model too.
+        opens: show the page in a browser at the end.
     """
 
     target: Target
@@ -58,10 +58,10 @@ class Session:
         self._began = time.perf_counter()
         self._folder = (
             Path.cwd()
-        )  # messages say paths from here, also when the program has changed the folder
+        )  # messages have paths relative to it; the program may change the folder
 
     def run(self) -> None:
-        """Runs the program; returns if it ended by itself.
+        """Run the program. Return if it ended by itself.
 
         Raises:
             SystemExit, Interrupted: as `ExitWatcher.run`.
@@ -72,7 +72,7 @@ class Session:
         self._watcher.run(lambda: self.target.run(self._isolation.begin))
 
     def _observe(self) -> None:
-        """Watches from here on, as PyTorch is there now; a policy that cannot be read ends the program."""
+        """Start the observation when PyTorch is loaded. A policy that cannot be read ends the program."""
         try:
             with self._isolation.ours():
                 from precast.running.run_observer import RunObserver
@@ -145,7 +145,7 @@ def _slower_engine() -> list[str]:
 
 
 def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:
-    """Writes what was asked for, or the same elsewhere; returns sentences that say where it is."""
+    """Write the files, or the same in a temporary folder. Return sentences with their paths."""
     try:
         return _write_to(document, files, folder)
     except OutputError as error:
@@ -153,32 +153,32 @@ def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:
     try:
         return [problem, *_write_to(document, files.elsewhere(), folder)]
     except OSError as error:
-        return [problem, f"no other place was found for it either: {error}"]
+        return [problem, f"no temporary folder could be used either: {error}"]
 
 
 def _write_to(document: Document, files: OutputFiles, folder: Path) -> list[str]:
-    written = _save(document, files.own_json, files.own_report)
+    saved = _save(document, files.own_json, files.own_report)
     if files.rank.of > 1:
-        written += _merge(files)
-    shown = (path.relative_to(folder) if path.is_relative_to(folder) else path for path in written)
+        saved += _merge(files)
+    shown = (path.relative_to(folder) if path.is_relative_to(folder) else path for path in saved)
     return ["written: " + ", ".join(map(str, shown))]
 
 
 def _merge(files: OutputFiles) -> list[Path]:
-    """Merges the documents that are there: the last rank to end finds all. Once more if one came meanwhile."""
+    """Merge the documents of all ranks that have ended. Repeat if another rank wrote one during the merge."""
     from precast.diagnostics import report
 
     merged: list[Path] = []
-    written: list[Path] = []
-    while (found := files.documents_of_ranks()) != merged:
-        merged = found
-        document = report.merge([report.load(path) for path in found])
-        written = _save(document, files.json, files.report)
-    return written
+    saved: list[Path] = []
+    while (paths := files.documents_of_ranks()) != merged:
+        merged = paths
+        document = report.merge([report.load(path) for path in paths])
+        saved = _save(document, files.json, files.report)
+    return saved
 
 
 def _save(document: Any, json: Path | None, page: Path | None) -> list[Path]:
-    """Writes the data and the page, where there is a path for them; returns what was written."""
+    """Write the data and the page to the paths that are not None. Return these paths."""
     from precast.diagnostics import report
 
     if json is not None:
@@ -189,7 +189,7 @@ def _save(document: Any, json: Path | None, page: Path | None) -> list[Path]:
 
 
 def _open(files: OutputFiles) -> None:
-    """Shows the page; of several processes one does."""
+    """Show the page, in one of several processes."""
     page = files.report
     if page is None or files.rank.number not in {None, 0}:
         return
@@ -200,7 +200,7 @@ def _open(files: OutputFiles) -> None:
 
 
 def _say(text: str) -> None:
-    """Writes to the process's own stderr; where the program closed that nothing is said, and it ends as it would."""
+    """Write to the process's original stderr. Nothing is saved if the program has closed it."""
     try:
         if sys.__stderr__ is not None:
             sys.__stderr__.write(text)

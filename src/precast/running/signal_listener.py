@@ -1,10 +1,10 @@
-"""Hears of fatal signals while an operation runs, when the main thread cannot handle them.
+"""Detection of fatal signals while an operation runs and the main thread cannot handle them.
 
-Python runs a handler between two lines of Python, so a program in a multiplication of a minute would end a minute late.
-But Python's C handler writes the number of each signal into a pipe at once, and here a thread reads that pipe.
+Python runs a handler between two lines of Python, so a program in a matrix product of a minute would end a minute late.
+But Python's C handler writes the number of each signal into a pipe at once, and a thread here reads that pipe.
 
 Invariants: `threading` does not know the thread, and it does not run while the process forks, of which Python warns. A
-program that sets a pipe of its own (`signal.set_wakeup_fd`, as asyncio does) replaces this one, and sees none before.
+program that sets another pipe (`signal.set_wakeup_fd`, as asyncio does) replaces this one, and sees none before.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ _STOP = b"\0"  # no signal has this number
 
 
 class SignalListener:
-    """Calls ``heard(number)`` in a thread of its own for each signal that Python handles; made in the main thread."""
+    """Calls ``on_signal(number)`` in a separate thread for each signal that Python handles.
 
-    def __init__(self, heard: Callable[[int], None]) -> None:
-        self._heard = heard
+    Create it in the main thread.
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
         self._process = os.getpid()
         self._thread: int | None = None
         self._out, self._in = os.pipe()
@@ -43,7 +46,7 @@ class SignalListener:
         self._hide()
 
     def listen(self) -> None:
-        """Starts the thread if it does not run: called at each step, as the thread ends where the process forks."""
+        """Start the thread if it does not run. Called at each step, as the thread ends when the process forks."""
         if self._thread is None and self._is_alone and os.getpid() == self._process:
             self._thread = 0
             _thread.start_new_thread(self._read, ())
@@ -53,10 +56,10 @@ class SignalListener:
         while _STOP not in (numbers := os.read(self._out, 64)):
             for number in numbers:
                 time.sleep(_GRACE)
-                self._heard(number)
+                self._on_signal(number)
 
     def _stop(self) -> None:
-        """Called before a fork: ends the thread, and waits until the system no longer counts it."""
+        """End the thread before a fork, and wait until the system no longer counts it."""
         if not self._thread or os.getpid() != self._process:
             return
         os.write(self._in, _STOP)
@@ -66,7 +69,7 @@ class SignalListener:
         self._thread = None
 
     def _leave(self) -> None:
-        """Called in a child, which must not write its signals into its parent's pipe."""
+        """Stop writing signals into the parent's pipe, in a child process."""
         with contextlib.suppress(
             ValueError
         ):  # the main thread of the child was not that of its parent
@@ -74,7 +77,7 @@ class SignalListener:
                 self._is_alone = False
 
     def _hide(self) -> None:
-        """Has `signal.set_wakeup_fd` say that there is no pipe where this one is, and set this one instead of none."""
+        """Hide the pipe: `signal.set_wakeup_fd` returns -1 for it, and sets it in place of -1."""
         set_, ours = self._set, self._in
 
         @functools.wraps(set_)
@@ -87,7 +90,7 @@ class SignalListener:
 
 
 def die_of(number: int) -> None:
-    """Ends the process by a signal, from any thread; `signal.signal` may be called from the main one alone."""
+    """End the process by a signal, from any thread. `signal.signal` can be called in the main thread only."""
     import ctypes
 
     reset = ctypes.pythonapi.PyOS_setsig

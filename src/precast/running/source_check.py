@@ -1,7 +1,7 @@
 """Findings of precast-lint on the files of a program that has run.
 
 precast does not import the checker. It runs `precast check`, a command that precast-lint adds through the entry point
-group `precast.commands`, in a process of its own.
+group `precast.commands`, in a separate process.
 
 Invariants: without precast-lint no process is started; the checker has a time limit, gets no signal of the program's,
 and writes no file; if it fails, there are no findings.
@@ -33,9 +33,9 @@ _SEEN: Final = {"AMP203": "scaled gradients clipped", "AMP301": "backward in reg
 
 
 class SourceCheck:
-    """Checks the files of the program that runs in this process.
+    """A check of the files of the program that runs in this process.
 
-    Made before the program starts, as the program may change the environment and the current folder.
+    Create it before the program starts, as the program may change the environment and the current folder.
     """
 
     def __init__(self) -> None:
@@ -43,26 +43,26 @@ class SourceCheck:
         self._folder = Path.cwd()
 
     def findings(self, others: Iterable[Finding], is_hurried: Callable[[], bool]) -> list[Finding]:
-        """Return what precast-lint finds, without what `others` say of the same lines.
+        """Return the findings of precast-lint, without those that `others` has for the same lines.
 
         Args:
             others: the findings of the run.
-            is_hurried: whether the process has to end at once.
+            is_hurried: returns True when the process must end at once.
         """
         files = [*map(str, _files_of_program())]
         places = {(each.kind, _position(each.where.source)) for each in others}
         if not (files and _is_installed()):
             return []
         try:
-            found = [self._read(plain) for plain in self._check(files, is_hurried)]
+            findings = [self._read(plain) for plain in self._check(files, is_hurried)]
         except (OSError, ValueError, TypeError, KeyError):  # no process, or not the format
             return []
-        return [f for f in found if (_SEEN.get(f.kind), f.where.source) not in places]
+        return [f for f in findings if (_SEEN.get(f.kind), f.where.source) not in places]
 
     def _check(self, files: list[str], is_hurried: Callable[[], bool]) -> list[Any]:
         command = [sys.executable, "-P", "-m", "precast", "check", "--output-format", "json"]
         command += ["--exit-zero", "--no-cache", "--", *files]
-        # A file, as a pipe that nobody reads fills up; a session of its own, as Ctrl-C is not meant for the checker.
+        # A file, as a pipe that is not read fills up; a new session, as Ctrl-C is not meant for the checker.
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(
                 command,

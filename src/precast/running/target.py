@@ -1,8 +1,8 @@
-"""The program that is run, a script or a module, and how it becomes `__main__`.
+"""The program to run, a script or a module, as `__main__`.
 
-Invariants: the program finds what Python itself would have given it: `__main__` with its attributes, `sys.argv`,
-`sys.path[0]`, line numbers and source. It stays `__main__` until the process ends, because pickles, spawned processes
-and exit functions look for it there. Nothing here imports torch.
+Invariants: the program has the `__main__` module, `sys.argv`, `sys.path[0]`, line numbers and source that it has under
+Python itself. It stays `__main__` until the process ends, because pickles, spawned processes and exit functions look
+for it there. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OPTIONS: Final = {
     "--report": re.compile(r".*\.html?"),
     "--json": re.compile(r".*\.json"),
 }
-"""Options of `precast run`, with the values that look as if they were meant for it."""
+"""Options of `precast run`, with patterns of their values."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,9 @@ class Target:
     """A program and its arguments.
 
     Attributes:
-        name: the path of a script, of a folder or archive with a `__main__.py`; "-" for what is read from stdin; or a
-            module's name.
-        is_module: whether `name` is a module's, as after `python -m`.
-        arguments: what the program finds in `sys.argv[1:]`.
+        name: the path of a script, of a folder or archive with a `__main__.py`; "-" for stdin; or the name of a module.
+        is_module: `name` is the name of a module, as after `python -m`.
+        arguments: the program's `sys.argv[1:]`.
     """
 
     name: str
@@ -88,8 +87,8 @@ class Target:
         """Return a sentence on an option of `precast run` that stands after the script's name; else None.
 
         Args:
-            is_rejected: whether the script ended as one does that does not know an option. Otherwise only an option
-                whose value fits `precast run` counts, as the script may have an option of the same name.
+            is_rejected: the script ended with the exit code of an unknown option. Otherwise only an option whose value
+                fits `precast run` counts, as the script may have an option of the same name.
         """
         for position, argument in enumerate(self.arguments):
             name, equals, value = argument.partition("=")
@@ -111,19 +110,19 @@ class Target:
 
     @property
     def is_stdin(self) -> bool:
-        """Whether the program is read from stdin."""
+        """True if the program is read from stdin."""
         return self.name == "-" and not self.is_module
 
     @property
     def command(self) -> list[str]:
-        """What was asked for, as `python` would be told."""
+        """The words after `python` that run this program."""
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
     def run(self, starts: Callable[[], None] = lambda: None) -> None:
-        """Runs the program as `__main__`; what it raises is raised here.
+        """Run the program as `__main__`. Its exceptions are raised here.
 
         Args:
-            starts: called when `sys.path` is the program's, before anything of the program is imported or run.
+            starts: called when `sys.path` is the program's, before its first import.
         """
         sys.argv[:] = [self.name, *self.arguments]
         path = os.path.abspath(self.name)
@@ -137,10 +136,10 @@ class Target:
             _as_python_does(path, "__main__", starts)
         else:
             _first_in_path(os.path.dirname(os.path.realpath(path)), starts)
-            compiled = path.endswith(".pyc")
-            loader = (SourcelessFileLoader if compiled else SourceFileLoader)("__main__", path)
+            is_bytecode = path.endswith(".pyc")
+            loader = (SourcelessFileLoader if is_bytecode else SourceFileLoader)("__main__", path)
             # The source is compiled here: `get_code` would leave a compiled copy of the script beside it.
-            code = loader.get_code("__main__") if compiled else loader.get_data(path)
+            code = loader.get_code("__main__") if is_bytecode else loader.get_data(path)
             _run(code, loader, path)
 
 
@@ -175,17 +174,17 @@ def _near(name: str) -> list[str]:
 
 
 def _first_in_path(folder: str, starts: Callable[[], None]) -> None:
-    """Puts `folder` where Python has put that of the command `precast`, unless Python was told to put none there."""
+    """Replace the folder of the command `precast` in `sys.path` by `folder`, unless Python runs with ``-P``."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     starts()
 
 
 def _as_python_does(folder: str, name: str, starts: Callable[[], None]) -> None:
-    """Runs a module, or the `__main__` of a folder or an archive, by the function by which Python itself does."""
+    """Run a module, or the `__main__` of a folder or an archive, with the function that Python itself uses."""
     is_container = name == "__main__"
     if is_container and sys.flags.safe_path:
-        sys.path.insert(0, folder)  # Python is told of no other place where the program is
+        sys.path.insert(0, folder)  # the function finds the program in `sys.path` only
     _first_in_path(folder, starts)
     _new_main()
     _run_module_as_main(name, alter_argv=not is_container)
@@ -201,7 +200,7 @@ def _run(source: bytes | CodeType | None, loader: Any, path: str) -> None:
 
 
 def _new_main() -> ModuleType:
-    """A fresh `__main__`, with what Python puts there before the first line of a script runs."""
+    """Return a new `__main__`, with the attributes that Python sets before the first line of a script."""
     main = ModuleType("__main__")
     vars(main).update(__builtins__=builtins, __annotations__={}, __cached__=None)
     sys.modules["__main__"] = main

@@ -1,4 +1,4 @@
-"""The summary of a run for a terminal: what a document says in a few lines, as wide as the terminal."""
+"""The summary of a run for a terminal: a document in a few lines, as wide as the terminal."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _skips(document: Document) -> Iterator[str]:
 
 
 def _verdict(document: Document) -> Iterator[str]:
-    """Yield what the first screen of the report says, but for the ending of the run."""
+    """Yield the sentences of the report's first screen, without the end of the run."""
     headline = ""
     if document.run.steps:
         verdict = summary_of(document)

@@ -1,7 +1,7 @@
-"""What is traced of a run: the steps that were asked for in full, of all steps only counts.
+"""The steps of a run that are traced in full, and counts of operations in all steps.
 
-Invariants: the full trace is open in the steps that were asked for and in no others; what is kept does not grow with
-the run. Both traces see only the thread that called `start`, so steps that end in other threads open and close nothing.
+Invariants: the full trace is open in the selected steps only; memory does not grow with the run. Both traces see only
+the thread that called `start`, so steps that end in other threads open and close nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["TraceWindow"]
 
 
 class TraceWindow:
-    """Counts all steps, and traces those from `begin` up to `end` in full.
+    """Counts operations in all steps, and traces the steps from `begin` to `end` - 1 in full.
 
     Args:
         begin: the first step that is traced.
-        end: the first that no longer is.
-        model: gives the model from which the rows take names; it is called when the full trace begins.
+        end: the step after the last one.
+        model: returns the model whose modules are named; called when the full trace begins.
     """
 
     def __init__(self, begin: int, end: int, model: Callable[[], nn.Module | None]) -> None:
@@ -37,15 +37,15 @@ class TraceWindow:
         self._steps = 0
         self._thread = 0
         self.elsewhere = 0
-        """How many steps have ended in other threads than the one that is traced."""
+        """The number of steps that ended in other threads than the traced one."""
 
     def start(self) -> None:
-        """Begins to count."""
+        """Start to count."""
         self._thread = threading.get_ident()
         self._counter.__enter__()
 
     def begins(self, step: int) -> None:
-        """Is told that a step begins; when step 0 begins once more, what was traced before is forgotten."""
+        """Handle the beginning of a step. A second step 0 discards the trace so far."""
         if step == 0:
             self.elsewhere = 0
         if threading.get_ident() != self._thread:
@@ -65,22 +65,22 @@ class TraceWindow:
             self._last = step
 
     def stop(self) -> None:
-        """Ends both traces, if called in the thread that they see."""
+        """End both traces, if called in the traced thread."""
         if threading.get_ident() == self._thread:
             self._close()
             self._counter.__exit__(None, None, None)
 
     @property
     def traced(self) -> list[int] | None:
-        """The first step that was traced in full, and the first after it that was not."""
+        """The first step of the full trace, and the step after its last one."""
         return None if self._full is None else [self._begin, self._last + 1]
 
     def counts(self) -> list[Count]:
-        """Calls and casts of each operation with a rule, in all steps."""
+        """Return the calls and casts of each operation with a rule, in all steps."""
         return self._counter.data.counts
 
     def data(self) -> TraceData | None:
-        """The full trace; its count of steps is the run's, which has skipped steps, too, unlike a trace's own."""
+        """Return the full trace. Its number of steps includes skipped ones, unlike that of a trace alone."""
         if self._full is None:
             return None
         data = self._full.data
