@@ -144,8 +144,9 @@ def drawn_patterns() -> None:
     for _ in range(300):
         pattern = random.choices(["**", "*", "a", "a*", "*b*", "ab"], k=random.randint(1, 4))
         name = random.choices(["a", "b", "ab", "ba", "abb"], k=random.randint(1, 5))
+        rule = ["**", *pattern[1:]] if pattern[0] == "*" and len(pattern) > 1 else pattern
         inside = T.replace(modules={".".join(pattern): "fp32"}).inside(".".join(name))
-        expected = any(matches(pattern, name[:n]) for n in range(len(name) + 1))
+        expected = any(matches(rule, name[:n]) for n in range(len(name) + 1))
         assert inside.enabled is not expected, (pattern, name)
 
 

@@ -88,6 +88,11 @@ def test_a_weight_is_quantised_once_a_step_for_all_uses(
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     each = 1 if rule in BY_TENSOR else 2
     with precast.attach(net):
+        with region(rule):
+            net(x).float().sum().backward()
+        optimizer.step()  # from the first step on, it is known who writes the weights
+        optimizer.zero_grad()
+        quantised.clear()
         for step in (1, 2, 3):
             for _ in range(3):  # accumulated
                 with region(rule):
