@@ -498,9 +498,8 @@ def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> Non
             )
         else:
             assert became["problems"] == []
-            assert run.document["findings"] == [], (
-                "advice on time depends on how busy the machine is"
-            )
+            kinds = {finding["kind"] for finding in run.document["findings"]}
+            assert kinds <= {"float32-spread"}  # the float32 residual stream, which is no mistake
             assert {
                 row["module_rule"] for row in run.document["trace"]["rows"] if row["module"] == name
             } == {f"{name} = fp32", None}
