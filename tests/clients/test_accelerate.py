@@ -213,7 +213,7 @@ def test_events_name_parameters_a_monitor_watches_and_tensorboard_is_told() -> N
 
 def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     made = accelerator("bf16")
-    with pytest.raises(precast.errors.ScalerError, match=r"no scaler here .* 'bf16' on 'cpu'"):
+    with pytest.raises(precast.errors.ScalerError, match=r"no scaler: .* 'bf16' on 'cpu'"):
         use(made, scaler=precast.GradScaler("cpu"))
     with pytest.raises(precast.PolicyError):
         use(made, policy="nothing")

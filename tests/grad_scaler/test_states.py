@@ -182,7 +182,7 @@ def test_the_state_of_a_sharded_scaler_loads() -> None:
         ({"backoff_factor": math.nan}, "backoff_factor must be"),
         ({"growth_interval": 0}, "growth_interval must be"),
         ({"_growth_tracker": -1}, "_growth_tracker must be"),
-        ({"precast": {"version": 1, "limits": {"moods": 3}}}, "limits that no scaler has: moods"),
+        ({"precast": {"version": 1, "limits": {"moods": 3}}}, "unknown limits: moods"),
         ({"precast": {"version": 1, "limits": {"min_scale": 0.0}}}, "min_scale must be"),
         ({"precast": {"version": 1, "limits": {"on_verdict": "cry"}}}, "on_verdict must be"),
         (
@@ -207,8 +207,8 @@ def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) ->
     [
         (0.0, 2.0**-14, "below min_scale.*may hold NaN"),
         (4.5e-44, 2.0**-14, "below min_scale.*may hold NaN"),
-        (2.0**21, 2.0**20, r"above max_scale: 1.04858e\+06 is taken\.$"),
-        (math.inf, 2.0**20, r"above max_scale: 1.04858e\+06 is taken\.$"),
+        (2.0**21, 2.0**20, r"above max_scale: 1.04858e\+06 is used\.$"),
+        (math.inf, 2.0**20, r"above max_scale: 1.04858e\+06 is used\.$"),
     ],
 )
 def test_a_scale_outside_the_limits_is_moved_to_the_nearest(

@@ -99,7 +99,7 @@ def test_a_scaler_says_its_scale_and_what_it_skipped() -> None:
 def test_a_scaler_that_is_off_or_searches_says_so() -> None:
     assert repr(precast.GradScaler("cpu", enabled=False)) == "<GradScaler on cpu: off>"
     searching = precast.GradScaler("cpu", init_scale="auto")
-    assert repr(searching).endswith("0 skipped, the first scale is not found yet>")
+    assert repr(searching).endswith("0 skipped, searching for the first scale>")
 
 
 @pytest.mark.parametrize("scale", [2.0**-14, 1.5, 2.0**24, 3.0e30])

@@ -23,7 +23,7 @@ def steps(
     monkeypatch: pytest.MonkeyPatch, shapes: list[tuple[int, int]]
 ) -> tuple[Any, nn.ParameterList]:
     """Train with steps that are compiled anew. Return the programs and the weights, one of which is a transpose."""
-    programs: dict[Any, step_program.Program] = {}
+    programs: dict[Any, step_program.StepProgram] = {}
     monkeypatch.setattr(step_program, "_programs", programs)
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])

@@ -49,7 +49,7 @@ def test_a_module_rule_is_a_row_for_each_product(rule: str) -> None:
     assert found.dtype is None
     assert {k: e.rule for k, e in found.ops.items()} == dict.fromkeys(FLOAT8_OPERATIONS, rule)
     assert str(found) == rule
-    assert found.says_as(parse_module_rule({"dtype": rule, "reason": "new"}, "there"))
+    assert found.agrees_with(parse_module_rule({"dtype": rule, "reason": "new"}, "there"))
 
 
 def test_a_module_rule_may_have_rows_beside_it() -> None:
@@ -81,7 +81,7 @@ def test_module_rules_are_written_and_read_back(said: object, tmp_path: Path) ->
 def test_an_unknown_name_is_refused_with_the_names_there_are() -> None:
     with pytest.raises(PolicyError, match="did you mean float8_rowwise"):
         DEFAULT.replace(modules={"mlp": "float8_rowise"})
-    with pytest.raises(PolicyError, match="is not what a module can run in"):
+    with pytest.raises(PolicyError, match="is not a precision of a module"):
         ModuleRule("float8")  # type: ignore[arg-type]
 
 

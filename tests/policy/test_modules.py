@@ -164,10 +164,10 @@ def test_dump_load_pickle_replace_and_equality_know_modules(tmp_path: Path) -> N
 FILE_ERRORS = {
     "modules that is no table": ("modules = 3\n", ["modules is 3", "[modules]"]),
     "a dtype that is none": ('[modules]\na = "fp17"\n', ["'a'", "'fp17'", "did you mean float16"]),
-    "a number": ("[modules]\na = 16\n", ["[modules] 'a'", "16 is not what a module can run in"]),
+    "a number": ("[modules]\na = 16\n", ["[modules] 'a'", "16 is not a precision of a module"]),
     "a list": ("[modules]\na = []\n", ["[] is not what"]),
     "dots without quotes": ('[modules]\na.b = "fp32"\n', ["'b' is not allowed", "needs quotes"]),
-    "nothing said": ('[modules]\na = { reason = "x" }\n', ["it says nothing"]),
+    "nothing said": ('[modules]\na = { reason = "x" }\n', ["it has neither dtype nor ops"]),
     "a pattern": ('[modules]\n"a..b" = "fp32"\n', ["'a..b' has an empty component"]),
     "an unknown operation": (
         '[modules]\na = { ops = { layernorm = "lower" } }\n',
@@ -220,7 +220,7 @@ def test_rules_nest_from_outer_to_inner() -> None:
     assert policy.inside("encoder.norm").precision == "fp32"
     inner = policy.inside("encoder.norm.in")
     assert (inner.precision, list(inner.ops)) == ("float16", ["aten::exp"])
-    assert inner.because[-1] == ("encoder.norm.in", "encoder.norm.in")
+    assert inner.sources[-1] == ("encoder.norm.in", "encoder.norm.in")
     assert policy.inside("rows.0").ops["aten::linear"].rule is Rule.FP32
 
 

@@ -99,7 +99,7 @@ def test_what_pytorch_came_to_list_later_falls_through() -> None:
     for name in Policy.presets():
         found = Policy.load(f"{name}@2.11").resolve("rms_norm", "cuda")
         assert found.rule is Rule.FALLTHROUGH
-        assert found.reason.startswith("PyTorch 2.11 has no rule for it: runs as it is")
+        assert found.reason.startswith("PyTorch 2.11 has no rule for it: runs unchanged")
         assert f"({'torch' if name != 'lean' else 'lean'}.toml: " in found.reason
 
 

@@ -203,7 +203,7 @@ def test_without_a_process_group_a_reduction_says_what_to_do() -> None:
 def test_a_place_that_is_none_is_refused() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(ScalerError, match="got a str: give process groups, device meshes"):
+        with pytest.raises(ScalerError, match="got a str: pass process groups, device meshes"):
             Reduction("all")
         verdicts = [torch.zeros(()), torch.ones(())]
         Reduction()(verdicts)

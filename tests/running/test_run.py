@@ -699,7 +699,7 @@ def test_a_file_that_precast_did_not_write_is_left_as_it_is(
     done = ended(start([*RUN, option, name, "program.py"], tmp_path), tmp_path)
     assert (done.code, done.stdout) == (2, "")
     said = " ".join(done.stderr.split())
-    assert "there is a file that precast did not write, and it writes over none" in said
+    assert "there is a file that precast did not write, and precast does not overwrite it" in said
     ended(start([*RUN, "--json", "out.json", "program.py"], tmp_path), tmp_path)
     merging = [RUN[0], "report", "run.json", *(["-o", name] if option == "--report" else [])]
     merging += ["--json", name] if option == "--json" else []

@@ -1,1 +1,1 @@
-"""What every package may use: files, locks, events, versions, containers, and how results are displayed."""
+"""Helpers for all packages: files, locks, events, versions, containers, and the display of results."""

@@ -1,9 +1,8 @@
-"""Writes files so that a reader never sees half of one.
+"""Atomic writes of files: a reader never sees half of one.
 
-Invariants: The old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
-leaves no temporary file. A process that is killed while it writes leaves the old file and, beside it, a hidden
-temporary one. A device or a pipe is written to and not replaced. A report never replaces a file that precast did not
-write.
+Invariants: the old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
+leaves no temporary file. A process that is killed while it writes leaves the old file and a hidden temporary one.
+Devices and pipes are written to, not replaced. A report never replaces a file that precast did not write.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _MARKS = (
     (b"<!doctype html>", b'<meta name="generator" content="precast'),
     (b"\x89PNG", b"precast"),
 )
-"""How the files that precast writes begin, and a text that follows near the beginning."""
+"""The first bytes of files that precast writes, and a text near their beginning."""
 
 
 def is_not_ours(path: Path) -> bool:
-    """Whether there is a file that is not empty and that precast did not write, such as a script or other results."""
+    """Return True for a file that is not empty and that precast did not write, such as a script or other results."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
@@ -36,7 +35,7 @@ def is_not_ours(path: Path) -> bool:
 
 
 def replace_own(path: Path, content: bytes) -> None:
-    """As `replace`, but refuses to replace a file that precast did not write.
+    """Replace a file as `replace` does, but only one that precast wrote.
 
     Raises:
         OutputError: it could not be written, or there is a file that precast did not write.
@@ -50,20 +49,20 @@ def replace_own(path: Path, content: bytes) -> None:
     replace(path, content)
 
 
-NOT_OURS = "there is a file that precast did not write, and it writes over none"
+NOT_OURS = "there is a file that precast did not write, and precast does not overwrite it"
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool = True) -> None:
-    """Puts `content` at `path` in one step. A link is followed; a device or a pipe is written to.
+    """Write `content` to `path` in one step. Links are followed; devices and pipes are written to.
 
     Args:
-        path: of the file.
-        content: of the file.
-        mode: its permissions.
-        make_folders: whether missing folders of the path are made.
+        path: path of the file.
+        content: the file's new content.
+        mode: the file's permissions.
+        make_folders: create missing parent folders.
 
     Raises:
-        OutputError: it could not be written: a full disk, a folder that is read-only or a file, an impossible path.
+        OutputError: it could not be written: a full disk, a folder that is read-only or a file, an invalid path.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -87,7 +86,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def is_no_file(path: Path) -> bool:
-    """Whether the path is a device or a pipe, such as ``/dev/null``, which must not be replaced by a file."""
+    """Return True for a device or a pipe, such as ``/dev/null``, which must not be replaced by a file."""
     return path.exists() and not (path.is_file() or path.is_dir())
 
 
@@ -97,8 +96,8 @@ def _replace(path: Path, content: bytes, mode: int) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or a crash may leave the new name with nothing behind it
-        os.chmod(name, mode)  # mkstemp's files are for their owner alone
+            os.fsync(file.fileno())  # otherwise a crash may leave an empty file under the new name
+        os.chmod(name, mode)  # mkstemp's files are readable by their owner only
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

@@ -1,7 +1,6 @@
-"""Finds the program's line that a warning is about: the last one outside of precast on the call stack.
+"""The program's line that a warning is about: the last one outside of precast on the call stack.
 
-Invariants: this file needs no PyTorch. Frames that PyTorch's own decorators put between two functions of precast are
-not the program's, and are skipped as well.
+Invariants: this file needs no PyTorch. Frames of PyTorch's decorators between two functions of precast are skipped too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _BETWEEN: Final = ("torch/utils/_contextlib.py", "torch/_dynamo/eval_frame.py")
 
 
 def callers_level() -> int:
-    """The `stacklevel` with which `warnings.warn`, called in the same function, points at the program's line."""
+    """Return the `stacklevel` with which `warnings.warn`, called in the same function, reports the program's line."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and _is_ours(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back

@@ -1,8 +1,7 @@
 """Locks that are free in a forked process.
 
-Invariant: only the thread that called `fork` exists in the child. A lock that another thread held would stay locked
-there for ever, and what it protects could be half written. Both kinds of locks here prevent the first, and
-`survives_fork` the second too.
+Only the thread that called `fork` exists in the child. A lock that another thread held would stay locked there, and the
+data it protects could be half written. Both kinds of locks here prevent the first, `survives_fork` also the second.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ LockType = TypeVar("LockType", bound=_Lock)
 
 
 def survives_fork(lock: LockType) -> LockType:
-    """Makes `fork` wait until no other thread holds the lock, and returns the lock.
+    """Make `fork` wait until no other thread holds the lock, and return the lock.
 
     `fork` acquires these locks in the reverse order of their creation. So where a thread holds lock A while it acquires
     lock B, lock A has to be created after lock B; the other order could deadlock.
@@ -45,10 +44,10 @@ def survives_fork(lock: LockType) -> LockType:
 
 
 class ForkSafeLock:
-    """A lock for the methods of one object, which a forked process replaces by a new, free one.
+    """A lock for the methods of one object; a forked process replaces it by a new, free one.
 
     Attributes:
-        lock: used as ``with mutex.lock:``. It is reentrant, since a hook may call code that runs another hook.
+        lock: Used as ``with mutex.lock:``. It is reentrant, because a hook may call code that runs another hook.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,7 @@ class ForkSafeLock:
         _fork_safe.add(self)
 
     def reset(self) -> None:
-        """Puts a new lock in place of one whose holder may not exist in this process."""
+        """Replace the lock, whose holder may not exist in this process."""
         self.lock = threading.RLock()
 
 
@@ -70,7 +69,7 @@ T = TypeVar("T", bound=_HasLock)
 def synchronized(
     method: Callable[Concatenate[T, P], R],
 ) -> Callable[Concatenate[T, P], R]:
-    """Makes a method hold its object's `mutex` while it runs."""
+    """Make a method hold its object's `mutex` while it runs."""
 
     @functools.wraps(method)
     def holding(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:

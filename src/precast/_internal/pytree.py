@@ -4,9 +4,9 @@ Invariants:
 - containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
   mappings and dataclass instances (frozen ones too), with their subclasses; everything else is a leaf;
 - a container that is rebuilt keeps its type, its default factory, its order and its attributes;
-- a container in which nothing changed is returned as it is; no container is modified in place;
+- a container without changes is returned itself; no container is modified in place;
 - a container that contains itself is visited once; its rebuilt version contains the original there;
-- generators are never consumed: they are leaves, as are strings, sets and arrays.
+- generators are not consumed: they are leaves, as are strings, sets and arrays.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def map_tensors(
     value: T,
     fn: Callable[[torch.Tensor], torch.Tensor],
     other: Callable[[Any], Any] = lambda leaf: leaf,
-    _around: tuple[Any, ...] = (),
+    _outer: tuple[Any, ...] = (),
 ) -> T:
-    """Returns `value` with each tensor `t` in it replaced by ``fn(t)``.
+    """Return `value` with each tensor `t` in it replaced by ``fn(t)``.
 
     Args:
-        value: A tensor, a leaf, or any nesting of containers; keys of mappings are not looked at.
-        fn: Called once for each place that holds a tensor.
-        other: Called for each leaf that is not a tensor; what it returns takes the leaf's place.
+        value: A tensor, a leaf, or any nesting of containers; keys of mappings are not visited.
+        fn: Called once for each occurrence of a tensor.
+        other: Called for each leaf that is not a tensor; its result replaces the leaf.
 
     Returns:
         A value of the same structure and types; `value` itself if nothing changed.
@@ -55,51 +55,51 @@ def map_tensors(
     if items is None:
         return other(value)  # type: ignore[no-any-return]
     if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot compare containers by identity
-        if any(value is outer for outer in _around):
+        if any(value is container for container in _outer):
             return value
-        _around = (*_around, value)
+        _outer = (*_outer, value)
     changed = {}
     for key, child in items:
-        new = map_tensors(child, fn, other, _around)
+        new = map_tensors(child, fn, other, _outer)
         if new is not child:
             changed[key] = new
     return _replaced(value, changed) if changed else value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Lists the tensors in a value in their order. A container that occurs twice, or in itself, is visited once.
+    """List the tensors in a value in their order. A container that occurs twice, or in itself, is visited once.
 
     >>> inner = [torch.ones(2)]
     >>> inner.append(inner)
     >>> tensors_in({"a": inner, "b": 1})
     [tensor([1., 1.])]
     """
-    found: list[torch.Tensor] = []
-    waiting, seen = [value], {}
+    tensors: list[torch.Tensor] = []
+    waiting, visited = [value], {}
     while waiting:
         value = waiting.pop()
         if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif not isinstance(value, _PLAIN) and id(value) not in seen:
-            seen[id(value)] = value
+            tensors.append(value)
+        elif not isinstance(value, _PLAIN) and id(value) not in visited:
+            visited[id(value)] = value
             waiting += [child for _, child in _items(value) or ()][::-1]
-    return found
+    return tensors
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The children of a container, each with its key there; None for a leaf."""
+    """Return the children of a container with their keys; None for a leaf."""
     if isinstance(value, list | tuple | deque):
         return enumerate(value)
     if isinstance(value, Mapping):
         return value.items()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # A field may be unset (`init=False`): it then counts as None, which never changes.
+        # A field may be unset (`init=False`): it then counts as None.
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     return None
 
 
 def _replaced(value: Any, changed: dict[Any, Any]) -> Any:
-    """A container like `value` with some children exchanged."""
+    """Return a container like `value` with some children replaced."""
     if isinstance(value, tuple):
         return _new_tuple(type(value), [changed.get(i, item) for i, item in enumerate(value)])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):

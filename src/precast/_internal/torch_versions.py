@@ -1,7 +1,7 @@
-"""The versions of PyTorch that precast runs on, and the check of the one that is installed.
+"""The supported versions of PyTorch, and the check of the installed one.
 
 Invariants:
-    - PyTorch is not imported here: what is checked is the text of its version.
+    - PyTorch is not imported here: the check reads the text of its version.
     - `pyproject.toml` declares the same range (a test compares), and `make test-versions` runs it.
 """
 
@@ -16,7 +16,7 @@ from precast.errors import PrecastWarning, TorchVersionError
 __all__ = ["NEWEST", "OLDEST", "Version", "check", "parse", "spell", "supported"]
 
 Version = tuple[int, int]
-"""Major and minor number; what a pre-release or a build adds to them changes nothing for precast."""
+"""Major and minor number; suffixes of pre-releases and builds do not matter."""
 
 OLDEST: Final[Version] = (2, 11)
 NEWEST: Final[Version] = (2, 15)
@@ -43,30 +43,30 @@ def spell(version: Version) -> str:
 
 
 def supported() -> tuple[Version, ...]:
-    """All versions that precast runs on, the oldest first."""
+    """Return all supported versions, oldest first."""
     return tuple((OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1))
 
 
-def check(found: str) -> Version:
-    """The version, checked; a newer one than precast has run on is a warning, an older one an error.
+def check(installed: str) -> Version:
+    """Return the version; warn if it is newer than the supported ones, raise an error if it is older.
 
-    In an older one something that precast stands on is missing. A newer one probably works, so it is not refused:
-    an operation that it has added to PyTorch's tables has no row, and follows PyTorch's own rule.
+    An older version lacks something that precast uses. A newer one probably works, so it is not refused: operations
+    that it added to PyTorch's tables have no row, and follow PyTorch's rule.
 
     Raises:
         TorchVersionError: PyTorch is older than `OLDEST`.
     """
-    version = parse(found)
+    version = parse(installed)
     supported = f"{spell(OLDEST)} to {spell(NEWEST)}"
     if version < OLDEST:
         raise TorchVersionError(
-            f"PyTorch {found} is installed; precast runs on PyTorch {supported}. "
+            f"PyTorch {installed} is installed; precast runs on PyTorch {supported}. "
             f'Install a newer one: pip install "torch>={spell(OLDEST)}".'
         )
     if version > NEWEST:
         warnings.warn(
-            f"PyTorch {found} is newer than precast was tested on ({supported}): what it has added to autocast "
-            "follows PyTorch's own rules, whatever the policy. Look for a newer precast.",
+            f"PyTorch {installed} is newer than precast was tested on ({supported}): operations that it added to "
+            "autocast follow PyTorch's own rules under every policy. Look for a newer precast.",
             PrecastWarning,
             stacklevel=2,
         )

@@ -298,9 +298,9 @@ class Ruled:
         bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
         around = self.tables or (Policy.load("torch") if bound is None else bound.policy)
         # The policy keeps what was made of it: here it would pile up for a model that runs under thousands of policies.
-        known = around.made_of.get(self._rows)
+        known = around.derived.get(self._rows)
         if known is None:
-            known = around.made_of[self._rows] = around.replace(ops=self.rule.ops)
+            known = around.derived[self._rows] = around.replace(ops=self.rule.ops)
         return known
 
     def _target(self, device: str) -> _Target:

@@ -174,10 +174,10 @@ def _asked(source: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | Non
 def bind(policy: Policy, device_type: str) -> BoundPolicy:
     """The bound policy for `policy` on `device_type`, its kernels registered; made once for each engine."""
     key = device_type, engine()
-    bound: BoundPolicy | None = policy.made_of.get(key)
+    bound: BoundPolicy | None = policy.derived.get(key)
     if bound is None or not bound.registration.holds or is_overtaken(bound):
         with _lock:
-            bound = policy.made_of[key] = _shared(policy, device_type)
+            bound = policy.derived[key] = _shared(policy, device_type)
     return bound
 
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: `scaler.GradScaler`, and beside it the parts it is made of.
+"""Dynamic loss scaling: `scaler.GradScaler` and its parts.
 
 Data flows one way: gradients, found_inf, a step or none, an event, the step history, a diagnosis, the next scale.
 """

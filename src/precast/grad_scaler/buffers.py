@@ -1,12 +1,12 @@
-"""Buffers of a model and skipped steps: puts back what a skipped iteration wrote, and finds the buffers that it spoilt.
+"""Buffers of a model in skipped steps: restores their values from before the iteration.
 
-A skipped step leaves parameters as they are. But the forward pass has already written its buffers: after an overflow in
+A skipped step does not change parameters, but the forward pass has already written buffers: after an overflow in
 float16, the running statistics of a batch norm are infinite, and stay so in all later iterations.
 
 Invariants:
-- a buffer is put back to its values before the first forward pass in training mode since the latest `update`;
+- a buffer is restored to its value before the first forward pass in training mode since the latest `update`;
 - where only the device knows whether the step was skipped, nothing waits for it;
-- what `torch.compile` traces has none of this in it; a copy of a guard, and a pickle, guards nothing.
+- graphs of `torch.compile` contain no part of this; a copy or a pickle of a guard guards nothing.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ __all__ = ["BufferGuard", "guarded"]
 
 
 class _SavedBuffer(NamedTuple):
-    """A buffer, and a copy of its values."""
+    """A buffer and a copy of its values."""
 
     buffer: Tensor
     version: int | None
-    """None where writes move no version counter."""
+    """None if writes do not increment a version counter."""
     values: Tensor
 
 
 class BufferGuard:
-    """Saves the buffers of modules once an iteration, and puts them back if the step was skipped.
+    """Saves the buffers of modules once an iteration, and restores them after a skipped step.
 
     Args:
-        modules: The modules whose buffers are guarded, with those inside them.
+        modules: The modules with the buffers; submodules are included.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._saved: dict[tuple[int, str], _SavedBuffer] = {}
-        """By the place of the owner and the buffer's name."""
+        """By the index of the owner and the buffer's name."""
         self._owners: list[nn.Module] = []
         self._is_saved = False
-        """Whether a forward pass has begun since the latest `update`."""
+        """True if a forward pass has started since the latest `update`."""
         self._guard(list(modules))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def end_iteration(self, skipped: bool | Tensor) -> None:
-        """Put the buffers back if the iteration was skipped (a tensor: not 0), and save them for the next one."""
+        """Restore the buffers if the iteration was skipped (a tensor: not 0), and save them for the next one."""
         if skipped is not False:
             for key, saved in self._saved.items():
                 self._put_back(key, saved, skipped)
@@ -87,7 +87,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def _save(self, *, all_of_them: bool) -> None:
-        """Save the buffers, or only those of which it is known that they were written since they were saved."""
+        """Save all buffers, or only those that were written since they were saved."""
         sources, copies = [], []
         for place, owner in enumerate(self._owners):
             for name, buffer in _torch.own_buffers(owner).items():
@@ -113,23 +113,25 @@ class BufferGuard:
         owner = self._owners[place]
         if name not in _torch.own_buffers(owner):
             return
-        now, values = _torch.own_buffers(owner)[name], saved.values
-        if now is None or (now.shape, now.dtype) != (values.shape, values.dtype):
+        current, values = _torch.own_buffers(owner)[name], saved.values
+        if current is None or (current.shape, current.dtype) != (values.shape, values.dtype):
             if bool(skipped):
                 _torch.own_buffers(owner)[name] = values.clone()
             return
         if isinstance(skipped, Tensor):
-            values = torch.where(moved(skipped, now.device) != 0, moved(values, now.device), now)
-        is_unwritten = now is saved.buffer and saved.version == _version(now)
-        # Only writes through `.data` are undone then, and these do not increment the version counter either.
-        (now.data if is_unwritten else now.detach()).copy_(values)
+            values = torch.where(
+                moved(skipped, current.device) != 0, moved(values, current.device), current
+            )
+        is_unwritten = current is saved.buffer and saved.version == _version(current)
+        # Only writes through `.data` can be undone then: they do not increment the version counter either.
+        (current.data if is_unwritten else current.detach()).copy_(values)
 
 
 def guarded(modules: Any) -> BufferGuard:
-    """Return a guard of a module, of several, or of none (None).
+    """Return a guard for a module, for several, or for none (None).
 
     Raises:
-        ScalerError: Something in `modules` is no module.
+        ScalerError: `modules` contains something else.
     """
     several = [] if modules is None else [modules] if isinstance(modules, nn.Module) else modules
     checked: list[Any] = list(several) if isinstance(several, Iterable) else [several]
@@ -142,14 +144,14 @@ def guarded(modules: Any) -> BufferGuard:
 
 
 def _calling(method: Any) -> Any:
-    """Return a hook that calls a method of a guard, as long as there is the guard, outside of compiled code."""
+    """Return a hook that calls a method of a guard while the guard exists, outside of compiled code."""
     reference = weakref.WeakMethod(method)
 
     @_torch.runs_uncompiled
     def hook(module: nn.Module, _: object) -> None:
-        there = None if torch.compiler.is_dynamo_compiling() else reference()
-        if there is not None and _torch.is_real():
-            there(module)
+        callback = None if torch.compiler.is_dynamo_compiling() else reference()
+        if callback is not None and _torch.is_real():
+            callback(module)
 
     return hook
 

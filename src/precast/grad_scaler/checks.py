@@ -1,8 +1,8 @@
-"""Checks of gradients, as a scaler makes them: unscaled, measured, combined over all processes, and looked into.
+"""The gradient checks of a scaler: unscaling, measuring, combination over processes, and details of failures.
 
 Invariants:
-- what one check of an optimizer's gradients has found, a later check in the same iteration does not take back;
-- names are looked up only for steps that are skipped.
+- a later check in the same iteration does not undo the result of an earlier one;
+- names are looked up only for skipped steps.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from precast.grad_scaler.optimizer_state import OptimizerState
 
 __all__ = ["GradientChecks"]
 
-_MOST_LOSSES = 1024  # of one iteration that are kept
+_MOST_LOSSES = 1024  # stored in one iteration
 
 Reduce = Callable[[list[Tensor]], None]
 
 
 class GradientChecks:
-    """Checks gradients, and keeps the losses of the iteration, to say later whether they were finite.
+    """Checks gradients, and stores the losses of the iteration, to tell later if they were finite.
 
     Args:
-        reduce_found_inf: What the user gave the scaler to combine checks over processes; None if each optimizer's
-            parameters decide.
+        reduce_found_inf: The user's function that combines checks over processes; None to choose one by each
+            optimizer's parameters.
     """
 
     def __init__(self, reduce_found_inf: Reduce | None) -> None:
         self._reduce_found_inf = reduce_found_inf
         self._chosen = WeakIdKeyDictionary()
-        """For each optimizer how many parameter groups it had, and the reduction chosen then."""
+        """Maps an optimizer to its number of parameter groups and the reduction chosen for them."""
         self._losses: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and a pickle, has no losses, and chooses reductions again."""
+        """A copy or pickle has no losses, and chooses reductions again."""
         return GradientChecks, (self._reduce_found_inf,)
 
     def keep_loss(self, loss: Tensor) -> None:
-        """Keeps what says whether an unscaled loss is finite."""
+        """Store the part of an unscaled loss that tells if it is finite."""
         if len(self._losses) < _MOST_LOSSES and not _torch.is_functorch_active():
             self._losses = (*self._losses, loss_to_keep(loss))
 
     def forget_losses(self) -> None:
-        """The iteration is over."""
+        """End the iteration."""
         self._losses = ()
 
     def check(
@@ -64,39 +64,41 @@ class GradientChecks:
         allow_fp16: bool,
         measure: bool,
     ) -> FoundInf:
-        """Multiplies an optimizer's gradients by `inverse`, float32 of shape (), and checks them, in all processes.
+        """Multiply an optimizer's gradients by `inverse`, float32 of shape (), and check them, in all processes.
 
         Args:
-            state: Of the optimizer; what is found is added to its `found_inf`.
-            inverse: 1.0 to check alone.
+            state: State of the optimizer; the results are added to its `found_inf`.
+            inverse: 1.0 for a check alone.
             unscale: The scaler's `_unscale_grads_`, which programs may have replaced.
-            allow_fp16: Whether float16 gradients are checked without a warning.
-            measure: Whether the largest gradient is looked for, too; only by the first check, as the gradients may be
-                clipped after it.
+            allow_fp16: If True, float16 gradients give no warning.
+            measure: If True, the largest gradient is computed too, in the first check of the iteration only, because
+                the gradients may be clipped after it.
         """
         before = found_inf_so_far(inverse, state.found_inf)
-        found = unscale(state.optimizer, inverse, before, allow_fp16)
+        results = unscale(state.optimizer, inverse, before, allow_fp16)
         measure = measure and state.largest_gradient is None
         if measure:
             state.largest_gradient = largest(state.optimizer, inverse)
         reduce = self._reduction(state.optimizer)
         if reduce is not None:
-            found.setdefault(inverse.device, before)  # a process without gradients takes part, too
-            reduce(sorted(found.values(), key=lambda number: number.device != inverse.device))
+            results.setdefault(
+                inverse.device, before
+            )  # a process without gradients takes part, too
+            reduce(sorted(results.values(), key=lambda number: number.device != inverse.device))
             if measure and state.largest_gradient is not None:
                 reduce([state.largest_gradient])
-        state.found_inf = state.found_inf | found
+        state.found_inf = state.found_inf | results
         return state.found_inf
 
     def is_bad(self, state: OptimizerState) -> bool:
-        """Whether a gradient was not finite; waits for the device. If so, the details are looked up."""
+        """Return True if a gradient was not finite, and look up the details then; wait for the device."""
         is_bad = bool(total_found_inf(state.device, [state.found_inf]))
         if is_bad:
             self.look_up_details(state)
         return is_bad
 
     def look_up_details(self, state: OptimizerState) -> None:
-        """Looks up what was not finite in a step that is skipped, together with all processes that skip it."""
+        """Look up the details of a skipped step, together with all processes that skip it."""
         details = state.details = NonfiniteDetails(state.optimizer, self._losses)
         details.look_up()
         gather = getattr(self._reduction(state.optimizer), "gather", None)
@@ -104,11 +106,11 @@ class GradientChecks:
             details.combine(gather)
 
     def details_of(self, state: OptimizerState) -> NonfiniteDetails:
-        """The details that were looked up, or that are when somebody reads them."""
+        """Return the details that were looked up, or ones that are computed when they are read."""
         return state.details or NonfiniteDetails(state.optimizer, self._losses)
 
     def is_true_anywhere(self, state: OptimizerState, flag: bool) -> bool:
-        """Whether `flag` is true in any process; all processes have to call this."""
+        """Return True if `flag` is true in any process; all processes have to call this."""
         reduce = self._reduction(state.optimizer)
         if reduce is None:
             return flag
@@ -117,7 +119,7 @@ class GradientChecks:
         return bool(number)
 
     def _reduction(self, optimizer: Optimizer) -> Reduce | None:
-        """How an optimizer's checks are combined over processes; None if each process decides for itself."""
+        """Return the function that combines an optimizer's checks over processes; None for no combination."""
         if self._reduce_found_inf is not None:
             return self._reduce_found_inf
         groups = len(optimizer.param_groups)

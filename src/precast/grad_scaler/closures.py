@@ -1,12 +1,12 @@
 """Steps with a closure: an optimizer (LBFGS, a line search) computes gradients several times in one step.
 
-Each time the closure has run backward, the gradients are unscaled and checked. If some are not finite although the
-loss is, or at the first call, the scale may be too high, and the step is aborted. If the loss of a later call is not
-finite either, the optimizer has tried a point too far away, and sees that as it would without a scaler.
+After each backward pass of the closure, the gradients are unscaled and checked. If some are not finite, the step is
+aborted, because the scale may be too high. But if the loss of a later call is not finite either, the optimizer has
+tried a point too far away, and gets that loss as it would without a scaler.
 
 Invariants:
-- the closure returns its loss unscaled, and each gradient is divided once, however often a closure leaves it alone;
-- a step that was aborted, or that leaves infinity or NaN in a parameter or in the optimizer's state, changes nothing.
+- the closure returns its loss unscaled, and each gradient is divided once, even if later calls do not change it;
+- an aborted step, and one that puts infinity or NaN into a parameter or into the optimizer's state, changes nothing.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _NO_LOSS = (
     "return the loss, unscaled."
 )
 _NOT_ZEROED = (
-    "the closure added scaled gradients to those of its last call, which are unscaled by now: their sum means nothing, "
-    "and the step was undone. Call optimizer.zero_grad() in the closure before backward()."
+    "the closure added scaled gradients to those of its last call, which are unscaled already: their sum has no "
+    "meaning, and the step was undone. Call optimizer.zero_grad() in the closure before backward()."
 )
 
 
 class _AbortError(Exception):
-    """Aborts a step from inside a closure; it never leaves this file."""
+    """Aborts a step from inside a closure; it is always caught in this file."""
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among a step's arguments, by position or by name; None if there is none."""
-    found = [value for value in (*args[:1], kwargs.get("closure")) if callable(value)]
-    return found[0] if found else None
+    """Return the closure among a step's arguments, by position or by name; None if there is none."""
+    closures = [value for value in (*args[:1], kwargs.get("closure")) if callable(value)]
+    return closures[0] if closures else None
 
 
 def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scaler's
@@ -60,12 +60,12 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
     unscale: Callable[[OptimizerState], None],
     checks: GradientChecks,
 ) -> tuple[Any, bool]:
-    """Steps an optimizer with a closure, which is also among the arguments of its `step`, `args` and `kwargs`.
+    """Step an optimizer with a closure, which is also among the arguments of its `step`, `args` and `kwargs`.
 
-    `unscale` unscales the optimizer's gradients and checks them; `checks` says what was found, in all processes.
+    `unscale` unscales the optimizer's gradients and checks them; `checks` combines the results of all processes.
 
     Returns:
-        What the step returned, and whether it was skipped, that is, undone.
+        The result of the step, and True if it was skipped, that is, undone.
 
     Raises:
         ScalerError: The closure returned None, or did not zero the gradients; the step is undone then, too.
@@ -76,7 +76,7 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
     else:
         kwargs = {**kwargs, "closure": checked.call}
     result, skipped = None, True
-    with suppress(_AbortError), _undone_on_error(optimizer):
+    with suppress(_AbortError), _restored_on_error(optimizer):
         result = optimizer.step(*args, **kwargs)
         if checked.tried_too_far and checks.is_true_anywhere(state, not _is_sound(optimizer)):
             raise _AbortError
@@ -86,10 +86,10 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
 
 
 class _CheckedClosure:
-    """What the optimizer calls in place of the user's closure: it unscales and checks the gradients that are new.
+    """The closure that the optimizer gets: it calls the user's, and unscales and checks the gradients that are new.
 
-    The others are unscaled already: a line search may ask for a loss alone, without a backward pass. At the first call
-    all gradients count as new.
+    The others are unscaled already: a line search may need only a loss, without a backward pass. At the first call all
+    gradients count as new.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class _CheckedClosure:
         self._parameters = parameters_of(state.optimizer)
         self._called = False
         self.tried_too_far = False
-        """Whether a later call's loss was not finite, and the optimizer was to see that."""
+        """True if a later call's loss was not finite, and the optimizer got it."""
 
     def call(self) -> Any:
-        """Runs the closure and checks its gradients; raises `_AbortError` if the scale may be too high for them."""
-        known = self._parameters if self._called else []
-        before = [(p, p.grad, _version(p.grad)) for p in known if p.grad is not None]
+        """Run the closure and check its gradients; raise `_AbortError` if the scale may be too high for them."""
+        unscaled = self._parameters if self._called else []
+        before = [(p, p.grad, _version(p.grad)) for p in unscaled if p.grad is not None]
         watch = BackwardWatch(parameter for parameter, _, _ in before)
         try:
             loss = self._closure()
@@ -117,8 +117,8 @@ class _CheckedClosure:
             watch.end()
         if loss is None:
             raise ScalerError(_NO_LOSS)
-        old = [p for p, was, version in before if _is_left_alone(p, was, version, watch)]
-        with _taken_off(old):
+        old = [p for p, grad, version in before if _is_unchanged(p, grad, version, watch)]
+        with _without_gradients(old):
             self._check(loss)
         self._called = True
         return loss
@@ -135,23 +135,23 @@ class _CheckedClosure:
         self.tried_too_far = True
 
 
-def _is_left_alone(parameter: Tensor, gradient: Tensor, version: int, watch: BackwardWatch) -> bool:
-    """Whether a closure has left the gradient of a parameter as it was before: the same tensor, and not written.
+def _is_unchanged(parameter: Tensor, gradient: Tensor, version: int, watch: BackwardWatch) -> bool:
+    """Return True if a closure has neither replaced nor written the gradient of a parameter.
 
     Raises:
         ScalerError: The closure added to it.
     """
     if parameter.grad is not gradient:
         return False
-    written = _version(gradient) - version
-    if written == watch.added[id(parameter)] > 0:
+    writes = _version(gradient) - version
+    if writes == watch.added[id(parameter)] > 0:
         raise ScalerError(_NOT_ZEROED)
-    return not written
+    return not writes
 
 
 @contextmanager
-def _taken_off(parameters: list[Tensor]) -> Iterator[None]:
-    """Takes the gradients off some parameters until the `with` ends."""
+def _without_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    """Remove the gradients of some parameters until the `with` block ends."""
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -163,8 +163,8 @@ def _taken_off(parameters: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
-    """Puts an optimizer's parameters, state and settings back as they were if an exception ends the `with`."""
+def _restored_on_error(optimizer: Optimizer) -> Iterator[None]:
+    """Restore an optimizer's parameters, state and settings if an exception ends the `with` block."""
     parameters = [(p, p.detach().clone()) for p in parameters_of(optimizer)]
     state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
     settings = [
@@ -185,7 +185,7 @@ def _undone_on_error(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_sound(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's parameters and state have neither infinity nor NaN; waits for the device."""
+    """Return True if the optimizer's parameters and state are finite; wait for the device."""
     state = tensors_in(list(optimizer.state.values()))
     return all(map(is_finite, [*parameters_of(optimizer), *state]))
 

@@ -1,16 +1,16 @@
-"""The diagnosis that a run is broken: neither a lower scale nor the next batch can end its skipped steps.
+"""The diagnosis of a broken run: neither a lower scale nor the next batch can end its skipped steps.
 
-There is a diagnosis if one of these holds for the skipped iterations in a row that end with the latest:
+One of these conditions holds for the latest skipped iterations in a row:
 
 - ``weights``: in the last 3 the loss was not finite before it was scaled, and parameters hold infinity or NaN, or
   buffers of their model hold NaN. The loss does not depend on the scale, and a skipped step changes no parameter.
 - ``loss``: in the last 40 the loss was not finite before it was scaled, and the scale is 2**-14 or lower, or did not
-  fall in these 40. A bad loss alone says nothing: if it overflows in float16, gradients at a lower scale may be finite.
+  fall in these 40. A bad loss alone is no proof: if it overflows in float16, gradients at a lower scale may be finite.
 - ``floor``: in the last 40 the scale did not fall, because it is at its floor or was set by hand.
-- ``skips``, and ``loss`` earlier than that: a limit that the user set was passed.
+- ``skips``, and ``loss`` earlier than that: a limit set by the user was exceeded.
 
-Invariants: tensors are read only for iterations that were skipped; what is read is the same in all processes that
-combine what they find.
+Invariants: tensors are read only for skipped iterations; the values are the same in all processes that combine their
+results.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["act_on", "diagnoses"]
 
 Reason = Literal["weights", "loss", "floor", "skips"]
 
-_SHOWN: Final = 5  # how many names, and how many scales, a message has
+_SHOWN: Final = 5  # names and scales in a message
 _SURE_OF_PARAMETERS: Final = 3
 _SURE: Final = 40
-"""After so many skipped iterations in a row no good batch is expected any more; after a few, one may still come."""
+"""After this many skipped iterations in a row no good batch is expected; after fewer, one may still come."""
 
 _CAUSES = {
     "weights": f"The parameters themselves hold infinity or NaN: {{weights}}. {cures.BROKEN_PARAMETERS.text}",
@@ -54,9 +54,9 @@ _CAUSES = {
 
 
 def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[ScalerDiagnosis]:
-    """Closes open iterations of `history`, and yields what is diagnosed of them.
+    """Close open iterations of `history`, and yield their diagnoses.
 
-    `wait`: whether to wait for those of which only the device knows whether they were skipped.
+    `wait` also closes iterations that only the device has decided, and waits for them.
     """
     for iteration in history.close(wait):
         reason = _reason(iteration, history, limits)
@@ -65,7 +65,7 @@ def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[Scal
 
 
 def act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
-    """Tells observers and witnesses of a diagnosis, then raises or warns if the user wants that.
+    """Report a diagnosis to observers and witnesses, then raise or warn according to `on_verdict`.
 
     Raises:
         BrokenModelError: `on_verdict` is ``"raise"``.
@@ -80,7 +80,7 @@ def act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
 
 
 def _reason(iteration: Iteration, history: StepHistory, limits: Limits) -> Reason | None:
-    """Why neither a lower scale nor the next batch can help after an iteration; None if one of them may."""
+    """Return the reason why neither a lower scale nor the next batch can help; None if one of them may."""
     bad_losses, most_losses = history.bad_losses, limits.max_nonfinite_losses
     most_skips = limits.max_consecutive_skips
     is_stuck = history.stuck >= _SURE
@@ -119,17 +119,17 @@ def _diagnosis(
         stuck=history.stuck,
         weights=_listed(weights or list(dict.fromkeys(buffers))),
     )
-    # A step's number is the iteration's, but where a tracker counts the steps of the process.
+    # `step` is the iteration's number, unless a tracker counts the steps of the process.
     step = skipped[0].step if skipped else iteration.number
     which = "iteration" if step == iteration.number else "step"
     like = f", like the {count - 1} before it" if count > 1 else ""
     gradients = f"the gradients of {_listed(names)}" if names else "gradients"
     scales = ", ".join(f"{float(event.scale):g}" for event in list(history.events)[-_SHOWN:])
-    began = f"{first.message} " if first else ""
+    origin = f"{first.message} " if first else ""
     message = (
         f"{which} {step} was skipped{like}: {gradients} were not finite at scale {scale:g} "
-        f"(scales of the latest steps: {scales}). {_changed(iteration)} {began}{cause} "
-        "on_verdict='warn' or 'ignore' goes on skipping."
+        f"(scales of the latest steps: {scales}). {_changed(iteration)} {origin}{cause} "
+        "on_verdict='warn' or 'ignore' continues skipping."
     )
     return ScalerDiagnosis(reason, step, scale, names, message, first)
 
@@ -139,7 +139,7 @@ def _skipped(iteration: Iteration) -> list[StepEvent]:
 
 
 def _changed(iteration: Iteration) -> str:
-    """A sentence on what the iteration did to the parameters of the optimizers that the scaler stepped."""
+    """Return a sentence on the parameters of the optimizers that the scaler stepped in the iteration."""
     stepped = [str(event.optimizer) for event in iteration.events if not event.skipped]
     if not stepped:
         return "The skipped step changed no parameter."
@@ -148,7 +148,7 @@ def _changed(iteration: Iteration) -> str:
 
 
 def _name(iteration: Iteration, event: StepEvent, name: str) -> str:
-    """The name of a parameter in an event; with its optimizer if the iteration had several."""
+    """Return the name of a parameter in an event; with its optimizer if the iteration had several."""
     return f"optimizer {event.optimizer}: {name}" if len(iteration.events) > 1 else name
 
 

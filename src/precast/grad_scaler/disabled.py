@@ -1,6 +1,6 @@
-"""A decorator that says what a method returns while its scaler is off, so that no method has to ask whether it is.
+"""A decorator with the result of a method while its scaler is disabled, so that methods need no check for it.
 
-Invariants: only the answer of a scaler that is off enters a compiled graph.
+Invariant: only the result of a disabled scaler enters a compiled graph.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def when_disabled(answer: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Has a method of a scaler that is off return ``answer(*args, **kwargs)`` in place of its own result.
+    """Make a method of a disabled scaler return ``answer(*args, **kwargs)`` instead of its result.
 
-    The method itself always runs uncompiled: what a scaler remembers changes in each iteration, and a graph would
-    have to be compiled again for it.
+    The method itself always runs uncompiled: the state of a scaler changes in each iteration, and a graph would be
+    compiled again for each.
     """
 
     def decorate(method: Method) -> Method:

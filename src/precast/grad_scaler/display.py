@@ -1,7 +1,7 @@
-"""How a scaler looks where it is displayed: its scale, how many steps it skipped, and its latest steps.
+"""The display of a scaler: its scale, the number of skipped steps, and its latest steps.
 
-Invariants: displaying a scaler diagnoses nothing and looks up no names; a number on a device is waited for, unless a
-CUDA graph is being captured, which must not wait.
+Invariants: displaying a scaler diagnoses nothing and looks up no names. It waits for a value on a device, unless a CUDA
+graph is being captured, which must not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COLUMNS = ("step", "scale", "outcome", "parameters whose gradients were not fin
 def card(
     device: str, scale: float | Tensor, history: StepHistory | None, *, searching: bool
 ) -> Card:
-    """The card of a scaler; one that is off has no history."""
+    """Return the card of a scaler; a disabled one has no history."""
     title = f"GradScaler on {device}"
     if history is None:
         return Card(title, ["off"])
@@ -32,13 +32,13 @@ def card(
         f"{counters.skipped:,} skipped",
     ]
     if searching:
-        facts.append("the first scale is not found yet")
+        facts.append("searching for the first scale")
     rows = [_row(event) for event in reversed(history.events)]
     return Card(title, facts, _COLUMNS, rows, "earlier steps")
 
 
 def scale_text(scale: float | Tensor) -> str:
-    """All digits of a whole number, six of another."""
+    """Return all digits of a whole number, six digits of another."""
     if isinstance(scale, Tensor):
         if _torch.is_captured(scale):
             return "on the device"

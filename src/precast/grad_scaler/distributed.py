@@ -1,15 +1,15 @@
-"""One decision in all processes: found_inf is reduced, bad gradients are named with their rank, settings compared.
+"""One decision in all processes: reduces found_inf, gathers the names of bad gradients, and compares settings.
 
-A gradient scaler takes a `Reduction` as `reduce_found_inf`, or chooses one by the parameters: those that are `DTensor`
-(FSDP2's `fully_shard`, tensor parallelism) say over which processes they are spread. Plain parameters say nothing:
-under `DistributedDataParallel` all processes see the same gradients and decide alike; for pipeline stages, and tensor
+A gradient scaler takes a `Reduction` as `reduce_found_inf`, or chooses one by the parameters. `DTensor` parameters
+(FSDP2's `fully_shard`, tensor parallelism) name the processes that share them. Plain parameters do not: under
+`DistributedDataParallel` all processes have the same gradients and decide alike; for pipeline stages, and tensor
 parallelism by hand, the user passes a `Reduction`.
 
 Invariants:
-- whether to reduce is decided by parameters, which all processes have, and not by gradients;
+- the choice of a reduction depends on parameters, which all processes have, and not on gradients;
 - a collective runs only where all processes of the group run it: found_inf is reduced where an optimizer's gradients
   are checked, names are gathered only in iterations that all of them skip;
-- this needs `torch.distributed` alone; one process without a process group needs none of it.
+- only `torch.distributed` is needed; one process without a process group does not need it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["Reduction", "check_same", "chosen_for"]
 
 
 class Reduction:
-    """Combines what processes found, over one or more groups; a scaler's `reduce_found_inf`.
+    """Combines results over the processes of one or more groups; a scaler's `reduce_found_inf`.
 
     Args:
-        places: Process groups, and device meshes, of which every dimension counts. None is the
-            group of all processes, as is no place at all. Several are reduced one after the other.
+        places: Process groups, and device meshes, of which every dimension counts. None, or no argument, is the group
+            of all processes. Several are reduced one after the other.
 
     Raises:
-        ScalerError: There is no process group yet, or a place is none of these.
+        ScalerError: There is no process group yet, or an argument has another type.
 
-    A pipeline stage, whose optimizer sees only its own parameters, gives the group of all stages:
+    A pipeline stage, whose optimizer has only the parameters of the stage, passes the group of all stages:
 
         scaler = precast.GradScaler("cuda", reduce_found_inf=precast.grad_scaler.distributed.Reduction())
     """
@@ -50,7 +50,7 @@ class Reduction:
         self._groups = [group for place in places or (None,) for group in _groups_of(place)]
 
     def __call__(self, found_inf: list[Tensor]) -> None:
-        """Replaces each number by the largest in any process; at least one number is given."""
+        """Replace each value by the maximum over all processes; the list must not be empty."""
         total = found_inf[0].clone()
         for number in found_inf[1:]:
             torch.maximum(total, number.to(total.device), out=total)
@@ -60,31 +60,31 @@ class Reduction:
             number.copy_(total)
 
     def __deepcopy__(self, memo: Any) -> Reduction:
-        """Itself: process groups cannot be copied."""
+        """Return itself: process groups cannot be copied."""
         return self
 
     def gather(self, names: Iterable[str], loss_finite: bool) -> tuple[list[str], bool]:
-        """What all processes found about one step; every process of the groups has to call it.
+        """Collect the results of all processes for one step; every process of the groups has to call it.
 
         Args:
-            names: What this process found.
-            loss_finite: Whether this process's loss was finite.
+            names: Names of bad tensors in this process.
+            loss_finite: True if this process's loss was finite.
 
         Returns:
-            The names of all processes with their ranks, and whether the losses of all processes were finite.
+            The names of all processes with their ranks; True if the losses of all processes were finite.
         """
-        found = {(dist.get_rank(), name) for name in names}
+        ranked = {(dist.get_rank(), name) for name in names}
         finite = loss_finite
         for group in self._groups:
             parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, (found, finite), group=group)
-            found = set().union(*(part[0] for part in parts))
+            dist.all_gather_object(parts, (ranked, finite), group=group)
+            ranked = set().union(*(part[0] for part in parts))
             finite = all(part[1] for part in parts)
-        return [f"rank {rank}: {name}" for rank, name in sorted(found)], finite
+        return [f"rank {rank}: {name}" for rank, name in sorted(ranked)], finite
 
 
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
-    """The reduction that an optimizer's parameters ask for; None if they are in one process."""
+    """Return the reduction for an optimizer's parameters; None if they are in one process."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     parameters: list[Any] = parameters_of(optimizer)
@@ -93,17 +93,17 @@ def chosen_for(optimizer: Optimizer) -> Reduction | None:
 
 
 def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
-    """Compares settings over all processes of `group`: one that differs would skip steps alone, or wait for ever.
+    """Compare settings over all processes of `group`: a different one could skip other steps, or deadlock.
 
     Args:
-        scaler: A `precast.GradScaler`: its state is compared, limits and scale too.
-        group: The processes; None is all of them.
-        others: What else has to be the same: a `precast.Policy`, a dtype, a number. Policies are compared by
-            their contents, everything else by its ``repr``.
+        scaler: A `precast.GradScaler`: its state is compared, including limits and scale.
+        group: The processes; None for all.
+        others: Other values to compare: a `precast.Policy`, a dtype, a number. Policies are compared by their contents,
+            everything else by its ``repr``.
 
     Raises:
-        ScalerError: A process differs from the first; every process gets it, with rank and values.
-            Or there is no process group yet.
+        ScalerError: A process differs from the first; every process gets it, with rank and values. Or there is no
+            process group yet.
     """
     _require_process_group("check_same")
     settings = {name: _described(value) for name, value in others.items()}
@@ -134,13 +134,13 @@ def _require_process_group(call: str) -> None:
 
 
 def _groups_of(place: Any) -> list[Any]:
-    """The process groups of a place, in the same order in all processes."""
+    """Return the process groups of a place, in the same order in all processes."""
     if place is None or isinstance(place, dist.ProcessGroup):
         return [place]
     if isinstance(place, dist.device_mesh.DeviceMesh):
         return [place.get_group(dimension) for dimension in range(place.ndim)]
     raise ScalerError(
-        f"Reduction() got a {type(place).__name__}: give process groups, device meshes, or None "
+        f"Reduction() got a {type(place).__name__}: pass process groups, device meshes, or None "
         "for all processes."
     )
 

@@ -1,10 +1,9 @@
-"""Gradients of every kind: checked and unscaled in place, clipped, and searched for those that are not finite.
+"""Gradients of every kind: checked and unscaled in place, clipped, and searched for values that are not finite.
 
-What is unscaled is the *memory* of a gradient (`memory_of`). The product with the inverse scale is computed in float32
-(float64 for float64) and rounded once to the gradient's dtype. So a float16 gradient keeps what float16 can say of the
-unscaled number: below 6e-8 that is zero.
+Unscaling writes to the *memory* of a gradient (`memory_of`). The product with the inverse scale is computed in float32
+(float64 for float64) and rounded once to the gradient's dtype. So float16 gradients below 6e-8 become zero.
 
-Invariants: nothing waits for a device but copies to the CPU, `bad_gradients`, `bad_parameters` and `largest`.
+Invariant: only copies to the CPU, `bad_gradients`, `bad_parameters` and `largest` wait for a device.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ __all__ = [
 ]
 
 FoundInf = dict[torch.device, Tensor]
-"""For each device with gradients a float32 tensor of shape (): nonzero if a gradient there was not finite."""
+"""Maps each device with gradients to a float32 tensor of shape (): nonzero if a gradient there was not finite."""
 
 Place = tuple[int, int, Tensor]
-"""A parameter of an optimizer: the number of its group, its place there, itself."""
+"""A parameter of an optimizer: the number of its group, its place in the group, the parameter."""
 
 _FLOAT16 = (
-    "gradients are float16: unscaled, those below 6e-8 become zero, which is what the scale was to "
-    "prevent. "
+    "gradients are float16: unscaled, those below 6e-8 become zero, so the scale has no effect for "
+    "them. "
 )
 _OF_OTHERS = (
-    "Their parameters are {dtype}: let them have gradients of that dtype (`parameter.grad_dtype`, or "
-    "what assigns `.grad`)."
+    "Their parameters are {dtype}: give them gradients of that dtype (`parameter.grad_dtype`, or "
+    "in the code that assigns `.grad`)."
 )
 _PLAIN: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
-"""Dtypes whose dense gradients are their own memory and need no warning."""
+"""Dtypes of dense gradients that can be unscaled directly and need no warning."""
 
 
 def reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """``1 / scale`` correctly rounded, by way of float64 where the device has it; and a copy of the scale."""
+    """Return ``1 / scale``, correctly rounded (computed in float64 where supported), and a copy of the scale."""
     if scale.is_mps:
         return scale.reciprocal(), scale.clone()
     copy = scale.double()
@@ -70,41 +69,41 @@ def reciprocal(scale: Tensor) -> tuple[Tensor, Tensor]:
 def unscaled(
     optimizer: Optimizer, inverse: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> FoundInf:
-    """Multiplies all gradients of an optimizer by `inverse` in place, and checks them.
+    """Multiply all gradients of an optimizer by `inverse` in place, and check them.
 
     Float16 gradients give a warning unless `allow_fp16` is True.
 
     Returns:
-        For each device with gradients a copy of `found_inf`, which says what was found before; it is 1.0 if a gradient
-        on this device was not finite.
+        For each device with gradients a copy of `found_inf`, the result of earlier checks; set to 1.0 if a gradient on
+        this device was not finite.
     """
-    found: FoundInf = {}
+    results: FoundInf = {}
     for (device, dtype), memories in _by_kind(optimizer).items():
         if dtype is torch.float16 and not allow_fp16:
             warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=callers_level())
-        if device not in found:
-            found[device] = moved(found_inf, device).clone()
-        _torch.check_and_unscale_(memories, found[device], moved(inverse, device))
-    return found
+        if device not in results:
+            results[device] = moved(found_inf, device).clone()
+        _torch.check_and_unscale_(memories, results[device], moved(inverse, device))
+    return results
 
 
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """Adds up what was found for several optimizers.
+    """Add up the results of several optimizers.
 
     Args:
-        device: Where the sum is wanted; None is the first device that something was found on.
-        each: What was found for each optimizer.
-        where: Ends the first sentence of the error.
+        device: Device of the sum; None for the first device with a result.
+        each: The results of each optimizer.
+        where: The end of the error's first sentence.
 
     Raises:
         ScalerError: No gradients were checked.
     """
-    found = [number for one in each for number in one.values()]
-    if found:
-        to = device or found[0].device
-        return functools.reduce(torch.add, (moved(number, to) for number in found))
+    flags = [flag for one in each for flag in one.values()]
+    if flags:
+        to = device or flags[0].device
+        return functools.reduce(torch.add, (moved(flag, to) for flag in flags))
     raise ScalerError(
         f"No inf checks were recorded {where} "  # PyTorch's words, which programs look for
         "That is, no gradients were checked in this iteration: no parameter of the optimizer has one, or "
@@ -113,14 +112,14 @@ def total_found_inf(
     )
 
 
-def found_inf_so_far(scale: Tensor, found: FoundInf) -> Tensor:
-    """The sum of what was found for one optimizer, on the scale's device; zero if nothing was checked yet."""
-    return total_found_inf(scale.device, [found]) if found else torch.zeros_like(scale)
+def found_inf_so_far(scale: Tensor, found_inf: FoundInf) -> Tensor:
+    """Return the sum of the results of one optimizer, on the scale's device; zero if nothing was checked yet."""
+    return total_found_inf(scale.device, [found_inf]) if found_inf else torch.zeros_like(scale)
 
 
 @torch.no_grad()
 def bad_gradients(optimizer: Optimizer) -> Iterator[Place]:
-    """The parameters whose gradients are not finite; waits for the device."""
+    """Yield the parameters with gradients that are not finite; wait for the device."""
     for number, place, parameter in _places(optimizer):
         if parameter.grad is not None and not are_finite(_gradient_memory(parameter)):
             yield number, place, parameter
@@ -128,7 +127,7 @@ def bad_gradients(optimizer: Optimizer) -> Iterator[Place]:
 
 @torch.no_grad()
 def bad_parameters(optimizer: Optimizer) -> Iterator[Place]:
-    """The parameters that are not finite themselves; waits for the device."""
+    """Yield the parameters that are not finite themselves; wait for the device."""
     for number, place, parameter in _places(optimizer):
         if not is_finite(parameter):
             yield number, place, parameter
@@ -136,7 +135,7 @@ def bad_parameters(optimizer: Optimizer) -> Iterator[Place]:
 
 @torch.no_grad()
 def largest(optimizer: Optimizer, like: Tensor) -> Tensor:
-    """The largest absolute value in all gradients, float32, shape (), beside `like`; 0 if there are no gradients."""
+    """Return the largest absolute value in all gradients, float32, shape (), on the device of `like`; 0 if none."""
     peaks = [
         moved(peak.float(), like.device)
         for memories in _by_kind(optimizer).values()
@@ -157,22 +156,21 @@ def clipped(
     *,
     found_inf: FoundInf,
 ) -> Tensor:
-    """The norm of all gradients; they are clipped to `max_norm` if they are finite. Waits for nothing."""
+    """Return the norm of all gradients; clip them to `max_norm` if they are finite. Does not wait for the device."""
     parameters = parameters_of(optimizer)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     bad = norm.isnan()
-    for found in found_inf.values():
-        bad = bad | (moved(found, norm.device) != 0)
-    used = torch.where(bad, 0.0, norm)  # of finite gradients it may be infinite: then they become 0
-    for sharded in (
-        False,
-        True,
-    ):  # one call of PyTorch's multiplies either plain gradients or sharded ones
-        some = [
+    for flag in found_inf.values():
+        bad = bad | (moved(flag, norm.device) != 0)
+    divisor = torch.where(
+        bad, 0.0, norm
+    )  # an infinite norm of finite gradients stays: they become 0
+    for sharded in (False, True):  # PyTorch's function takes either plain gradients or sharded ones
+        alike = [
             p for p in parameters if p.grad is not None and _torch.is_dtensor(p.grad) is sharded
         ]
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, used, foreach)
+        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, divisor, foreach)
     return norm
 
 
@@ -184,8 +182,8 @@ def _places(optimizer: Optimizer) -> Iterator[Place]:
 
 def _why_float16(optimizer: Optimizer) -> str:
     pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-    of = {str(p.dtype) for p, gradient in pairs if gradient.dtype is torch.float16}
-    others = sorted(of - {"torch.float16"})
+    dtypes = {str(p.dtype) for p, gradient in pairs if gradient.dtype is torch.float16}
+    others = sorted(dtypes - {"torch.float16"})
     return _FLOAT16 + (
         _OF_OTHERS.format(dtype=others[0]) if others else cures.FLOAT32_PARAMETERS.text
     )
@@ -206,10 +204,10 @@ def _by_kind(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], lis
 
 
 def _gradient_memory(parameter: Tensor) -> Tensor:
-    """The memory of a parameter's gradient, which is replaced first if it could not be checked or written as it is.
+    """Return the memory of a parameter's gradient; replace gradients first that cannot be checked or written in place.
 
-    Duplicate indices of a sparse float16 gradient are summed: the sum is what can overflow. A pending conjugation is
-    carried out: only then the memory has the numbers.
+    Duplicate indices of a sparse float16 gradient are summed, because the sum can overflow. A pending conjugation is
+    carried out, because the memory holds the values only afterwards.
     """
     assert parameter.grad is not None
     gradient = local(parameter.grad)

@@ -1,10 +1,10 @@
 """A scale for each of several losses whose gradients meet in the same parameters.
 
-One scale for all has to suit the loss with the largest gradients; the smallest gradients then underflow. Here each loss
-has its backward pass under a scale of its own; its gradients are checked, unscaled and added to those of the others.
+With one scale, the loss with the largest gradients determines it, and the smallest gradients underflow. Here each loss
+has its backward pass under a separate scale; its gradients are checked, unscaled and added to those of the others.
 
-Invariants: what is in `.grad` after `backward` is unscaled; a step is skipped if the gradients of any loss were not
-finite, and only the scales of those losses are lowered.
+Invariants: `.grad` is unscaled after `backward`; a step is skipped if the gradients of any loss were not finite, and
+only the scales of those losses are lowered.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         settings: Further arguments of each `GradScaler`.
 
     Raises:
-        ScalerError: No name, or one twice; a setting out of its range.
+        ScalerError: No name, or a name twice; a setting is out of its range.
 
     Examples:
         >>> parameter = torch.nn.Parameter(torch.ones(1))
@@ -65,8 +65,8 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         restore_buffers: nn.Module | Iterable[nn.Module] | None = None,
         **settings: Any,
     ) -> None:
-        given = _names(names)
-        self._scalers = {name: _LossScaler(device, **settings) for name in given}
+        checked = _checked_names(names)
+        self._scalers = {name: _LossScaler(device, **settings) for name in checked}
         self._buffers, self._skipped = BufferGuard(), list[bool | Tensor]()
         if any(scaler.is_enabled() for scaler in self.values()):
             self._buffers = guarded(restore_buffers)
@@ -84,17 +84,17 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
     def backward(
         self, name: str, loss: Tensor, *optimizers: Optimizer, retain_graph: bool = False
     ) -> None:
-        """Runs backward of one loss under its scale, and adds its unscaled gradients to `.grad`.
+        """Run backward of one loss under its scale, and add its unscaled gradients to `.grad`.
 
         Args:
-            name: Which loss.
+            name: Name of the loss.
             loss: Of shape ().
-            optimizers: All whose parameters it has gradients for.
+            optimizers: All optimizers with parameters that get gradients from the loss.
             retain_graph: As for `torch.Tensor.backward`: for a graph that another loss shares.
 
         Raises:
-            ScalerError: An unknown name, no optimizer, one that has stepped in this iteration, or a
-                parameter in two of them. What was in `.grad` is there again, after any exception.
+            ScalerError: An unknown name, no optimizer, an optimizer that has stepped in this iteration, or a parameter
+                in two optimizers. After any exception `.grad` is unchanged.
         """
         scaler = self._of(name)
         if not optimizers:
@@ -121,42 +121,42 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
 
     @_torch.never_compiled
     def step(self, optimizer: Optimizer) -> float | None:
-        """Runs ``optimizer.step()`` if the gradients of all losses are finite; returns what it returns.
+        """Run ``optimizer.step()`` if the gradients of all losses are finite; return its result.
 
         Raises:
             ScalerError: No loss had its `backward` for `optimizer` in this iteration.
         """
-        begun = time.perf_counter()
-        taking = [s for s in self._scalers.values() if s.knows(optimizer)]
+        start = time.perf_counter()
+        taking = [s for s in self._scalers.values() if s.has_gradients_of(optimizer)]
         if not taking:
             if any(scaler.is_enabled() for scaler in self.values()):
                 raise ScalerError(
-                    "step() was called for an optimizer that no backward(name, loss, optimizer) "
-                    "of this iteration had, or had gradients for."
+                    "step() was called for an optimizer that was not passed to backward(name, loss, optimizer) "
+                    "in this iteration, or got no gradients there."
                 )
             return optimizer.step()  # type: ignore[return-value, no-any-return, unused-ignore]
-        found = torch.stack([scaler.found(optimizer) for scaler in taking])
+        flags = torch.stack([scaler.found_inf_of(optimizer) for scaler in taking])
         decided: list[Any]
         result: float | None = None
         if _torch.handles_scaling(optimizer):
-            decided = list(found.unbind())
-            with temporary_attributes(optimizer, grad_scale=None, found_inf=found.amax()):
+            decided = list(flags.unbind())
+            with temporary_attributes(optimizer, grad_scale=None, found_inf=flags.amax()):
                 result = optimizer.step()
         else:
-            decided = [value != 0 for value in found.tolist()]
+            decided = [value != 0 for value in flags.tolist()]
             if not any(decided):
                 result = optimizer.step()
         self._skipped += decided
         for scaler, skipped in zip(taking, decided, strict=True):
-            scaler.note(optimizer, skipped, time.perf_counter() - begun)
+            scaler.report(optimizer, skipped, time.perf_counter() - start)
         return result
 
     @_torch.never_compiled
     def update(self) -> None:
-        """Ends the iteration: adapts the scale of each loss that had its `backward`.
+        """End the iteration: adapt the scale of each loss that had its `backward`.
 
         Raises:
-            BrokenModelError: As `GradScaler.update`, for the first of the losses; it has ended for all.
+            BrokenModelError: As in `GradScaler.update`, for the first of the losses; the iteration has ended for all.
         """
         skipped, self._skipped = self._skipped, []
         if skipped:
@@ -174,14 +174,14 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
             raise broken[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each scaler by the name of its loss."""
+        """Return the state of each scaler by the name of its loss."""
         return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` returned, or Apex's state of as many losses, in their order.
+        """Load the result of `state_dict`, or Apex's state of as many losses, in their order.
 
         Raises:
-            ScalerError: It is of other losses; or as `GradScaler.load_state_dict`. Nothing has changed then.
+            ScalerError: It has other losses; or as in `GradScaler.load_state_dict`. Then nothing has changed.
         """
         state_dict = by_loss(state_dict, self._scalers)
         if set(state_dict) != set(self._scalers):
@@ -201,38 +201,38 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
 
     def _of(self, name: str) -> _LossScaler:
         if name not in self._scalers:
-            raise ScalerError(f"no loss is called {name!r}; there are {', '.join(self._scalers)}.")
+            raise ScalerError(f"unknown loss {name!r}; expected one of {', '.join(self._scalers)}.")
         return self._scalers[name]
 
 
-_WHOLE = (
+_ONE_SCALER = (
     "{}() was called for one scaler of a LossScalers, whose backward(name, loss, optimizer) has "
-    "unscaled the gradients of all losses: clip them as they are, and call step(optimizer) and "
-    "update() of the LossScalers."
+    "already unscaled the gradients of all losses: clip the gradients directly, and call "
+    "step(optimizer) and update() of the LossScalers."
 )
 
 
 class _LossScaler(GradScaler):
     """The scaler of one loss."""
 
-    def is_unscaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 -- of any, by `backward`
+    def is_unscaled(self, optimizer: Optimizer) -> bool:  # noqa: ARG002 -- `backward` unscales for all
         return True
 
     @when_disabled(lambda *_: None)
     def unscale_(self, optimizer: Optimizer) -> None:  # noqa: ARG002
-        raise ScalerError(_WHOLE.format("unscale_"))
+        raise ScalerError(_ONE_SCALER.format("unscale_"))
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:  # noqa: ARG002
-        raise ScalerError(_WHOLE.format("step"))
+        raise ScalerError(_ONE_SCALER.format("step"))
 
     def allow_backward(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuses a backward pass after the step of an optimizer in the same iteration."""
-        for optimizer in filter(self.knows, optimizers):
+        """Raise an error for a backward pass after the step of an optimizer in the same iteration."""
+        for optimizer in filter(self.has_gradients_of, optimizers):
             self._state_of(optimizer).allow("backward")
 
     def take(self, loss: Tensor, optimizers: tuple[Optimizer, ...], retain_graph: bool) -> None:
-        """Runs backward under this scale, and unscales and checks the gradients."""
+        """Run backward under this scale, and unscale and check the gradients."""
         torch.autograd.backward(self.scale(loss), retain_graph=retain_graph)
         for optimizer in optimizers if self.is_enabled() else ():
             state = self._state_of(optimizer)
@@ -242,25 +242,25 @@ class _LossScaler(GradScaler):
                 del self._optimizer_states[id(optimizer)]
 
     def read(self, state: Any) -> Callable[[], None]:
-        """Reads and checks a state; what is returned takes it over."""
-        found = read(state, self._limits) if self.is_enabled() else None
-        return functools.partial(self._take_over, found)
+        """Read and check a state; return a function that loads it."""
+        checked = read(state, self._limits) if self.is_enabled() else None
+        return functools.partial(self._take_over, checked)
 
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Whether the loss has had gradients for an optimizer in this iteration."""
+    def has_gradients_of(self, optimizer: Optimizer) -> bool:
+        """Return True if the loss gave gradients for an optimizer in this iteration."""
         return id(optimizer) in self._optimizer_states
 
     def is_used(self) -> bool:
-        """The same for any optimizer."""
+        """Return True if the loss gave gradients for any optimizer in this iteration."""
         return bool(self._optimizer_states)
 
-    def found(self, optimizer: Optimizer) -> Tensor:
-        """Nonzero if a gradient of this loss was not finite, shape ()."""
+    def found_inf_of(self, optimizer: Optimizer) -> Tensor:
+        """Return a tensor of shape (), nonzero if a gradient of this loss was not finite."""
         scale, _ = self._check_scale_growth_tracker("step")
         return total_found_inf(scale.device, [self._state_of(optimizer).found_inf])
 
-    def note(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
-        """Reports the step that was taken or skipped for all losses."""
+    def report(self, optimizer: Optimizer, skipped: bool | Tensor, seconds: float) -> None:
+        """Report the step that was taken or skipped for all losses."""
         state = self._state_of(optimizer)
         state.allow("step")
         state.stage, state.skipped = OptState.STEPPED, skipped
@@ -269,21 +269,21 @@ class _LossScaler(GradScaler):
         self._report_step(state, seconds)
 
 
-def _names(names: object) -> list[str]:
-    given: list[Any] = []
+def _checked_names(names: object) -> list[str]:
+    checked: list[Any] = []
     if isinstance(names, Iterable) and not isinstance(names, str | Tensor):
-        given = list(names)
-    if all(isinstance(name, str) for name in given) and 0 < len(set(given)) == len(given):
-        return given
+        checked = list(names)
+    if all(isinstance(name, str) for name in checked) and 0 < len(set(checked)) == len(checked):
+        return checked
     raise ScalerError(
-        "LossScalers needs a list of texts, with a different name for each loss: "
+        "LossScalers needs a list of strings, with a different name for each loss: "
         f'LossScalers("cpu", ["fit", "penalty"]); got {names!r}.'
     )
 
 
 @torch.no_grad()
 def _put_aside(parameter: Tensor) -> Tensor | None:
-    """Takes the gradient off its parameter and returns it; a copy if backward may write into its memory."""
+    """Remove the gradient from its parameter and return it; a copy if backward may write into its memory."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is None or _torch.is_dtensor(gradient) or gradient.layout is not torch.strided:
         return gradient
@@ -292,7 +292,7 @@ def _put_aside(parameter: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def _add(parameters: list[Tensor], before: list[Tensor | None]) -> None:
-    """Adds gradients that were put aside to those that there are now."""
+    """Add earlier gradients to the current ones."""
     for parameter, gradient in zip(parameters, before, strict=True):
         if gradient is None:
             continue

@@ -1,8 +1,8 @@
-"""Gives the numbers in a tensor of any kind as one real and dense tensor of this process that shares its memory.
+"""Access to the values of any tensor as one real, dense tensor of this process that shares its memory.
 
-Gradients are unscaled in this memory, and a monitor counts what is in it.
+Gradients are unscaled in this memory, and a monitor counts its values.
 
-Invariants: nothing is copied, except that complex numbers whose conjugation is pending are resolved.
+Invariant: nothing is copied, except complex values with a pending conjugation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["are_finite", "is_finite", "local", "memory_of", "moved"]
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """A tensor's numbers.
+    """Return a tensor's values as a real, dense tensor.
 
-    Of a sparse tensor these are its stored values, of a complex one the real and imaginary parts, and of a `DTensor`
-    this process's part.
+    These are the stored values of a sparse tensor, the real and imaginary parts of a complex one, and this process's
+    part of a `DTensor`.
     """
     tensor = local(tensor)
     if tensor.is_sparse:
@@ -30,7 +30,7 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a `DTensor`; any other tensor itself."""
+    """Return this process's part of a `DTensor`; any other tensor itself."""
     if not _torch.is_dtensor(tensor):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -38,20 +38,20 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """`tensor` on `device`; waits only for a copy to the CPU, which could be read too early otherwise."""
+    """Return `tensor` on `device`; wait only for a copy to the CPU, which could be read too early otherwise."""
     if tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor of any kind has neither infinity nor NaN in this process; waits for the device."""
+    """Return True if a tensor of any kind has neither infinity nor NaN in this process; wait for the device."""
     return are_finite(memory_of(tensor.detach()))
 
 
-def are_finite(numbers: Tensor) -> bool:
-    """The same of a dense tensor.
+def are_finite(values: Tensor) -> bool:
+    """Return the same for a dense tensor.
 
-    Its sum is looked at first. Only if that is not finite, as the sum itself may have overflowed, every number is.
+    Its sum is checked first. All values are checked only if the sum is not finite: the sum itself may have overflowed.
     """
-    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())

@@ -1,16 +1,16 @@
-"""The next scale: set by hand, adapted to what an iteration found, or found from gradients (``init_scale="auto"``).
+"""The next scale: set by hand, adapted after an iteration, or computed from gradients (``init_scale="auto"``).
 
-The search for a first scale looks at the size of the first gradients, where the default skips up to 16 steps. The first
-iteration runs at `FIRST`. If its gradients are finite, the largest of them says which scale brings it near float16's
-largest number; the next iteration has half that scale, as the next batch's gradients may be larger. If they are not
-finite, the scale falls by `FALL`; if all are zero, it rises by as much; then the next iteration tries again. Gradients
-shrink in the first steps of training, so the 1st, 2nd, 4th, 8th ... iteration after that measures again, and may raise
-the scale, with less room left.
+The search for a first scale measures the first gradients; PyTorch's default skips up to 16 steps instead. The first
+iteration runs at `FIRST`. If its gradients are finite, the largest of them determines the scale that brings it near
+float16's largest number; the next iteration uses half of that scale, because the gradients of the next batch may be
+larger. If they are not finite, the scale is multiplied by `FALL`; if all are zero, it is divided by `FALL`; then the
+next iteration measures again. Gradients shrink in the first steps of training, so the 1st, 2nd, 4th, 8th ... iteration
+after that measures again, and may raise the scale, with a smaller margin.
 
 Invariants:
 - the scale stays finite and between its limits, and is changed in place on its device;
-- only the iterations that measure wait for the device; which ones these are depends on their number alone, so all
-  processes that decide together also measure together, and find one scale.
+- only iterations that measure wait for the device. They depend on the iteration's number alone, so all processes that
+  decide together also measure together, and compute the same scale.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ __all__ = [
 ]
 
 FIRST = 2.0**10
-"""The scale of the first iteration: low enough for gradients up to 64, and losses of small ones keep their bits."""
+"""The scale of the first iteration: gradients up to 64 do not overflow, and losses of small ones keep their bits."""
 
 FALL = 2.0**-12
-"""What the scale is multiplied by if it was too high: two skips reach 2**-14, and the next good iteration goes up."""
+"""The factor for a scale that was too high: two skips reach 2**-14, and the next good iteration raises it again."""
 
 HIGHEST = 2.0**34
-"""If gradients are all zero, the scale rises by ``1 / FALL`` up to here: two rises find gradients of 1e-17."""
+"""Upper limit while all gradients are zero: two increases reach gradients of 1e-17."""
 
 ROOM = 2.0
-"""How much larger than the largest measured gradient those of the next batch may be without overflowing."""
+"""The factor by which the next batch's gradients may exceed the largest measured one without overflowing."""
 
 SMALLER_ROOM = 1.5
 """The same from the second measurement on, while nothing has overflowed."""
 
-_MOST_BACKOFFS = 100  # that count: beyond, the room would not stay a finite number
+_MOST_BACKOFFS = 100  # counted at most, so that the factor stays a finite number
 
 
 def set_scale(scale: Tensor, value: float | Tensor, limits: Limits) -> None:
-    """Sets a scale to the nearest number between the limits; NaN counts as below them."""
+    """Set a scale to the nearest number between the limits; NaN counts as below them."""
     low, high = limits.min_scale, limits.max_scale
     scale.copy_(value).nan_to_num_(nan=low).clamp_(low, high)  # type: ignore[arg-type]
 
@@ -70,15 +70,15 @@ def adapt_scale(
     *,
     skipped: bool | None,
 ) -> None:
-    """Lowers a scale after a skipped iteration; raises it after enough good ones.
+    """Lower a scale after a skipped iteration; raise it after enough good ones.
 
     Args:
         scale: Float32, shape ().
         tracker: The number of good iterations in a row, int32, shape ().
         found_inf: Nonzero if the iteration was skipped, shape ().
-        factors: The scaler's factors of growth and of backoff, and its growth interval.
-        limits: Where the scale has to stay.
-        skipped: Whether the iteration was skipped; None if only the device knows.
+        factors: Growth factor, backoff factor and growth interval.
+        limits: Bounds of the scale.
+        skipped: True if the iteration was skipped; None if only the device knows.
     """
     growth, backoff, interval = factors
     _torch.update_scale_(
@@ -88,44 +88,44 @@ def adapt_scale(
         scale.clamp_(limits.min_scale, limits.max_scale)
 
 
-def search_for(given: dict[str, Any]) -> tuple[ScaleSearch, dict[str, Any]]:
-    """The search that ``init_scale="auto"`` asks for, and a scaler's arguments with the scale to begin with instead."""
-    first, floor, ceiling = given["init_scale"], given["min_scale"], given["max_scale"]
+def search_for(arguments: dict[str, Any]) -> tuple[ScaleSearch, dict[str, Any]]:
+    """Return the search, and a scaler's arguments with a number in place of ``init_scale="auto"``."""
+    first, floor, ceiling = (arguments[name] for name in ("init_scale", "min_scale", "max_scale"))
     if not (isinstance(first, str) and first == "auto"):
-        return ScaleSearch(False), given
+        return ScaleSearch(False), arguments
     first = max(FIRST, floor) if isinstance(floor, int | float) else FIRST
     first = min(first, ceiling) if isinstance(ceiling, int | float) else first
-    return ScaleSearch(True), {**given, "init_scale": first}
+    return ScaleSearch(True), {**arguments, "init_scale": first}
 
 
 def fitting(peak: float) -> float:
-    """The largest power of two that keeps gradients of absolute value `peak` in float16's range."""
+    """Return the largest power of two that keeps gradients of absolute value `peak` in float16's range."""
     return 2.0 ** math.floor(math.log2(torch.finfo(torch.float16).max / peak))
 
 
 class ScaleSearch:
-    """The state of a search.
+    """The state of the search for a first scale.
 
     Args:
-        searching: False if there is nothing to search, as the scale was given: then no iteration is measured.
-        backoffs: How often the scale was lowered before the search began.
+        searching: False if the first scale is a number: then no iteration is measured.
+        backoffs: Number of decreases of the scale before the search.
     """
 
     def __init__(self, searching: bool, backoffs: int = 0) -> None:
         self._before = backoffs
-        self._found_at = None if searching else sys.maxsize
-        """The number of the iteration that found the scale; None before."""
+        self._end = None if searching else sys.maxsize
+        """The number of the iteration that ended the search; None until then."""
 
     @property
     def is_searching(self) -> bool:
-        """Whether the first scale is still to be found."""
-        return self._found_at is None
+        """True until the first scale has been determined."""
+        return self._end is None
 
     def measures(self, iteration: int, growth_interval: int) -> bool:
-        """Whether this iteration's gradients are measured."""
-        if self._found_at is None:
+        """Return True if this iteration's gradients are measured."""
+        if self._end is None:
             return True
-        since = iteration - self._found_at
+        since = iteration - self._end
         return 1 <= since < growth_interval and since & (since - 1) == 0
 
     def after(
@@ -136,17 +136,16 @@ class ScaleSearch:
         history: StepHistory,
         limits: Limits,
     ) -> float:
-        """The scale of the next iteration, after one that was measured.
+        """Return the scale of the next iteration, after one that was measured.
 
-        What overflows first need not be a gradient of a parameter, so each time that the scale was lowered doubles
-        the room that is left.
+        Values other than gradients of parameters may overflow first, so each decrease of the scale doubles the margin.
 
         Args:
-            iteration: The number of the iteration that was measured.
+            iteration: The number of the measured iteration.
             scale: Its scale.
-            peaks: The largest unscaled gradient of each optimizer, shape (); None of one that was not measured.
-            history: Its steps are in it.
-            limits: Where the scale has to stay.
+            peaks: The largest unscaled gradient of each optimizer, shape (); None for one that was not measured.
+            history: Contains its steps.
+            limits: Bounds of the scale.
         """
         searching, counters = self.is_searching, history.counters
         backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)
@@ -157,7 +156,7 @@ class ScaleSearch:
             return min(max(scale, min(scale / FALL, HIGHEST)), limits.max_scale)
         if peak == 0.0 or not math.isfinite(peak):
             return scale
-        self._found_at = iteration if searching else self._found_at
+        self._end = iteration if searching else self._end
         room = ROOM * 2.0**backoffs if backoffs or searching else SMALLER_ROOM
-        found = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
-        return found if searching else max(found, scale)
+        best = min(max(fitting(peak * room), limits.min_scale), limits.max_scale)
+        return best if searching else max(best, scale)

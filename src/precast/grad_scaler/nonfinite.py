@@ -1,6 +1,6 @@
-"""What was infinite or NaN in a step, for whoever asks: which gradients, which parameters, and whether the loss was.
+"""Details of the infinite or NaN values in a step, computed on demand: gradients, parameters, buffers, loss.
 
-Invariants: making `NonfiniteDetails` computes nothing; each thing is looked up once. Reading waits for the device.
+Invariants: creating `NonfiniteDetails` computes nothing; each detail is computed once. Reading waits for the device.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from precast.policy.module_names import named_buffers
 
 __all__ = ["NonfiniteDetails", "loss_to_keep"]
 
-_SMALL = 64  # numbers of a loss that are kept as they are
+_SMALL = 64  # losses with at most this many values are stored whole
 
 
 def loss_to_keep(loss: Tensor) -> Tensor:
-    """As much of a loss as says whether it was finite, without its graph: a small loss itself, else its maximum.
+    """Return a tensor that is finite if the loss is, without its graph: a small loss itself, else its maximum.
 
-    A small loss that is a view into larger memory, such as one number of activations, is copied, so that the rest of
-    this memory is not kept.
+    A small loss that is a view into larger memory, such as one element of activations, is copied, so that the rest of
+    this memory can be freed.
     """
     loss = local(loss.detach())
     if loss.numel() > _SMALL:
@@ -41,60 +41,60 @@ def loss_to_keep(loss: Tensor) -> Tensor:
 
 
 class NonfiniteDetails:
-    """The details of one step; `StepEvent` describes each of them."""
+    """The details of one step, as documented in `StepEvent`."""
 
     def __init__(self, optimizer: Optimizer, losses: tuple[Tensor, ...]) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._losses = losses
 
     def look_up(self) -> None:
-        """Looks for the bad gradients now, while they are there."""
-        self._found  # noqa: B018 -- which is computed when it is read
+        """Search for the bad gradients now, before they are overwritten."""
+        self._gradients_and_origin  # noqa: B018 -- a property that is computed when it is read
 
     def combine(self, gather: Callable[[Iterable[str], bool], tuple[list[str], bool]]) -> None:
-        """Replaces what this process found by what all of them did; every process has to call it."""
+        """Replace this process's results by those of all processes; every process has to call it."""
         names, self.loss_finite = gather(self.gradients, self.loss_finite)
-        self._found = tuple(names), self.first
+        self._gradients_and_origin = tuple(names), self.first
         if not self.loss_finite:
             self.parameters = tuple(gather(self.parameters, True)[0])
             self.buffers = tuple(gather(self.buffers, True)[0])
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The names of the parameters whose gradients were not finite."""
-        return self._found[0]
+        """Names of the parameters with gradients that are not finite."""
+        return self._gradients_and_origin[0]
 
     @property
     def first(self) -> NonfiniteOrigin | None:
-        """Where the step went wrong, if a monitor watched it."""
-        return self._found[1]
+        """The origin of the values that are not finite, if a monitor watched the step."""
+        return self._gradients_and_origin[1]
 
     @cached_property
-    def _found(self) -> tuple[tuple[str, ...], NonfiniteOrigin | None]:
+    def _gradients_and_origin(self) -> tuple[tuple[str, ...], NonfiniteOrigin | None]:
         optimizer = self._optimizer()
         if optimizer is None:
             return (), None
-        seen = (witness.first_of_step(optimizer) for witness in tuple(witnesses))
-        return _names(optimizer, bad_gradients(optimizer)), next(filter(None, seen), None)
+        origins = (witness.first_of_step(optimizer) for witness in tuple(witnesses))
+        return _names(optimizer, bad_gradients(optimizer)), next(filter(None, origins), None)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that hold infinity or NaN themselves."""
+        """Names of the parameters that hold infinity or NaN themselves."""
         optimizer = self._optimizer()
         return () if optimizer is None else _names(optimizer, bad_parameters(optimizer))
 
     @cached_property
     def buffers(self) -> tuple[str, ...]:
-        """The names of the buffers that hold NaN, of the models that have parameters of the optimizer.
+        """Names of buffers that hold NaN, in the models that have parameters of the optimizer.
 
-        Infinity alone may be meant, as in a mask.
+        Infinity alone may be intentional, as in a mask.
         """
         optimizer = self._optimizer()
         return () if optimizer is None else tuple(_bad_buffers(optimizer))
 
     @cached_property
     def loss_finite(self) -> bool:
-        """Whether every number of the losses was finite before they were scaled."""
+        """True if all values of the losses were finite before they were scaled."""
         losses, self._losses = self._losses, ()
         return all(bool(loss.isfinite().all()) for loss in losses)
 
@@ -122,8 +122,8 @@ def _has_nan(buffer: Tensor) -> bool:
     return can_have and not is_finite(buffer) and bool(memory_of(buffer.detach()).isnan().any())
 
 
-def _names(optimizer: Optimizer, found: Iterable[Place]) -> tuple[str, ...]:
-    """The names of the parameters found; with group and place if another parameter of this optimizer has the same."""
+def _names(optimizer: Optimizer, places: Iterable[Place]) -> tuple[str, ...]:
+    """Return the names of parameters; with group and place if another parameter of the optimizer has the same name."""
     parameters = parameters_of(optimizer)
     names: dict[int, str] = {}
     for group in optimizer.param_groups:
@@ -140,4 +140,4 @@ def _names(optimizer: Optimizer, found: Iterable[Place]) -> tuple[str, ...]:
             return where
         return name if uses[name] == 1 else f"{name} ({where})"
 
-    return tuple(name_of(*place) for place in found)
+    return tuple(name_of(*place) for place in places)

@@ -1,11 +1,10 @@
-"""What each optimizer has done since the latest `update`: which calls came, what was found in its gradients.
+"""The state of each optimizer since the latest `update`: the calls made for it, and the checks of its gradients.
 
-Libraries read and write this under the names of PyTorch's scaler: `_per_optimizer_states` and its entries.
+Libraries read and write it under the names of PyTorch's scaler: `_per_optimizer_states` and its entries.
 
 Invariants:
-- a call that comes too late is refused with an error that says what to do; whether a step is taken is the scaler's to
-  decide;
-- reading the state of an optimizer that the scaler has not met in this iteration adds nothing.
+- a call that comes too late raises an error that says what to do; the scaler decides whether a step is taken;
+- reading the state of an optimizer that is new in this iteration adds no entry.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ _ENTRIES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
 
 @dataclass(eq=False, slots=True)
 class OptimizerState(MutableMapping[str, Any]):
-    """What one optimizer has done in this iteration; for programs it is a mapping with PyTorch's two entries."""
+    """The state of one optimizer in this iteration; a mapping with PyTorch's two entries, for programs."""
 
     optimizer: Any
-    """Held, so that no other optimizer gets its id before the iteration ends; None until the scaler meets it."""
+    """Referenced, so that its id is not reused before the iteration ends; None until the scaler uses the optimizer."""
     stage: OptState = OptState.READY
     found_inf: FoundInf = field(default_factory=dict)
     scale: Tensor | None = None
-    """A copy of the scale of its gradients; None until one was needed."""
+    """A copy of the scale of its gradients; None until it is needed."""
     skipped: bool | Tensor | None = None
     """None before `step`; a tensor if the device decides."""
     details: NonfiniteDetails | None = None
-    """What was found out about a step that was skipped."""
+    """The details of a skipped step."""
     largest_gradient: Tensor | None = None
-    """The largest unscaled gradient, while the first scale is searched for."""
+    """The largest unscaled gradient, during the search for the first scale."""
     is_stepping: bool = False
-    """Whether `step` is what calls `unscale_`: then nobody can change the gradients between the two."""
+    """True if `step` calls `unscale_`: then the user cannot change the gradients between the two."""
     when_written: Callable[[], object] = lambda: None
-    """Called when a program has written an entry."""
+    """Called after a program has written an entry."""
     _watch: BackwardWatch | None = None
 
     def __getitem__(self, name: str) -> Any:
@@ -59,7 +58,9 @@ class OptimizerState(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self, _ENTRIES[name], OptState(value) if name == "stage" else value)
-        if self.stage is OptState.READY and self._watch is not None:  # nothing is unscaled any more
+        if (
+            self.stage is OptState.READY and self._watch is not None
+        ):  # the gradients are scaled again
             self._watch.end()
             self._watch = None
         self.when_written()
@@ -76,17 +77,17 @@ class OptimizerState(MutableMapping[str, Any]):
     def __repr__(self) -> str:
         return repr(dict(self))
 
-    def scale_of_gradients(self, now: Tensor) -> Tensor:
-        """The scale of its gradients; a copy of the scale that is `now` if none was needed."""
-        return now.clone() if self.scale is None else self.scale
+    def scale_of_gradients(self, current: Tensor) -> Tensor:
+        """Return the scale of its gradients; a copy of the `current` scale if none was stored."""
+        return current.clone() if self.scale is None else self.scale
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the scale; None while no scale was needed."""
+        """The device of the scale; None while no scale is stored."""
         return None if self.scale is None else self.scale.device
 
     def allow(self, call: str) -> None:
-        """Refuses a call that comes too late: "unscale_", "step", "closure" (a step with one), a loss's "backward"."""
+        """Raise an error for a late call: "unscale_", "step", "closure" (a step with one), or a loss's "backward"."""
         has_new_gradients = self._watch is not None and self._watch.added
         if has_new_gradients and (call, self.stage) == ("unscale_", OptState.UNSCALED):
             raise ScalerError(_UNSCALED_BEFORE_BACKWARD)
@@ -96,23 +97,23 @@ class OptimizerState(MutableMapping[str, Any]):
             raise ScalerError(_MIXED)
 
     def watch_for_backward(self) -> None:
-        """From now on a backward pass must not reach these gradients: they are unscaled already."""
+        """Detect backward passes that add to these gradients, which are unscaled already."""
         if self.stage is OptState.UNSCALED and not self.is_stepping:
             self._watch = BackwardWatch(parameters_of(self.optimizer))
 
     def conclude(self, skipped: bool) -> None:
-        """A step with a closure is over: what one call of the closure found need not hold for the whole step."""
+        """End a step with a closure: the result of one call of the closure need not hold for the whole step."""
         self.found_inf = {d: torch.full_like(v, skipped) for d, v in self.found_inf.items()}
         self.details = self.details if skipped else None
 
     def end(self) -> None:
-        """The iteration is over."""
+        """End the iteration."""
         if self._watch is not None:
             self._watch.end()
 
 
 class PerOptimizerStates(dict[Any, OptimizerState]):
-    """``id(optimizer)`` -> its state; a key that is not there gives the state of one that has done nothing."""
+    """Maps ``id(optimizer)`` to its state; a missing key gives the state of an unused optimizer."""
 
     def __missing__(self, key: Any) -> OptimizerState:
         state = OptimizerState(None)
@@ -126,18 +127,18 @@ class PerOptimizerStates(dict[Any, OptimizerState]):
         self.pop(key)
 
     def update(self, states: Mapping[Any, Mapping[str, Any]]) -> None:  # type: ignore[override]
-        """Takes over states that a program has, which need not be of this class."""
+        """Replace states by a program's, which may be of another class."""
         for key, state in states.items():
             self[key] = state
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Ends a state, too."""
+        """Remove a state and end it."""
         if key in self:
             self[key].end()
         return super().pop(key, *default)
 
     def clear(self) -> None:
-        """Ends all states, too."""
+        """Remove all states and end them."""
         for state in self.values():
             state.end()
         super().clear()
@@ -151,7 +152,7 @@ class BackwardWatch:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.added: Counter[int] = Counter()
-        """``id`` of a parameter -> how often a backward pass has added to its gradient."""
+        """Maps ``id`` of a parameter to the number of backward passes that added to its gradient."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._count)
             for parameter in parameters
@@ -162,7 +163,7 @@ class BackwardWatch:
         self.added[id(parameter)] += 1
 
     def end(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,7 +1,7 @@
-"""How an optimizer that decides on the device (a fused one) is stepped.
+"""Steps of optimizers that decide on the device (fused ones).
 
-PyTorch has had two contracts with fused optimizers: their `step` takes the scaler and asks it for scale and found_inf,
-or, since then, it reads them from the attributes `grad_scale` and `found_inf`.
+PyTorch has had two contracts with fused optimizers. In the first, their `step` has a parameter for the scaler, and gets
+scale and found_inf from it. In the second, it reads them from the attributes `grad_scale` and `found_inf`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["step_given_scaler", "takes_scaler", "temporary_attributes"]
 
 
 def takes_scaler(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's `step` has an argument for the scaler: the first contract."""
+    """Return True if the optimizer's `step` has a parameter for the scaler: the first contract."""
     return "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def step_given_scaler(
     scaler: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
-    """Steps an optimizer that takes the scaler, with PyTorch's warning that this is deprecated."""
+    """Step an optimizer that takes the scaler, with PyTorch's deprecation warning."""
     warnings.warn(_torch.warning_of_old_contract(), FutureWarning, stacklevel=callers_level())
     result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     return result
@@ -36,7 +36,7 @@ def step_given_scaler(
 
 @contextmanager
 def temporary_attributes(optimizer: Optimizer, **attributes: Any) -> Iterator[None]:
-    """Sets attributes that the optimizer reads in `step`, and deletes them when the `with` ends."""
+    """Set attributes that the optimizer reads in `step`, and delete them when the `with` block ends."""
     for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:

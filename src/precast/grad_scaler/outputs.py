@@ -1,6 +1,6 @@
-"""What a program hands to `scale`: a loss, or losses in containers of any nesting.
+"""Losses in the argument of `scale`: one tensor, or containers of any nesting.
 
-Invariants: containers keep their types; nothing but floating-point and complex tensors is scaled.
+Invariants: containers keep their types; only floating-point and complex tensors are scaled.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 def map_losses(
     outputs: T, scaled: Callable[[Tensor], Tensor], scale_later: Callable[[Any], Any]
 ) -> T:
-    """`outputs`, a loss or containers of losses, with `scaled` of each loss in place of it.
+    """Return `outputs`, a loss or containers of losses, with each loss replaced by `scaled(loss)`.
 
     Iterators and sets become lazy ``map`` objects of `scale_later`, as in PyTorch.
 
     Raises:
-        ScalerError: `outputs` holds something, but no tensor.
+        ScalerError: `outputs` is not empty, and holds no tensor.
     """
     others = []
 
@@ -41,7 +41,7 @@ def map_losses(
     result = map_tensors(outputs, of_tensor, of_other)
     if others and result is outputs:
         raise ScalerError(
-            f"scale() found no tensor in a {type(outputs).__name__}: give it the loss itself, "
+            f"scale() found no tensor in a {type(outputs).__name__}: pass the loss itself, "
             "not loss.item(), or losses in lists, tuples, dicts or dataclasses."
         )
     return result

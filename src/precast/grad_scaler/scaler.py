@@ -1,16 +1,15 @@
-"""Dynamic loss scaling: keeps small float16 gradients from underflowing, and infinite ones out of the weights.
+"""Dynamic loss scaling: prevents underflow of small float16 gradients, and steps on infinite ones.
 
-A loss is multiplied by the scale, so that gradients stay inside float16's range; before the optimizer's step the
-gradients are divided by it again, and checked. If one is infinite or NaN the step is skipped and the scale shrinks;
+A loss is multiplied by the scale, so that its gradients stay inside float16's range. Before the optimizer's step the
+gradients are divided by the scale and checked. If one is infinite or NaN, the step is skipped and the scale shrinks;
 after `growth_interval` good iterations in a row it grows.
 
 Invariants:
-- the scaler waits for a device only in `step` (once, with a fused optimizer not at all), in steps that are skipped, in
-  the search for a first scale, in `get_scale` and `state_dict`, and when it is pickled or loaded: while nothing
-  overflows, exactly where `torch.amp.GradScaler` waits;
-- no optimizer steps on gradients that are not finite, or that are scaled; gradients are checked before each step, and
-  once more after `unscale_`, which lets the user change them;
-- a step that was skipped has changed no parameter, no guarded buffer, and nothing of the optimizer's state;
+- the scaler waits for a device only in `step` (once; not with a fused optimizer), in skipped steps, in the search for a
+  first scale, in `get_scale` and `state_dict`, and when it is pickled or loaded. While nothing overflows, it waits
+  exactly where `torch.amp.GradScaler` does;
+- no optimizer steps on gradients that are scaled or not finite; they are checked again after `unscale_`;
+- a skipped step changes no parameter, no guarded buffer, and no state of the optimizer;
 - the scale is finite and between its limits after every `update`;
 - scale and growth tracker stay the same tensors, on the device of the first scaled loss: CUDA graphs read them.
 """
@@ -50,45 +49,47 @@ from precast.grad_scaler.step_history import Counters, StepHistory
 __all__ = ["GradScaler"]
 
 T = TypeVar("T")
-_HISTORY = 100  # steps, unless the user says how many
+_HISTORY = 100  # default length of the history, in steps
 
-Result = tuple[float | None, bool | Tensor]  # of the optimizer's step; and whether it was skipped
+Result = tuple[
+    float | None, bool | Tensor
+]  # the optimizer's return value; True if the step was skipped
 
 
-# It is one of PyTorch's, as trainers ask isinstance() before they call `unscale_`. That base is the first, so that an
-# object of PyTorch's class can be given this one (`integrations/accelerate.py`).
+# A subclass of PyTorch's, because trainers check isinstance() before they call `unscale_`. PyTorch's class is the first
+# base, so that the class of a PyTorch scaler can be changed to this one (`integrations/accelerate.py`).
 class GradScaler(torch.amp.GradScaler, Displayed):
     """Scales losses, unscales and checks gradients, and adapts the scale, like `torch.amp.GradScaler`.
 
-    In addition, it reports what each step did (`last_step`, `history`, `counters`), keeps the scale within limits, and
-    raises an error when neither a lower scale nor the next batch can help, where PyTorch's scaler goes on skipping.
+    In addition, it reports the result of each step (`last_step`, `history`, `counters`), keeps the scale within limits,
+    and raises an error when neither a lower scale nor the next batch can help. PyTorch's scaler keeps skipping steps.
 
     Args:
         device: Device type of the gradients. With ``"cuda"`` and no CUDA, the scaler warns and is off.
         init_scale: First scale, above 0. With ``2**16``, as in PyTorch, the first iterations skip steps until the scale
-            suits the model. ``"auto"`` finds it from the size of the first gradients, and waits for the device then.
-        growth_factor: What the scale grows by after `growth_interval` good iterations, above 1.
-        backoff_factor: What the scale is multiplied by after a skipped step, between 0 and 1.
+            suits the model. ``"auto"`` computes it from the first gradients, and waits for the device then.
+        growth_factor: Factor by which the scale grows after `growth_interval` good iterations, above 1.
+        backoff_factor: Factor for the scale after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
-        enabled: If False, `scale` returns what it gets and `step` is the optimizer's.
-        reduce_found_inf: A `precast.grad_scaler.distributed.Reduction`, or a function, that has all processes skip the
-            same steps. It is called whenever gradients of an optimizer are checked (in `unscale_`, and in `step`) with
-            a list of float32 tensors of shape (), one a device, nonzero if a gradient there was not finite; while a
-            first scale is searched for, also with the largest gradient. It replaces each number in place by the
-            largest of all processes. None: chosen by the optimizer's parameters.
-        min_scale: The scale never falls below it; at least ``2**-126``. None: ``2**-48``, or `init_scale` if lower.
-        max_scale: The scale never grows above it. None is float32's largest number.
-        max_consecutive_skips: So many skipped iterations in a row lead to a verdict. None: any number may be skipped
-            while the scale falls.
-        max_nonfinite_losses: So many skipped iterations in a row whose loss itself was not finite are allowed; 0 allows
-            none. None: as many as it takes to know that no lower scale helps.
-        restore_buffers: A module, or several, whose buffers are put back when a step is skipped, to their values before
-            the iteration's first forward pass in training mode. Costs a copy of these buffers in each iteration.
-        on_verdict: What happens if one of these two limits was passed, or neither a lower scale nor the next batch can
-            help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"`` warns, ``"ignore"`` goes on.
-        history: How many steps `history` keeps.
+        enabled: If False, `scale` returns its argument and `step` calls the optimizer's.
+        reduce_found_inf: A `precast.grad_scaler.distributed.Reduction`, or a function, that makes all processes skip
+            the same steps. It is called whenever gradients of an optimizer are checked (in `unscale_` and in `step`)
+            with a list of float32 tensors of shape (), one for each device, nonzero if a gradient there was not finite;
+            during the search for a first scale also with the largest gradient. It replaces each value in place by the
+            maximum over all processes. None: chosen by the optimizer's parameters.
+        min_scale: Lower bound of the scale; at least ``2**-126``. None: ``2**-48``, or `init_scale` if lower.
+        max_scale: Upper bound of the scale. None: float32's largest number.
+        max_consecutive_skips: This many skipped iterations in a row count as broken. None: no limit.
+        max_nonfinite_losses: Allowed number of skipped iterations in a row with a loss that is not finite. None: as
+            many as are needed to be certain that no lower scale helps.
+        restore_buffers: Modules whose buffers a skipped step restores to their values before the iteration's first
+            forward pass in training mode. Costs a copy of these buffers in each iteration.
+        on_verdict: Reaction when one of these two limits is exceeded, or neither a lower scale nor the next batch can
+            help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"`` warns, ``"ignore"`` does nothing.
+        history: Number of steps in `history`.
 
     Raises:
+        ScalerError: A setting is out of its range, or the device is unknown.
         ScalerError: A setting is out of its range, or the device is unknown.
 
     Examples:
@@ -122,7 +123,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         on_verdict: OnVerdict = "raise",
         history: int = 100,
     ) -> None:
-        given = dict(locals())
+        arguments = dict(locals())
         self._device = settings.device_type_of(device)
         enabled = settings.require_flag("enabled", enabled)
         self._enabled = enabled and settings.is_usable(self._device)
@@ -136,9 +137,9 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._growth_tracker: Tensor | None = None
         self._optimizer_states = PerOptimizerStates()
         self._iterations = 0
-        if self._enabled:  # settings that are never used may have any value
-            self._search, given = next_scale.search_for(given)
-            vars(self).update(settings.checked_attributes(given))
+        if self._enabled:  # the settings of a disabled scaler may have any value
+            self._search, arguments = next_scale.search_for(arguments)
+            vars(self).update(settings.checked_attributes(arguments))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
         reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
         self._checks = GradientChecks(reduce)
@@ -146,17 +147,17 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda outputs: outputs)
     def scale(self, outputs: T) -> T:
-        """Multiplies the floating-point tensors in `outputs`, in any nesting, by the scale.
+        """Multiply the floating-point tensors in `outputs`, in any nesting, by the scale.
 
         Args:
-            outputs: A loss of any shape, or containers of losses; other tensors and leaves stay as they are. Iterators
-                and sets become lazy ``map`` objects, as in PyTorch.
+            outputs: A loss of any shape, or containers of losses; other tensors and leaves are returned unchanged.
+                Iterators and sets become lazy ``map`` objects, as in PyTorch.
 
         Returns:
             The same structure; a product has the dtype of ``loss * float32_scalar``.
 
         Raises:
-            ScalerError: `outputs` holds something, but no tensor.
+            ScalerError: `outputs` is not empty, and holds no tensor.
         """
         for listener in scaler_listeners:
             listener.scaled(self)
@@ -170,11 +171,10 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda *_, **__: None)
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of `optimizer` by the scale in place, to clip them before `step`.
+        """Divide the gradients of `optimizer` by the scale in place, to clip them before `step`.
 
-        Gradients of every dtype and layout: sparse, complex, `DTensor`. The quotient is computed in float32 and rounded
-        once to the gradient's dtype; in float16, which keeps nothing below 6e-8, that may lose what the scale
-        preserved, so keep parameters in float32.
+        Gradients may have any dtype and layout: sparse, complex, `DTensor`. The quotient is computed in float32 and
+        rounded once to the gradient's dtype. Float16 gradients below 6e-8 become 0, so keep parameters in float32.
 
         Raises:
             ScalerError: Called twice, or after `step`, in this iteration; nothing was scaled yet.
@@ -189,7 +189,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda *_, **__: True)
     def is_unscaled(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of `optimizer` were unscaled in this iteration; True for a scaler that is off."""
+        """Return True if the gradients of `optimizer` were unscaled in this iteration, or the scaler is disabled."""
         state = self._optimizer_states.get(id(optimizer))
         return state is not None and state.stage is OptState.UNSCALED
 
@@ -202,19 +202,19 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Unscales the gradients of `optimizer`, if that was not done, and clips their total norm.
+        """Unscale the gradients of `optimizer`, if necessary, and clip their total norm.
 
         Args:
-            optimizer: Whose gradients; call it after the last backward, and before `step`.
-            max_norm: The largest norm that is left as it is, in units of unscaled gradients.
-            norm_type: Which norm: 2.0, 1.0, ``math.inf`` ...
-            error_if_nonfinite: Whether a norm that is not finite is an error; the step is skipped in any case.
+            optimizer: The optimizer of the gradients; call this after the last backward, and before `step`.
+            max_norm: Maximum norm, in units of unscaled gradients.
+            norm_type: Type of the norm: 2.0, 1.0, ``math.inf`` ...
+            error_if_nonfinite: Raise an error if the norm is not finite; the step is skipped in any case.
             foreach: As for `torch.nn.utils.clip_grad_norm_`.
 
         Returns:
             The norm of the unscaled gradients before clipping, shape (); over all processes if the parameters are
-            `DTensor`. Gradients that are not finite are left as they are, so that `last_step` names the ones that were
-            bad; PyTorch's clipping makes all of them NaN. Finite ones whose norm overflows become 0, as in PyTorch.
+            `DTensor`. Gradients that are not finite are not changed, so `last_step` can name the bad ones; PyTorch's
+            clipping makes all of them NaN. Finite ones whose norm overflows become 0, as in PyTorch.
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
@@ -223,20 +223,20 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Runs ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
+        """Run ``optimizer.step(*args, **kwargs)`` on unscaled gradients if all are finite.
 
         A closure zeroes the gradients, computes a loss, calls ``scaler.scale(loss).backward()`` and returns the loss
-        unscaled. If its gradients are not finite, parameters and the optimizer's state are put back as they were; only
-        if a later call's loss is not finite either, the optimizer sees it, as a line search has to.
+        unscaled. If its gradients are not finite, parameters and the optimizer's state are restored. Only if the loss
+        of a later call is not finite either, the optimizer gets that loss, because line searches rely on it.
 
         Returns:
-            What the optimizer's step returns; None if it was skipped.
+            The result of the optimizer's step; None if it was skipped.
 
         Raises:
             ScalerError: A second step in this iteration; nothing was scaled yet; no parameter of `optimizer` has a
                 gradient; backward ran between `unscale_` and `step`.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         closure = closure_in(args, kwargs)
         if closure is None:
             self._check_scale_growth_tracker("step")
@@ -251,18 +251,18 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         else:
             result, state.skipped = self._step_if_finite(state, args, kwargs)
         state.stage = OptState.STEPPED
-        self._report_step(state, time.perf_counter() - begun)
+        self._report_step(state, time.perf_counter() - start)
         return result
 
     @when_disabled(lambda *_, **__: None)
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends the iteration: adapts the scale to what its steps found, or sets it to `new_scale`.
+        """End the iteration: adapt the scale to the results of its steps, or set it to `new_scale`.
 
         Args:
             new_scale: A number between the limits, or a tensor of one element on the scaler's device type, clamped.
 
         Raises:
-            BrokenModelError: Neither a lower scale nor the next batch can help; the scale is left as it is.
+            BrokenModelError: Neither a lower scale nor the next batch can help; the scale is not changed.
             ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
         scale, tracker = self._check_scale_growth_tracker("update")
@@ -275,12 +275,12 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             self._finish(states, 0, wait=measured)
             next_scale.set_scale(scale, new_scale, self._limits)
             return
-        found = (state.found_inf for state in states)
-        found_inf = gradients.total_found_inf(scale.device, found, "prior to update.")
-        known = self._finish(states, 0 if searching else self._growth_interval, wait=measured)
+        results = (state.found_inf for state in states)
+        found_inf = gradients.total_found_inf(scale.device, results, "prior to update.")
+        skipped = self._finish(states, 0 if searching else self._growth_interval, wait=measured)
         if not searching:
-            factors = self._growth_factor, self._backoff_factor, self._growth_interval
-            next_scale.adapt_scale(scale, tracker, found_inf, factors, self._limits, skipped=known)
+            rule = self._growth_factor, self._backoff_factor, self._growth_interval
+            next_scale.adapt_scale(scale, tracker, found_inf, rule, self._limits, skipped=skipped)
         if measured:
             done, peaks = self._iterations - 1, [state.largest_gradient for state in states]
             best = self._search.after(done, float(scale), peaks, self._step_history, self._limits)
@@ -288,31 +288,31 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @_torch.never_compiled
     def last_step(self, optimizer: Optimizer) -> StepEvent | None:
-        """What the latest `step` of `optimizer` did; None before the first, and if the scaler is off."""
+        """Return the latest step of `optimizer`; None before the first, and if the scaler is disabled."""
         return self._step_history.latest(optimizer)
 
     @property
     @_torch.never_compiled
     def history(self) -> Sequence[StepEvent]:
-        """The latest steps of all optimizers, the oldest first; as many as the argument `history` says."""
+        """The latest steps of all optimizers, oldest first; at most as many as the argument `history`."""
         return tuple(self._step_history.events)
 
     @property
     @_torch.never_compiled
     def counters(self) -> Counters:
-        """Steps, skipped steps, skipped iterations in a row, growths, backoffs; waits for fused optimizers."""
+        """Counts of steps, skips, growths and backoffs; waits for fused optimizers."""
         self._diagnose(wait=True)
         return self._step_history.counters
 
     @_torch.never_compiled
     def advance(self, scheduler: Any) -> bool:
-        """Calls ``scheduler.step()`` if the optimizer that it schedules did its latest step.
+        """Call ``scheduler.step()`` if the latest step of its optimizer was not skipped.
 
         Args:
-            scheduler: One from `torch.optim.lr_scheduler`; its attribute ``optimizer`` says whose.
+            scheduler: A scheduler of `torch.optim.lr_scheduler`; its attribute ``optimizer`` is the optimizer.
 
         Returns:
-            Whether the scheduler was advanced; waits for the device of a fused optimizer.
+            True if the scheduler was advanced; waits for the device of a fused optimizer.
         """
         event = self.last_step(scheduler.optimizer)
         if event is not None and event.skipped:
@@ -322,44 +322,41 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda: 1.0)
     def get_scale(self) -> float:
-        """The scale now (waits for the device); 1.0 if the scaler is off."""
+        """Return the current scale (waits for the device); 1.0 if the scaler is disabled."""
         return self._init_scale if self._scale is None else float(self._scale.item())
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by when it grows."""
+        """Return the factor by which the scale grows."""
         return self._growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor of growth, above 0; 1.0 keeps the scale from growing."""
+        """Set the growth factor, above 0; 1.0 keeps the scale from growing."""
         self._growth_factor = settings.require_number("growth_factor", new_factor)
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after a skipped step."""
+        """Return the factor for the scale after a skipped step."""
         return self._backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor of shrinking, above 0; 1.0 keeps the scale from shrinking."""
+        """Set the backoff factor, above 0; 1.0 keeps the scale from shrinking."""
         self._backoff_factor = settings.require_number("backoff_factor", new_factor)
 
     def get_growth_interval(self) -> int:
-        """Good iterations in a row until the scale grows."""
+        """Return the number of good iterations in a row until the scale grows."""
         return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of iterations until the scale grows, at least 1."""
+        """Set the number of good iterations until the scale grows, at least 1."""
         self._growth_interval = settings.require_count("growth_interval", new_interval)
         self._limit_tracker()
 
     def is_enabled(self) -> bool:
-        """Whether this scaler scales."""
+        """Return True if this scaler scales."""
         return self._enabled
 
     @when_disabled(dict)
     def state_dict(self) -> dict[str, Any]:
-        """Five numbers, which `torch.amp.GradScaler` loads too; empty if the scaler is off.
-
-        Limits that are not the defaults, and a search that goes on, stand under ``"precast"``.
-        """
+        """Return five numbers, as PyTorch's scaler does, and a ``"precast"`` entry if needed; empty if disabled."""
         return {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
@@ -371,13 +368,13 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @when_disabled(lambda *_, **__: None)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
+        """Load the state of a scaler of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
 
-        The empty state of a scaler that was off changes nothing, and a scaler that is off loads nothing. A scale
-        outside the limits is moved to the nearest, with a warning.
+        The empty state of a disabled scaler changes nothing, and a disabled scaler loads nothing. A scale outside the
+        limits is moved to the nearest limit, with a warning.
 
         Raises:
-            ScalerError: Entries are missing, or have impossible values; nothing has changed then.
+            ScalerError: Entries are missing or have invalid values; then nothing has changed.
         """
         self._take_over(state_dicts.read(state_dict, self._limits))
 
@@ -386,7 +383,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             raise ScalerError(
                 "a GradScaler was pickled or copied inside an iteration: do it after update()."
             )
-        numbers = {  # in place of the device's tensors: an unpickled scaler may start on another device
+        numbers = {  # instead of tensors: an unpickled scaler may start on another device
             "_init_scale": self.get_scale(),
             "_init_growth_tracker": self._get_growth_tracker(),
             "_scale": None,
@@ -395,7 +392,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         return {**self.__dict__, **(numbers if self._enabled else {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over a scaler that was pickled or copied: one of this class, or of PyTorch's."""
+        """Restore a pickled or copied scaler of this class or of PyTorch's."""
         if "_optimizer_states" in state:
             vars(self).update(state)
             self._optimizer_states, self._buffers = PerOptimizerStates(), BufferGuard()
@@ -405,8 +402,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
                 self._enabled, self._step_history = True, StepHistory(_HISTORY)
                 self.load_state_dict(state_dicts.of_pytorchs(state))
 
-    # Up to the next comment the names are those of torch.amp.GradScaler: optimizers with a scaling of their own call
-    # them, libraries read them, and fine-tuning scripts put a function of their own in the place of `_unscale_grads_`.
+    # The names up to the next comment are those of torch.amp.GradScaler: optimizers with their own scaling call them,
+    # libraries read them, and fine-tuning scripts replace `_unscale_grads_`.
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -417,10 +414,10 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         state.scale = scale.clone()
-        found = self._check(state)
+        found_inf = self._check(state)
         if state.largest_gradient is not None and state.stage is OptState.READY:
             state.largest_gradient /= scale
-        return found
+        return found_inf
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> FoundInf:  # type: ignore[override]
         state = self._optimizer_states.get(id(optimizer))
@@ -429,7 +426,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
     ) -> float | None:
-        if any(bool(found) for found in optimizer_state["found_inf_per_device"].values()):
+        if any(bool(flag) for flag in optimizer_state["found_inf_per_device"].values()):
             return None
         return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return, unused-ignore]
 
@@ -442,9 +439,9 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        kept = {key: dict(state) for key, state in states.items()}
+        copies = {key: dict(state) for key, state in states.items()}
         self._optimizer_states.clear()
-        self._optimizer_states.update(kept)
+        self._optimizer_states.update(copies)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -464,10 +461,10 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         tracker = self._growth_tracker
         return self._init_growth_tracker if tracker is None else int(tracker.item())
 
-    # From here on the names are precast's.
+    # The names below are precast's.
 
     def _take_over(self, state: state_dicts.ScalerState | None) -> None:
-        """Takes over a state that was read and checked; None changes nothing."""
+        """Replace the attributes by those of a state; None changes nothing."""
         if state is None:
             return
         vars(self).update(state.attributes)
@@ -480,7 +477,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._limit_tracker()
 
     def _limit_tracker(self) -> None:
-        """Lets the next good iteration grow the scale if there were enough: PyTorch compares the tracker by ``==``."""
+        """Let the next good iteration grow the scale if there were enough: PyTorch compares the tracker by ``==``."""
         most = self._growth_interval - 1
         self._step_history.good_iterations = min(self._step_history.good_iterations, most)
         self._init_growth_tracker = min(self._init_growth_tracker, most)
@@ -507,28 +504,28 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         inverse, state.scale = gradients.reciprocal(scale)
         self._check(state, inverse)
-        if state.found_inf:  # else there was nothing to unscale; later gradients are still scaled
+        if state.found_inf:  # else there were no gradients; later ones are still scaled
             state.stage = OptState.UNSCALED
 
     def _check(self, state: OptimizerState, inverse: Tensor | None = None) -> FoundInf:
-        """Checks the gradients of an optimizer, after multiplying them by `inverse` if there is one."""
-        alone, how, measure = inverse is None, self._unscale_grads_, self._measures()
+        """Check the gradients of an optimizer, after multiplying them by `inverse` if it is not None."""
+        alone, unscale, measure = inverse is None, self._unscale_grads_, self._measures()
         if inverse is None:
             inverse = torch.ones_like(self._check_scale_growth_tracker("step")[0])
-        return self._checks.check(state, inverse, how, allow_fp16=alone, measure=measure)
+        return self._checks.check(state, inverse, unscale, allow_fp16=alone, measure=measure)
 
     def _step_if_finite(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
         if state.stage is OptState.READY:
             state.is_stepping = True
             self.unscale_(state.optimizer)
-        else:  # whoever called unscale_ may have written to the gradients since
+        else:  # the program may have written to the gradients since unscale_
             self._check(state)
         if self._checks.is_bad(state):
             return None, True
         return state.optimizer.step(*args, **kwargs), False
 
     def _step_on_device(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
-        """A fused optimizer gets scale and found_inf as tensors, and decides itself: nothing waits for the device."""
+        """Pass scale and found_inf as tensors to a fused optimizer, which decides on the device without waiting."""
         optimizer = state.optimizer
         scale, _ = self._check_scale_growth_tracker("step")
         if takes_scaler(optimizer):
@@ -538,7 +535,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         if state.stage is OptState.READY:
             self._check_inf_per_device(optimizer)
             grad_scale = scale if grad_scale is None else scale * grad_scale
-        else:  # whoever called unscale_ may have written to the gradients since
+        else:  # the program may have written to the gradients since unscale_
             self._check(state)
         found_inf = gradients.found_inf_so_far(scale, state.found_inf)
         with temporary_attributes(optimizer, grad_scale=grad_scale, found_inf=found_inf):
@@ -547,9 +544,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     def _step_closure(self, state: OptimizerState, closure: Any, args: Any, kwargs: Any) -> Result:
         state.allow("closure")
         try:
-            how = self._unscale, self._checks
-            return step_with_closure(state, closure, args, kwargs, *how)
-        except BaseException:  # all is as it was before: the step may be tried again
+            return step_with_closure(state, closure, args, kwargs, self._unscale, self._checks)
+        except BaseException:  # the step was undone, so it may be tried again
             self._optimizer_states.pop(id(state.optimizer), None)
             raise
 
@@ -557,36 +553,39 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         assert state.skipped is not None
         scale = state.scale_of_gradients(self._check_scale_growth_tracker("step")[0])
         number = list(self._optimizer_states).index(id(state.optimizer))
-        seen, step = self._checks.details_of(state), after_step(state.optimizer, self._iterations)
-        event = StepEvent(number, step, scale, state.skipped, seconds, seen)
+        details, step = (
+            self._checks.details_of(state),
+            after_step(state.optimizer, self._iterations),
+        )
+        event = StepEvent(number, step, scale, state.skipped, seconds, details)
         self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
             witness.stepped(state.optimizer, event)
         emit(event)
 
     def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
-        """Writes the iteration down and diagnoses it. Returns whether it was skipped, None if only the device knows."""
+        """Record and diagnose the iteration. Return True if it was skipped, None if only the device knows."""
         checked = [state for state in states if state.found_inf]
         decided = [state.skipped for state in checked]
-        known = any(decided) if all(isinstance(each, bool) for each in decided) else None
-        now, _ = self._check_scale_growth_tracker("update")
+        on_host = any(decided) if all(isinstance(each, bool) for each in decided) else None
+        current, _ = self._check_scale_growth_tracker("update")
         if checked:
-            scale, found = checked[0].scale_of_gradients(now), (s.found_inf for s in checked)
-            skipped = gradients.total_found_inf(scale.device, found) if known is None else known
+            scale, flags = checked[0].scale_of_gradients(current), (s.found_inf for s in checked)
+            skipped = gradients.total_found_inf(scale.device, flags) if on_host is None else on_host
             self._buffers.end_iteration(skipped)
-        if checked and not _torch.is_captured(now):
+        if checked and not _torch.is_captured(current):
             self._step_history.end_iteration(self._iterations, scale, skipped, interval)
         else:
             self._step_history.discard_iteration()
         self._optimizer_states.clear()
         self._checks.forget_losses()
         self._iterations += 1
-        if not _torch.is_captured(now):
+        if not _torch.is_captured(current):
             self._diagnose(wait)
-        return known
+        return on_host
 
     def _diagnose(self, wait: bool) -> None:
-        """Diagnoses the iterations of which it is known by now whether they were skipped, or all."""
+        """Diagnose the iterations that are decided, or all if `wait`."""
         try:
             for diagnosis in diagnoses(self._step_history, self._limits, wait):
                 act_on(diagnosis, self._limits.on_verdict)
@@ -595,6 +594,6 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             raise
 
     def _measures(self) -> bool:
-        """Whether the gradients of this iteration are measured."""
+        """Return True if the gradients of this iteration are measured."""
         measures = self._search.measures(self._iterations, self._growth_interval)
         return measures and not (self._scale is not None and _torch.is_captured(self._scale))

@@ -1,6 +1,6 @@
-"""Settings of a scaler, checked: each in its range, or one error that names it.
+"""Validation of a scaler's settings: each is in its range, or an error names it.
 
-Invariants: nothing here reads a tensor's value; a setting that was refused has changed nothing.
+Invariants: nothing here reads a tensor's value; a rejected setting changes nothing.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ __all__ = [
 
 LARGEST_SCALE = torch.finfo(torch.float32).max  # the scale is a float32 tensor
 LOW_SCALE = 2.0**-14
-"""Float16's smallest normal number: what overflows float16 at this scale is larger than 10**9."""
+"""Float16's smallest normal number. A gradient that overflows float16 at this scale is larger than 10**9 unscaled."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # 2**-126: its inverse is still finite
 _MOST = 2**63 - 1  # the largest whole number that PyTorch takes
 MOST_TRACKED = 2**31 - 1
-"""The largest that fits in the growth tracker, an int32 tensor."""
+"""The largest value of the growth tracker, an int32 tensor."""
 
 OnVerdict = Literal["raise", "warn", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Where a scale has to stay, and how much may go wrong before the run is diagnosed as broken.
+    """Bounds of the scale, and the limits of failure beyond which the run counts as broken.
 
-    The floor's default is 2**-48: a float16 gradient that overflows there is larger than 1.8e19, whose square no
-    float32 number can hold, so neither a norm nor Adam could use it. The ceiling's is float32's largest number, as in
-    PyTorch. The two counts are None by default: then only the rules in `precast.grad_scaler.diagnosis` apply.
+    The default floor is 2**-48: a float16 gradient that overflows there is larger than 1.8e19, and its square exceeds
+    float32, so neither a norm nor Adam could use it. The default ceiling is float32's largest number, as in PyTorch.
+    The two counts are None by default: then only the rules in `precast.grad_scaler.diagnosis` apply.
     """
 
     min_scale: float = 2.0**-48
@@ -71,7 +71,7 @@ DEFAULT_LIMITS = Limits()
 
 
 def require_number(name: str, value: Any, above: float = 0.0, below: float = math.inf) -> float:
-    """`value` as a float strictly between two bounds; an error that names `name` otherwise."""
+    """Return `value` as a float strictly between two bounds; otherwise raise an error that names `name`."""
     number = number_in(value) if isinstance(value, numbers.Real) else math.nan
     if above < number < below:
         return number
@@ -80,10 +80,10 @@ def require_number(name: str, value: Any, above: float = 0.0, below: float = mat
 
 
 def require_count(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
-    """`value` as an int between two; an error that names `name` otherwise."""
+    """Return `value` as an int between two bounds, inclusive; otherwise raise an error that names `name`."""
     try:
         count = operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError is that of tensors
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError is raised by tensors
         count = least - 1
     if least <= count <= most:
         return count
@@ -92,7 +92,7 @@ def require_count(name: str, value: Any, least: int = 1, most: int = _MOST) -> i
 
 
 def require_flag(name: str, value: Any) -> bool:
-    """Whether `value` is true; an error that names `name` where that cannot be said."""
+    """Return `value` as a bool; raise an error that names `name` if it has no truth value."""
     try:
         return bool(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -100,14 +100,14 @@ def require_flag(name: str, value: Any) -> bool:
 
 
 def require_function(name: str, value: Any) -> Any:
-    """`value` if it can be called, or is None; an error that names `name` otherwise."""
+    """Return `value` if it is callable or None; otherwise raise an error that names `name`."""
     if value is None or callable(value):
         return value
     raise ScalerError(f"{name} must be a function or None; got {shown(value)}.")
 
 
 def number_in(value: Any) -> float:
-    """A number of any kind as a float, a tensor of one element too; NaN for what is none."""
+    """Return a number, or a tensor of one element, as a float; NaN for any other value."""
     try:
         return float(value)
     except OverflowError:
@@ -116,26 +116,26 @@ def number_in(value: Any) -> float:
         return math.nan
 
 
-def checked_attributes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a scaler as its attributes.
+def checked_attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the validated arguments of a scaler as its attributes.
 
     Raises:
-        ScalerError: One is out of its range.
+        ScalerError: An argument is out of its range.
     """
-    first = require_number("init_scale", given["init_scale"], below=LARGEST_SCALE)
-    require_count("history", given["history"], least=0)
+    first = require_number("init_scale", arguments["init_scale"], below=LARGEST_SCALE)
+    require_count("history", arguments["history"], least=0)
     return {
         "_init_scale": first,
-        "_growth_factor": require_number("growth_factor", given["growth_factor"], above=1.0),
-        "_backoff_factor": require_number("backoff_factor", given["backoff_factor"], below=1.0),
-        "_growth_interval": require_count("growth_interval", given["growth_interval"]),
-        "_limits": checked_limits(first, given),
+        "_growth_factor": require_number("growth_factor", arguments["growth_factor"], above=1.0),
+        "_backoff_factor": require_number("backoff_factor", arguments["backoff_factor"], below=1.0),
+        "_growth_interval": require_count("growth_interval", arguments["growth_interval"]),
+        "_limits": checked_limits(first, arguments),
     }
 
 
-def checked_limits(init_scale: float, given: Mapping[str, Any]) -> Limits:
-    """Limits around an `init_scale` that was checked; a limit of None makes room for it."""
-    floor, ceiling, action = given["min_scale"], given["max_scale"], given["on_verdict"]
+def checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
+    """Return the limits for a validated `init_scale`. A limit of None is widened to include it."""
+    floor, ceiling, action = arguments["min_scale"], arguments["max_scale"], arguments["on_verdict"]
     if init_scale < _SMALLEST_SCALE:
         raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
     low, high = min(DEFAULT_LIMITS.min_scale, init_scale), LARGEST_SCALE
@@ -154,30 +154,29 @@ def checked_limits(init_scale: float, given: Mapping[str, Any]) -> Limits:
         raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {shown(action)}.")
 
     def count(name: str, least: int) -> int | None:
-        return None if given[name] is None else require_count(name, given[name], least)
+        return None if arguments[name] is None else require_count(name, arguments[name], least)
 
     skips, losses = count("max_consecutive_skips", 1), count("max_nonfinite_losses", 0)
     return Limits(low, high, skips, losses, action)
 
 
 def device_type_of(device: Any) -> str:
-    """The type of a device or of its name; an error for a name that PyTorch does not know."""
+    """Return the type of a device or of its name; raise an error if PyTorch does not know the name."""
     try:
         return torch.device(device).type
     except (RuntimeError, TypeError, ValueError) as error:
         raise ScalerError(
-            f"GradScaler's first argument is the device; {shown(device)} is none that PyTorch knows. "
-            "Write GradScaler('cuda'), GradScaler('cpu') or another device type."
+            f"GradScaler: unknown device {shown(device)}. Pass 'cuda', 'cpu' or another device type."
         ) from error
 
 
 def is_usable(device_type: str) -> bool:
-    """Whether to scale there at all: not for CUDA on a machine without it, which gets a warning."""
+    """Return True if scaling is possible. Warn and return False for CUDA on a machine without it."""
     if device_type != "cuda" or torch.cuda.is_available() or find_spec("torch_xla"):
         return True
     warnings.warn(
-        "GradScaler('cuda') is off: there is no CUDA here. Write GradScaler('cpu') to scale on the "
-        "CPU, or enabled=False to silence this.",
+        "GradScaler('cuda') is off: CUDA is not available. Write GradScaler('cpu') to scale on the "
+        "CPU, or enabled=False to silence this warning.",
         PrecastWarning,
         stacklevel=callers_level(),
     )
@@ -185,7 +184,7 @@ def is_usable(device_type: str) -> bool:
 
 
 def new_scale_from(value: Any, device_type: str, limits: Limits) -> float | Tensor:
-    """What `update` was given, as something that a tensor of shape () can be filled with."""
+    """Return the argument of `update` as a number or a tensor of shape ()."""
     if not isinstance(value, Tensor):
         scale = require_number("new_scale", value, below=LARGEST_SCALE)
         if limits.min_scale <= scale <= limits.max_scale:

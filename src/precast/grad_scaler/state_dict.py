@@ -1,9 +1,9 @@
-"""State dicts of scalers: precast's, PyTorch's, FSDP's `ShardedGradScaler`'s and Apex's are read, precast's written.
+"""State dicts of scalers: reads those of precast, PyTorch, FSDP's `ShardedGradScaler` and Apex, and writes precast's.
 
-A state dict has PyTorch's five numbers. What PyTorch has no entry for (limits that are not the defaults, and a search
-that is not finished) stands under ``"precast"`` with a version, and only if there is any of it.
+A state dict has PyTorch's five numbers. Values that PyTorch has no entry for (limits that are not the defaults, an
+unfinished search) are stored under ``"precast"`` with a version, if there are any.
 
-Invariants: a state dict is read and checked whole before any of it is used.
+Invariant: a state dict is read and checked completely before any of it is used.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _NUMBERS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_gro
 
 @dataclass(frozen=True, slots=True)
 class ScalerState:
-    """What a state dict says."""
+    """The contents of a state dict."""
 
     attributes: dict[str, Any]
-    """Of the scaler's attributes those that it says something of; `_init_scale` and `_init_growth_tracker` always."""
+    """The scaler attributes that the state sets; `_init_scale` and `_init_growth_tracker` always."""
     searching: bool = False
-    """Whether the first scale was still searched for."""
+    """True if the search for the first scale was not finished."""
 
 
 def precast_entry(limits: Limits, searching: bool) -> dict[str, Any]:
-    """The entry beside PyTorch's five numbers, in a dictionary that is empty if there is nothing to say."""
+    """Return the entry that follows PyTorch's five numbers, in a dictionary that is empty if there is none."""
     usual = asdict(DEFAULT_LIMITS)
     unusual = {name: value for name, value in asdict(limits).items() if value != usual[name]}
     if not unusual and not searching:
@@ -55,29 +55,31 @@ def precast_entry(limits: Limits, searching: bool) -> dict[str, Any]:
 
 
 def read(state: Mapping[str, Any], limits: Limits) -> ScalerState | None:
-    """Reads a state dict of any of these scalers; None for the empty one of a scaler that was off.
+    """Read a state dict of any of these scalers; return None for the empty one of a disabled scaler.
 
     Raises:
-        ScalerError: Entries are missing, or have impossible values.
+        ScalerError: Entries are missing or have invalid values.
     """
     state = _mapping(state, "a state")
     if not state:
         return None
     is_apex = "loss_scaler0" in state or "loss_scale" in state
-    found = _of_apex(state) if is_apex else _of_torch(state)
-    own = found.attributes
-    own["_init_scale"] = _within(own["_init_scale"], own.get("_limits", limits))
-    return found
+    scaler_state = _of_apex(state) if is_apex else _of_torch(state)
+    attributes = scaler_state.attributes
+    attributes["_init_scale"] = _within(
+        attributes["_init_scale"], attributes.get("_limits", limits)
+    )
+    return scaler_state
 
 
 def of_pytorchs(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of a scaler of PyTorch's that has these attributes: a pickle has nothing else."""
+    """Return the state dict of a PyTorch scaler with these attributes. Its pickle stores only the attributes."""
     other = {"scale": "_init_scale", "_growth_tracker": "_init_growth_tracker"}
     return {name: attributes[other.get(name, f"_{name}")] for name in _NUMBERS}
 
 
 def by_loss(state: Mapping[str, Any], losses: Iterable[str]) -> Mapping[str, Any]:
-    """`state` with the names of losses as keys: Apex numbers its scalers, in the order of the losses."""
+    """Return `state` with the names of losses as keys. Apex numbers its scalers in the order of the losses."""
     state = _mapping(state, "a state")
     numbered = {name: f"loss_scaler{number}" for number, name in enumerate(losses)}
     if set(state) != set(numbered.values()):
@@ -90,8 +92,8 @@ def _of_torch(state: Mapping[str, Any]) -> ScalerState:
     if missing:
         raise ScalerError(
             f"load_state_dict() got a state without {', '.join(missing)}; it has "
-            f"{', '.join(map(str, state))}. Give what state_dict() of a GradScaler returned, "
-            "PyTorch's, Apex's or precast's; the empty one of a scaler that was off loads too."
+            f"{', '.join(map(str, state))}. Pass the result of state_dict() of a GradScaler of "
+            "PyTorch, Apex or precast; the empty one of a disabled scaler is allowed too."
         )
     attributes = {
         **_scale_and_tracker(state, "scale", "_growth_tracker"),
@@ -115,18 +117,18 @@ def _of_torch(state: Mapping[str, Any]) -> ScalerState:
 
 
 def _limits(state: Mapping[str, Any]) -> Limits:
-    """The defaults with the limits of `state` in place of some, checked."""
+    """Return the defaults, updated by the limits in `state`, validated."""
     usual = asdict(DEFAULT_LIMITS)
     unknown = sorted(str(key) for key in state if key not in usual)
     if unknown:
-        raise ScalerError(f"load_state_dict() got limits that no scaler has: {', '.join(unknown)}.")
-    given = {**usual, **state}
-    floor = require_number("min_scale", given["min_scale"], below=LARGEST_SCALE)
-    return checked_limits(floor, given)
+        raise ScalerError(f"load_state_dict() got unknown limits: {', '.join(unknown)}.")
+    settings = {**usual, **state}
+    floor = require_number("min_scale", settings["min_scale"], below=LARGEST_SCALE)
+    return checked_limits(floor, settings)
 
 
 def _of_apex(state: Mapping[str, Any]) -> ScalerState:
-    """Apex's ``amp.state_dict()``, or the part of one loss scaler in it; of several loss scalers, the first."""
+    """Read Apex's ``amp.state_dict()``, or its entry of one loss scaler; of several loss scalers, the first."""
     scaler = _mapping(state.get("loss_scaler0", state), "'loss_scaler0' in its state")
     missing = [key for key in ("loss_scale", "unskipped") if key not in scaler]
     if missing:
@@ -135,7 +137,7 @@ def _of_apex(state: Mapping[str, Any]) -> ScalerState:
 
 
 def _scale_and_tracker(state: Mapping[str, Any], scale: str, tracker: str) -> dict[str, Any]:
-    """The two numbers that every state has, under the names that this one has for them."""
+    """Return the scale and the growth tracker, which each format names differently."""
     number = number_in(state[scale])
     if math.isnan(number) or number < 0:
         raise ScalerError(
@@ -145,25 +147,25 @@ def _scale_and_tracker(state: Mapping[str, Any], scale: str, tracker: str) -> di
     return {"_init_scale": number, "_init_growth_tracker": good_iterations}
 
 
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+def _mapping(value: Any, entry: str) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return value
     raise ScalerError(
-        f"load_state_dict() got a {type(value).__name__} for {what}: give the dictionary that state_dict() returned."
+        f"load_state_dict() got a {type(value).__name__} for {entry}: pass the dictionary that state_dict() returned."
     )
 
 
 def _within(scale: float, limits: Limits) -> float:
-    """`scale`, moved between the limits; from below, to where gradients do not underflow at once."""
+    """Return `scale` clamped to the limits. A scale below them is raised at least to `LOW_SCALE`."""
     if limits.min_scale <= scale <= limits.max_scale:
         return scale
     moved = min(max(scale, limits.min_scale, LOW_SCALE), limits.max_scale)
     where, cause = "above max_scale", ""
     if scale < limits.min_scale:
         where = "below min_scale"
-        cause = " Many skipped steps leave such a scale: the weights saved beside it may hold NaN."
+        cause = " Many skipped steps lead to a scale this low: the saved weights may hold NaN."
     warnings.warn(
-        f"the state's scale is {scale:g}, {where}: {moved:g} is taken.{cause}",
+        f"the scale in the state is {scale:g}, {where}: {moved:g} is used.{cause}",
         PrecastWarning,
         stacklevel=callers_level(),
     )

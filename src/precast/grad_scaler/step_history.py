@@ -1,9 +1,9 @@
-"""What a scaler's steps did: the latest step of each optimizer, a bounded history, and counters.
+"""Results of a scaler's steps: the latest step of each optimizer, a bounded history, and counters.
 
 Invariants:
-- adding a step waits for no device. An iteration of which only the device knows whether it was skipped is *open*; it is
-  closed, in order, when the device's answer has arrived, or when somebody asks for the counters;
-- an iteration is closed once, and what it says then is final.
+- adding a step does not wait for the device. An iteration is *open* while only the device knows whether it was skipped.
+  Open iterations are closed in order, when the device's answer has arrived or when the counters are read;
+- an iteration is closed once, and does not change afterwards.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ __all__ = ["Counters", "Iteration", "StepHistory"]
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How often something happened since the scaler was made; states do not hold it."""
+    """Numbers of events since the scaler was created; state dicts do not contain them."""
 
     steps: int = 0
-    """Calls of `step`, the skipped ones too."""
+    """Calls of `step`, including skipped ones."""
     skipped: int = 0
-    """Steps that were skipped."""
+    """Skipped steps."""
     consecutive_skips: int = 0
-    """Iterations in a row, up to the latest, in which a step was skipped."""
+    """Iterations in a row, up to the latest, with a skipped step."""
     growths: int = 0
-    """Times the scale was raised, or would have been but for `max_scale`."""
+    """Times the scale was raised, or would have been if not for `max_scale`."""
     backoffs: int = 0
-    """Times the scale was lowered, or would have been but for `min_scale`."""
+    """Times the scale was lowered, or would have been if not for `min_scale`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration of training, as `update` ends it."""
+    """One training iteration, as recorded by `update`."""
 
     number: int
     scale: Tensor
@@ -50,16 +50,16 @@ class Iteration:
     interval: int
     """Good iterations until the scale grows; 0 if the scale was set by hand."""
     skipped: bool | Tensor
-    """Whether a step was skipped; a number in the CPU's memory if the device decided."""
+    """True if a step was skipped; a number in the CPU's memory if the device decided."""
     arrived: Any = None
-    """The event on the device after which that number can be read; None if it can be read now."""
+    """The device event after which that number can be read; None if it can be read now."""
 
-    def is_known(self) -> bool:
-        """Whether `was_skipped` would not wait."""
+    def is_decided(self) -> bool:
+        """Return True if `was_skipped` would not wait."""
         return self.arrived is None or bool(self.arrived.query())
 
     def was_skipped(self) -> bool:
-        """Whether a step was skipped; waits for an answer of the device that has not arrived."""
+        """Return True if a step was skipped; wait for the device if necessary."""
         if self.arrived is not None:
             self.arrived.synchronize()
         # `tolist` reads the CPU's memory without running an operation.
@@ -67,13 +67,13 @@ class Iteration:
 
 
 class StepHistory:
-    """All that is remembered of a scaler's steps.
+    """The records of a scaler's steps.
 
     Args:
-        length: How many steps are kept.
-        counters: Where counting goes on; None is zero.
-        good_iterations: The good iterations in a row that came before.
-        floor: A scale below this one counts as this one.
+        length: Maximum number of steps in `events`.
+        counters: Initial counters; None for zero.
+        good_iterations: Good iterations in a row so far.
+        floor: A scale below this value counts as this value.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class StepHistory:
         self.events: deque[StepEvent] = deque(maxlen=length)
         self.counters = counters or Counters()
         self.bad_losses = 0
-        """Skipped iterations in a row, up to the latest closed one, whose loss was not finite."""
+        """Skipped iterations in a row, up to the latest closed one, with a loss that was not finite."""
         self.stuck = 0
-        """Skipped iterations in a row, up to the latest closed one, in which the scale has not fallen."""
+        """Skipped iterations in a row, up to the latest closed one, without a decrease of the scale."""
         self.good_iterations = good_iterations
-        """Good iterations in a row since the scale changed, as the growth tracker counts them."""
+        """Good iterations in a row since the scale changed, counted like the growth tracker."""
         self._lowest = math.inf
         self._floor = floor
         self._latest = WeakIdKeyDictionary()  # by identity: some optimizers cannot be hashed
@@ -99,22 +99,22 @@ class StepHistory:
         self._running: list[StepEvent] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, and a pickle, has the length and the counters, and no steps."""
+        """A copy or pickle keeps the length and the counters, but no steps."""
         return StepHistory, (self.events.maxlen, self.counters, self.good_iterations)
 
     def add(self, optimizer: Optimizer, event: StepEvent) -> None:
-        """Adds a step to the iteration that runs."""
+        """Add a step to the current iteration."""
         self.events.append(event)
         self._latest[optimizer] = event
         self._running.append(event)
 
     def latest(self, optimizer: Optimizer) -> StepEvent | None:
-        """The latest step of an optimizer."""
+        """Return the latest step of an optimizer."""
         event: StepEvent | None = self._latest.get(optimizer)
         return event
 
     def resume(self, good_iterations: int) -> None:
-        """A state was loaded: iterations from before it and after it do not count as following each other."""
+        """Start new rows of iterations after a state was loaded: earlier ones do not count as preceding."""
         deque(self.close(wait=True), maxlen=0)
         self.good_iterations = good_iterations
         self.bad_losses, self.stuck, self._lowest = 0, 0, math.inf
@@ -123,18 +123,18 @@ class StepHistory:
     def end_iteration(
         self, number: int, scale: Tensor, skipped: bool | Tensor, interval: int
     ) -> None:
-        """The iteration that runs is over; `skipped` is a tensor if only the device knows."""
+        """End the current iteration; `skipped` is a tensor if only the device knows."""
         answer = _torch.copy_to_host_async(skipped) if isinstance(skipped, Tensor) else (skipped,)
         self._open.append(Iteration(number, scale, tuple(self._running), interval, *answer))
         self._running = []
 
     def discard_iteration(self) -> None:
-        """The iteration that runs does not count: it checked no gradients, or is captured in a CUDA graph."""
+        """Drop the current iteration, which checked no gradients or is captured in a CUDA graph."""
         self._running = []
 
     def close(self, wait: bool = False) -> Iterator[Iteration]:
-        """Closes and yields open iterations, the oldest first: those whose answer has arrived, or all."""
-        while self._open and (wait or self._open[0].is_known()):
+        """Close and yield open iterations, oldest first: those that are decided, or all if `wait`."""
+        while self._open and (wait or self._open[0].is_decided()):
             iteration = self._open.popleft()
             self._count(iteration)
             yield iteration

@@ -1,1 +1,1 @@
-"""Adapters for other libraries, one file for each; none is loaded before a program imports it."""
+"""Adapters for other libraries, one file for each, loaded when a program imports it."""

@@ -1,4 +1,4 @@
-"""What the observers of this folder tell of an event: names and values for charts, and the words of a skipped step."""
+"""Values of events for charts, and the text of a skipped step, shared by the observers in this folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["health_values", "skipped_words", "step_values"]
 
 
 def step_values(event: StepEvent, prefix: str) -> dict[str, float]:
-    """The scale at a scaler's step, whether the step was skipped (0 or 1), and how many seconds it took."""
+    """Return the scale at a scaler's step, 1 if the step was skipped (else 0), and its seconds."""
     name = f"{prefix}/optimizer {event.optimizer}"
     return {
         f"{prefix}/scale": float(event.scale),
@@ -20,14 +20,14 @@ def step_values(event: StepEvent, prefix: str) -> dict[str, float]:
 
 
 def skipped_words(event: StepEvent) -> tuple[str, str]:
-    """The parameters whose gradients were not finite, and what else is known of a skipped step."""
+    """Return the parameters with bad gradients in a skipped step, and the other details as text."""
     loss = "" if event.loss_finite else "; the loss was not finite either"
-    began = f". {event.first.message}" if event.first else ""
-    return ", ".join(event.names) or "unknown", f"{loss}{began}"
+    origin = f". {event.first.message}" if event.first else ""
+    return ", ".join(event.names) or "unknown", f"{loss}{origin}"
 
 
 def health_values(tensor: dict[str, Any]) -> dict[str, float | None]:
-    """The figures of a tensor of a `HealthEvent`; None for a maximum or a root mean square of no finite number."""
+    """Return the figures of a tensor of a `HealthEvent`; None for a maximum or rms without finite values."""
     elements = max(tensor["elements"], 1)
     counts = {"zero": "zeros", "subnormal": "subnormal", "infinite": "overflow", "nan": "nan"}
     if tensor["underflow_known"]:

@@ -1,10 +1,10 @@
-"""Accelerate on precast: `use` gives an `Accelerator` a policy, a scaler that says what it did, and a monitor.
+"""Accelerate on precast: `use` gives an `Accelerator` a policy, a scaler that reports its steps, and a monitor.
 
-Nothing of Accelerate's is replaced, and this file does not import it. The `torch.autocast` regions that Accelerate
-opens, around models and in `accelerator.autocast()`, run on the policy that is installed. Its scaler, to which prepared
-optimizers refer as well, stays the same object and gets the class and the contents of one of precast's.
+No name of Accelerate's is replaced, and this file does not import it. The `torch.autocast` regions that Accelerate
+opens, around models and in `accelerator.autocast()`, use the installed policy. Its scaler, which prepared optimizers
+refer to as well, stays the same object and gets the class and the contents of a precast scaler.
 
-Invariants: what `use` did ends with it: regions are PyTorch's again, and so is the scaler, with the scale it has then.
+Invariant: the end of `use` restores PyTorch's regions and scaler, with the current scale.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from precast.grad_scaler.scaler import GradScaler
 from precast.integrations.torch_amp.installation import install
 from precast.policy.policy import Policy, as_policy
 
-__all__ = ["Use", "use"]
+__all__ = ["AcceleratorSession", "use"]
 
 
 def use(
@@ -32,39 +32,40 @@ def use(
     policy: Policy | str | os.PathLike[str] = "default",
     scaler: GradScaler | None = None,
     every: int | None = None,
-) -> Use:
-    """Has an `Accelerator` run on precast, before or after `prepare`.
+) -> AcceleratorSession:
+    """Run an `Accelerator` on precast, before or after `prepare`.
 
-    Regions are PyTorch's, so the policy is installed for the process, as Accelerate's own precision is.
+    Accelerate's regions are PyTorch's, so the policy is installed for the whole process, like Accelerate's precision.
 
     Args:
         accelerator: The `accelerate.Accelerator`.
-        models: Models, as they are before `prepare`, whose parameters events are to name, and to whose modules the
-            policy's rules for modules apply.
+        models: Models, as passed to `prepare`: events use the names of their parameters, and the policy's rules for
+            modules apply to their modules.
         policy: A `Policy`, the name of a preset or the path of a policy file.
-        scaler: A `precast.GradScaler` with settings of your own, for "fp16". None is one with the settings and the
-            scale that Accelerate's has.
-        every: How many steps there are from one count of the models' numbers to the next; None watches no numbers.
+        scaler: A `precast.GradScaler` with your own settings, for "fp16". None creates one with the settings and the
+            scale of Accelerate's.
+        every: Number of steps between two counts of the models' numbers; None counts nothing.
 
     Returns:
-        What is in use, to be ended by ``with`` or by its `end`.
+        The session, which ends with its ``with`` block or by its `end`.
 
     Raises:
-        ScalerError: A scaler was given, and Accelerate has none here, or FSDP's.
-        PolicyError: A policy that cannot be read.
+        ScalerError: A scaler was passed, but Accelerate has none here, or FSDP's.
+        PolicyError: The policy cannot be read.
     """
     theirs, device = accelerator.scaler, accelerator.device.type
     precision = f"its mixed_precision is {accelerator.mixed_precision!r} on {device!r}"
-    return Use(theirs, chosen_scaler(theirs, device, scaler, precision), models, policy, every)
+    scaler = chosen_scaler(theirs, device, scaler, precision)
+    return AcceleratorSession(theirs, scaler, models, policy, every)
 
 
-class Use:
-    """What is in use until `end`; `use` makes it.
+class AcceleratorSession:
+    """The policy, scaler and monitors of an `Accelerator` until `end`; created by `use`.
 
     Attributes:
-        scaler: The scaler that is in use; None where there is none.
-        attachments: What `attach` returned for each model.
-        monitors: The monitor of each model, if they are watched.
+        scaler: The scaler in use; None if there is none.
+        attachments: The attachment of each model.
+        monitors: The monitor of each model, if numbers are counted.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class Use:
             self.attachments = [
                 parts.enter_context(attach(model, rules, hold=False)) for model in models
             ]
-            watched = models if every is not None else ()
-            self.monitors = [parts.enter_context(monitor(model, every or 1)) for model in watched]
+            monitored = models if every is not None else ()
+            self.monitors = [parts.enter_context(monitor(model, every or 1)) for model in monitored]
             if scaler is not None:
                 parts.enter_context(_as(theirs, scaler))
             self._parts = parts.pop_all()
 
     def end(self) -> None:
-        """Puts back what was there before; a second call does nothing."""
+        """Restore the previous state; a second call does nothing."""
         self._parts.close()
 
-    def __enter__(self) -> Use:
+    def __enter__(self) -> AcceleratorSession:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -103,18 +104,18 @@ class Use:
 def chosen_scaler(
     theirs: Any, device: str, scaler: GradScaler | None, precision: str
 ) -> GradScaler | None:
-    """The scaler to use: the one that was given, or else one like `theirs`, if there is a scaler at all.
+    """Return the scaler to use: `scaler`, or else one like `theirs`, or None if there is no scaler at all.
 
     Raises:
-        ScalerError: a scaler was given and cannot be used; `precision` says what the trainer computes in.
+        ScalerError: `scaler` cannot be used; `precision` describes the trainer's precision.
     """
-    if type(theirs) not in GradScaler.__mro__[:-1]:  # none, or a subclass of PyTorch's: FSDP's
+    if type(theirs) not in GradScaler.__mro__[:-1]:  # None, or a subclass of PyTorch's: FSDP's
         if scaler is None:
             return None
-        found = "no scaler" if theirs is None else f"a {type(theirs).__name__}"
+        actual = "no scaler" if theirs is None else f"a {type(theirs).__name__}"
         raise ScalerError(
-            f"there is {found} here for a precast.GradScaler to stand for: {precision}. Leave scaler out, or train in "
-            "'fp16' on a device with a scaler, without FSDP's first version."
+            f"a precast.GradScaler needs a scaler of the trainer that it can replace, but there is {actual}: "
+            f"{precision}. Leave scaler out, or train in 'fp16' on a device with a scaler, without FSDP1."
         )
     if scaler is not None or isinstance(theirs, GradScaler):
         return scaler or theirs
@@ -125,7 +126,7 @@ def chosen_scaler(
 
 @contextmanager
 def _as(theirs: Any, ours: GradScaler) -> Iterator[None]:
-    """Gives `theirs` the class and contents of `ours`, so that all references to it refer to a scaler of precast's."""
+    """Give `theirs` the class and contents of `ours`, so that all references to it refer to a precast scaler."""
     before = theirs.__class__, theirs.__dict__
     theirs.__class__, theirs.__dict__ = type(ours), ours.__dict__
     try:

@@ -1,7 +1,7 @@
 """PyTorch Ignite on precast: an update function with a region and a scaler, and the scaler's figures as metrics.
 
-Needs the extra ``ignite``. Ignite's own update function for mixed precision opens its regions for CUDA alone, and with
-PyTorch's policy. It takes a `precast.GradScaler` as well, and so does `ignite.handlers.Checkpoint`.
+Needs the extra ``ignite``. Ignite's own update function for mixed precision opens regions for CUDA only, with PyTorch's
+policy. It accepts a `precast.GradScaler` too, and so does `ignite.handlers.Checkpoint`.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ def supervised_training_step(
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     max_norm: float | None = None,
 ) -> Callable[[Engine, Any], Any]:
-    """An update function for `Engine`, as Ignite's `supervised_training_step_amp`, in a region of precast's.
+    """Return an update function for `Engine` like Ignite's `supervised_training_step_amp`, in a region of precast's.
 
     Args:
         model: The model.
         optimizer: The optimizer.
         loss_fn: Called in the region, with the predictions and the targets.
         region: ``precast.autocast("cuda", policy=...)``; model and loss run in it.
-        scaler: A scaler, which float16 needs; None scales nothing, as is right for bfloat16.
-        device: Where batches go; None leaves them where they are.
-        non_blocking: Whether batches may be copied asynchronously.
+        scaler: A scaler, which float16 needs; None for no scaling, as bfloat16 needs none.
+        device: Device of the batches; None does not move them.
+        non_blocking: Copy batches asynchronously.
         prepare_batch: Called as ``prepare_batch(batch, device=device, non_blocking=non_blocking)``, returns inputs and
             targets. None is for batches of two.
-        model_transform: Makes predictions of the model's output.
-        output_transform: Makes ``engine.state.output`` of inputs, targets, predictions and the loss.
+        model_transform: Computes predictions from the model's output.
+        output_transform: Computes ``engine.state.output`` from inputs, targets, predictions and the loss.
         gradient_accumulation_steps: Iterations for each step of the optimizer; their losses are averaged.
-        model_fn: How the model is called.
-        max_norm: The norm that the unscaled gradients are clipped to before each step; None clips nothing.
+        model_fn: Calls the model.
+        max_norm: Maximum norm of the unscaled gradients before each step; None for no clipping.
 
     Raises:
-        ScalerError: `scaler` is none of precast's.
-        ValueError: `gradient_accumulation_steps` is not 1 or more.
+        ScalerError: `scaler` is not a `precast.GradScaler`.
+        ValueError: `gradient_accumulation_steps` is less than 1.
     """
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ScalerError(
-            f"supervised_training_step(scaler={scaler!r}): give a precast.GradScaler."
+            f"supervised_training_step(scaler={scaler!r}): pass a precast.GradScaler."
         )
     if gradient_accumulation_steps < 1:
         raise ValueError(
             f"gradient_accumulation_steps must be 1 or more; got {gradient_accumulation_steps!r}."
         )
     steps, prepare = gradient_accumulation_steps, prepare_batch or _prepared
-    used = scaler if scaler is not None else GradScaler("cpu", enabled=False)
+    step_scaler = scaler if scaler is not None else GradScaler("cpu", enabled=False)
 
     def update(engine: Engine, batch: Any) -> Any:
         if (engine.state.iteration - 1) % steps == 0:
@@ -83,38 +83,38 @@ def supervised_training_step(
         with region:
             y_pred = model_transform(model_fn(model, x))
             loss = loss_fn(y_pred, y) / steps
-        used.scale(loss).backward()
+        step_scaler.scale(loss).backward()
         if engine.state.iteration % steps == 0:
             if max_norm is not None:
-                used.clip_grad_norm_(optimizer, max_norm)
-            used.step(optimizer)
-            used.update()
+                step_scaler.clip_grad_norm_(optimizer, max_norm)
+            step_scaler.step(optimizer)
+            step_scaler.update()
         return output_transform(x, y, y_pred, loss * steps)
 
     return update
 
 
 class ScalerMetrics:
-    """Puts "loss_scale" and "skipped_steps" into ``engine.state.metrics``, where Ignite's loggers find them.
+    """Writes "loss_scale" and "skipped_steps" to ``engine.state.metrics``, for Ignite's loggers.
 
     Args:
         scaler: A `precast.GradScaler`.
-        prefix: Before both names.
+        prefix: Prefix of both names.
 
     Example: ``ScalerMetrics(scaler).attach(trainer, Events.ITERATION_COMPLETED(every=10))``.
     """
 
     def __init__(self, scaler: GradScaler, prefix: str = "") -> None:
         if not isinstance(scaler, GradScaler):
-            raise ScalerError(f"ScalerMetrics({scaler!r}): give a precast.GradScaler.")
+            raise ScalerError(f"ScalerMetrics({scaler!r}): pass a precast.GradScaler.")
         self._scaler, self._prefix = scaler, prefix
 
     def attach(self, engine: Engine, event: Any = Events.ITERATION_COMPLETED) -> None:
-        """Has `engine` write both figures at each `event`, which waits for the device."""
+        """Make `engine` write both figures at each `event`, which waits for the device."""
         engine.add_event_handler(event, self)
 
     def __call__(self, engine: Engine) -> None:
-        """Writes both figures once."""
+        """Write both figures once."""
         engine.state.metrics[f"{self._prefix}loss_scale"] = self._scaler.get_scale()
         engine.state.metrics[f"{self._prefix}skipped_steps"] = self._scaler.counters.skipped
 

@@ -1,12 +1,12 @@
 """A precision plugin for Lightning: its `Trainer` and its `Fabric` use precast's regions and scaler.
 
-Needs the extra ``lightning``. If the program has imported `pytorch_lightning` or `lightning_fabric`, and not
+Needs the extra ``lightning``. If the program has imported `pytorch_lightning` or `lightning_fabric` but not
 `lightning`, it is a plugin for those.
 
 Invariants:
-- with the policy "torch" a run gives the bits of one with Lightning's own `MixedPrecision`;
-- no gradient is clipped while it is scaled, and each is divided by the scale that its loss was multiplied by: the scale
-  changes when the next loss is scaled, not while other optimizers have yet to step.
+- with the policy "torch" a run has the same bits as with Lightning's own `MixedPrecision`;
+- gradients are never clipped while they are scaled, and each is divided by the scale of its loss: the scale changes
+  when the next loss is scaled, not before all optimizers have stepped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DTYPES: Final = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def _by_owner(name: str) -> Callable[..., Any]:
-    """A method that calls the `Trainer`'s plugin's method of that name, or `Fabric`'s."""
+    """Return a method that calls the method of that name in the `Trainer`'s or `Fabric`'s plugin."""
 
     def method(self: Precast, *args: Any, **kwargs: Any) -> Any:
         owner = _InTrainer if self._is_trainers else _InFabric
@@ -58,20 +58,20 @@ class Precast(_InTrainer, _InFabric):
     """Mixed precision by precast: ``Trainer(plugins=[Precast("16-mixed")])``, and the same for `Fabric`.
 
     Args:
-        precision: "bf16-mixed", or "16-mixed", which scales the loss; Lightning's words.
-        device: The device type of the regions: "cuda", "cpu" ... None is that of the model.
-        scaler: A `precast.GradScaler` with settings of your own, for "16-mixed". None is one with the defaults.
-        policy: A `Policy`, the name of a preset or the path of a policy file. None is the one that is installed, or
-            else "default". Its rules for modules act on the models that Lightning sets up.
-        hold: Whether the weights of those models are cast once and held, as by ``attach(model)``.
+        precision: "bf16-mixed", or "16-mixed", which scales the loss, as in Lightning.
+        device: The device type of the regions: "cuda", "cpu" ... None for that of the model.
+        scaler: A `precast.GradScaler` with your own settings, for "16-mixed". None for the default settings.
+        policy: A `Policy`, the name of a preset or the path of a policy file. None for the installed one, or else
+            "default". Its rules for modules act on the models that Lightning sets up.
+        hold: Cast the weights of those models once and hold them, as ``attach(model)`` does.
 
     Attributes:
-        attachments: What `attach` returned for each model that is set up; the `Trainer` ends them with its run.
+        attachments: The attachment of each model that is set up; they end with a run of the `Trainer`.
 
     Raises:
-        RegionError: A precision that is neither.
-        PolicyError: A policy that cannot be read.
-        ScalerError: A scaler that is not precast's, or one for "bf16-mixed", which needs none.
+        RegionError: `precision` is invalid.
+        PolicyError: The policy cannot be read.
+        ScalerError: The scaler is not precast's, or was passed with "bf16-mixed", which needs none.
     """
 
     def __init__(
@@ -107,17 +107,17 @@ class Precast(_InTrainer, _InFabric):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The scaler, once the iteration that has stepped is over; None for "bf16-mixed"."""
+        """The scaler, after the end of the iteration that has stepped; None for "bf16-mixed"."""
         self._end_iteration()
-        return self._made()
+        return self._iteration_scaler()
 
     @scaler.setter
     def scaler(self, scaler: GradScaler | None) -> None:
         _check(self.precision, scaler)
         self._scaler = scaler
 
-    def _made(self) -> GradScaler | None:
-        """The scaler as it is during the iteration that has stepped, made if it is needed."""
+    def _iteration_scaler(self) -> GradScaler | None:
+        """Return the scaler without ending the iteration; create it if necessary."""
         if self._scaler is None and self.precision == "16-mixed":
             self._scaler = GradScaler(self.device)
         return self._scaler
@@ -128,26 +128,26 @@ class Precast(_InTrainer, _InFabric):
             self._scaler.update()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Attaches the policy's rules for modules to the model, and takes the device from it."""
+        """Attach the policy's rules for modules to the model, and use its device."""
         self._model = weakref.ref(module)
         policy = self.policy if self.policy is not None and self.policy.modules else None
         self.attachments.append(attach(module, policy, hold=self._hold))
         return module
 
     def connect(self, *trained: Any) -> Any:
-        """Notes that the `Trainer` uses this plugin: only it calls this, before anything else of a run."""
+        """Record that the `Trainer` uses this plugin: only the `Trainer` calls this, first of all."""
         self._is_trainers = True
         return super().connect(*trained)
 
     def teardown(self) -> None:
-        """Ends what holds for one run of the `Trainer`."""
+        """End the attachments of one run of the `Trainer`."""
         for attachment in self.attachments:
             attachment.detach()
         self.attachments, self._model, self._is_trainers = [], None, False
         super().teardown()
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """A region of precast's."""
+        """Return a region of precast's."""
         # The Trainer's own plugin casts a weight at each use, so that the gradients of the uses are added in float32.
         cache = False if self._is_trainers and not self._hold else None
         return autocast(self.device, self._desired_input_dtype, True, cache, policy=self.policy)
@@ -160,8 +160,8 @@ class Precast(_InTrainer, _InFabric):
     post_backward = _by_owner("post_backward")
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps the optimizer; through the scaler, if there is one."""
-        scaler = self._made()
+        """Step the optimizer, through the scaler if there is one."""
+        scaler = self._iteration_scaler()
         if scaler is None:
             return _by_owner("optimizer_step")(self, optimizer, **kwargs)
         if self._is_trainers:
@@ -187,39 +187,39 @@ class Precast(_InTrainer, _InFabric):
             )
         loss = closure()
         if loss is None and model.automatic_optimization:
-            return None  # training_step left this batch out, so there is no step
+            return None  # training_step skipped this batch, so there is no step
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_gradients(optimizer)
         self._after_closure(model, optimizer)
         result = scaler.step(optimizer, **kwargs)
         self._has_stepped = True
         if model.automatic_optimization:
-            self._end_iteration()  # no other optimizer has yet to step
+            self._end_iteration()  # no other optimizer steps in it
         return result
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Divides the gradients by the scale, if there is one and this was not done before."""
-        scaler = self._made()
+        """Divide the gradients by the scale, if there is one and they are still scaled."""
+        scaler = self._iteration_scaler()
         if scaler is not None and not scaler.is_unscaled(optimizer):
             scaler.unscale_(optimizer)
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any
     ) -> None:
-        """Unscales the gradients, also those of a fused optimizer, which does so itself in its step, and clips them."""
+        """Unscale and clip the gradients, also those of a fused optimizer, whose step would unscale them itself."""
         if clip_val > 0:
             optimizer = optimizer.optimizer if isinstance(optimizer, _Wrapped) else optimizer
             self.unscale_gradients(optimizer)
             super(_InTrainer, self).clip_gradients(optimizer, clip_val, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Writes the scaler's state under the name of Lightning's own plugin as well, which can load it then."""
+        """Save the scaler's state also under the name of Lightning's own plugin, which can load it then."""
         state = self.state_dict()
         if state:
             checkpoint[_InTrainer.__qualname__] = state
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the scaler's state from a checkpoint of Lightning's own plugin."""
+        """Load the scaler's state from a checkpoint of Lightning's own plugin."""
         if type(self).__qualname__ not in checkpoint:
             self.load_state_dict(checkpoint.get(_InTrainer.__qualname__, {}))
 
@@ -227,10 +227,10 @@ class Precast(_InTrainer, _InFabric):
 def _check(precision: str, scaler: object) -> None:
     if precision not in _DTYPES:
         raise RegionError(
-            f"Precast(precision={precision!r}): write {' or '.join(map(repr, _DTYPES))}. Other precisions are "
-            "Lightning's own: Trainer(precision=...)."
+            f"Precast(precision={precision!r}): expected {' or '.join(map(repr, _DTYPES))}. Pass other precisions "
+            "to Lightning: Trainer(precision=...)."
         )
     if scaler is not None and (precision != "16-mixed" or not isinstance(scaler, GradScaler)):
         raise ScalerError(
-            f"Precast({precision!r}, scaler={scaler!r}): a scaler is for '16-mixed', and a precast.GradScaler."
+            f"Precast({precision!r}, scaler={scaler!r}): pass a precast.GradScaler, with '16-mixed' only."
         )

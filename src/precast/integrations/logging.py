@@ -1,6 +1,6 @@
-"""Writes what a gradient scaler did to Python's `logging`: an observer for `precast.observe`.
+"""Writes the steps of a gradient scaler to Python's `logging`: an observer for `precast.observe`.
 
-Invariant: the scale of a step that was not skipped is read only where its level is logged.
+Invariant: the scale of a step that was not skipped is read only if its level is logged.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ __all__ = ["LogEvents"]
 
 
 class LogEvents:
-    """Logs a line for each event: steps as DEBUG, skipped ones as WARNING, verdicts as ERROR, notes as INFO.
+    """Logs a line for each event: steps as DEBUG, skipped ones as WARNING, diagnoses as ERROR, notes as INFO.
 
-    Each log record has the event as its attribute ``event``, for handlers that write more than text. Where DEBUG is
-    off, a step that was not skipped costs no more than asking whether it was, which waits for a fused optimizer's
-    device.
+    Each log record has the event as its attribute ``event``, for handlers that need more than text. If DEBUG is off, a
+    step that was not skipped costs only the check if it was skipped, which waits for the device of a fused optimizer.
 
     Args:
-        logger: Gets the lines; None is the logger "precast".
+        logger: The logger for the lines; None for the logger "precast".
 
     Use it as an observer of the thread that trains:
 
@@ -35,14 +34,14 @@ class LogEvents:
         self._logger = logging.getLogger("precast") if logger is None else logger
 
     def __call__(self, event: object) -> None:
-        """Logs a `StepEvent`, a `ScalerDiagnosis`, a `HealthEvent` or an `OperationNote`."""
+        """Log a `StepEvent`, a `ScalerDiagnosis`, a `HealthEvent` or an `OperationNote`."""
         level = _level(event)
         if level is not None and self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", _text(event), extra={"event": event})
 
 
 def _level(event: object) -> int | None:
-    """The level of an event; None for what is no event of precast's."""
+    """Return the level of an event; None for other objects."""
     match event:
         case StepEvent():
             return logging.WARNING if event.skipped else logging.DEBUG
@@ -64,8 +63,8 @@ def _text(event: Any) -> str:
         case ScalerDiagnosis():
             return event.message
     scale = f"{float(event.scale):g}"
-    what = f"step {event.step} of optimizer {event.optimizer} was"
+    step = f"step {event.step} of optimizer {event.optimizer} was"
     if not event.skipped:
-        return f"{what} done at scale {scale}"
+        return f"{step} done at scale {scale}"
     names, rest = skipped_words(event)
-    return f"{what} skipped at scale {scale}: gradients of {names} were not finite{rest}"
+    return f"{step} skipped at scale {scale}: gradients of {names} were not finite{rest}"

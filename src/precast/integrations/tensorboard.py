@@ -1,8 +1,8 @@
-"""Writes what a gradient scaler did, and what a monitor counted, into TensorBoard: an observer for `precast.observe`.
+"""Writes the steps of a gradient scaler and the counts of a monitor to TensorBoard: an observer for `precast.observe`.
 
-Needs the extra ``tensorboard``, or a writer of your own.
+Needs the extra ``tensorboard``, or a writer that you pass.
 
-Invariants: a writer that was given stays open; the number of a step on the chart is that of the scaler's iteration.
+Invariants: a writer that you pass stays open; the steps of the charts are the scaler's iterations.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["TensorBoard"]
 
 
 class TensorBoard:
-    """Scalars of each step, and text for skipped steps and verdicts; of a monitor, scalars and histograms.
+    """Scalars of each step, and text for skipped steps and diagnoses; of a monitor, scalars and histograms.
 
-    Of each tensor that a `precast.monitor` counts there is a histogram of binary exponents, and scalars: "maximum",
-    "rms", and the shares of its numbers that are "zero", "lost" to underflow (where that is known), "subnormal",
+    For each tensor that a `precast.monitor` counts there is a histogram of binary exponents, and scalars: "maximum",
+    "rms", and the shares of its values that are "zero", "lost" to underflow (if measured), "subnormal",
     "infinite", "nan". Their names are ``health/<figure>/<kind> <name>``; the step is the monitor's.
 
     Reading a step's scale waits for the device, so every step waits while it is observed.
@@ -29,10 +29,10 @@ class TensorBoard:
     Args:
         writer: A `torch.utils.tensorboard.SummaryWriter` or anything with `add_scalar`,
             `add_text` and, for a monitor, `add_histogram_raw`; or a folder, for a writer that `close` closes.
-        prefix: Before the names of all charts of the scaler.
+        prefix: Prefix of the names of all charts of the scaler.
 
     Raises:
-        MissingExtraError: A folder was given, and TensorBoard is not installed.
+        MissingExtraError: `writer` is a folder, and TensorBoard is not installed.
 
     Use it as an observer of the thread that trains:
 
@@ -46,7 +46,7 @@ class TensorBoard:
         self._prefix = prefix
 
     def __call__(self, event: object) -> None:
-        """Writes a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; leaves out other events."""
+        """Write a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; ignore other events."""
         if isinstance(event, StepEvent):
             self._write_step(event)
         elif isinstance(event, ScalerDiagnosis):
@@ -56,7 +56,7 @@ class TensorBoard:
                 self._write_tensor(tensor, event.step)
 
     def close(self) -> None:
-        """Ends a writer that was made here."""
+        """Close the writer if it was opened here."""
         if self._owned:
             self._writer.close()
 
@@ -85,16 +85,16 @@ class TensorBoard:
 
 
 def _raw(counts: list[tuple[int, int]]) -> dict[str, Any]:
-    """A histogram of exponents as TensorBoard takes it: a bucket for each exponent, named by its upper end."""
-    found, exponents = dict(counts), range(counts[0][0], counts[-1][0] + 1)
+    """Return a histogram of exponents in TensorBoard's format: a bucket for each exponent, named by its upper end."""
+    by_exponent, exponents = dict(counts), range(counts[0][0], counts[-1][0] + 1)
     return {
         "min": float(exponents.start),
         "max": float(exponents.stop),
-        "num": sum(found.values()),
+        "num": sum(by_exponent.values()),
         "sum": float(sum(exponent * count for exponent, count in counts)),
         "sum_squares": float(sum(exponent**2 * count for exponent, count in counts)),
         "bucket_limits": [float(exponent + 1) for exponent in exponents],
-        "bucket_counts": [found.get(exponent, 0) for exponent in exponents],
+        "bucket_counts": [by_exponent.get(exponent, 0) for exponent in exponents],
     }
 
 
@@ -102,6 +102,6 @@ def _open(folder: str) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        what = "TensorBoard(folder), unlike one with a writer of your own,"
-        raise missing_extra(what, "tensorboard", "tensorboard") from error
+        subject = "TensorBoard(folder), unlike TensorBoard(writer),"
+        raise missing_extra(subject, "tensorboard", "tensorboard") from error
     return SummaryWriter(folder)

@@ -1,9 +1,9 @@
-"""Logs what a gradient scaler did, and what a monitor counted, to Weights & Biases: an observer for `precast.observe`.
+"""Logs the steps of a gradient scaler and the counts of a monitor to Weights & Biases: an observer for `observe`.
 
-Needs the package wandb, or a run of your own.
+Needs the package wandb, or a run that you pass.
 
-Invariants: a run that was given stays open; no value is written under a step number of W&B's, which only grows, so the
-program may log values of its own in between.
+Invariants: a run that you pass stays open; no value is logged under a step number of W&B's, which only grows, so the
+program may log its own values in between.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__ = ["WandB"]
 
 
 class WandB:
-    """Logs values of each step, an alert for each verdict, and figures of each tensor that a monitor counts.
+    """Logs values of each step, an alert for each diagnosis, and figures of each tensor that a monitor counts.
 
-    The charts are drawn over ``<prefix>/step``, the scaler's iteration, and ``health/step``, the monitor's step. Of
-    each step the scale is logged, and for each optimizer whether the step was skipped and how many seconds it took.
+    The charts are drawn over ``<prefix>/step``, the scaler's iteration, and ``health/step``, the monitor's step. Each
+    step logs the scale, and for each optimizer 1 if the step was skipped (else 0) and the step's seconds.
 
     Reading a step's scale waits for the device, so every step waits while it is observed.
 
     Args:
-        run: What `wandb.init` returned, or anything with `log`, `define_metric` and `alert`; None takes the run of this
-            process, and begins one where there is none.
-        prefix: Before the names of all values of the scaler.
+        run: The result of `wandb.init`, or any object with `log`, `define_metric` and `alert`; None uses the current
+            run of the process, or starts one.
+        prefix: Prefix of the names of all values of the scaler.
 
     Raises:
-        MissingExtraError: No run was given, and wandb is not installed.
+        MissingExtraError: `run` is None, and wandb is not installed.
 
     Use it as an observer of the thread that trains:
 
@@ -48,7 +48,7 @@ class WandB:
             self._run.define_metric(f"{each}/*", step_metric=f"{each}/step")
 
     def __call__(self, event: object) -> None:
-        """Logs a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; leaves out other events."""
+        """Log a `StepEvent`, a `ScalerDiagnosis` or a `HealthEvent`; ignore other events."""
         values: dict[str, Any]
         if isinstance(event, StepEvent):
             values = {f"{self._prefix}/step": event.step, **step_values(event, self._prefix)}

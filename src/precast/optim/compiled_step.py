@@ -55,7 +55,7 @@ class CompiledStep:
         self._name = type(optimizer).__name__
         self._weights = weights
         self._stepped_once: set[int] = set()
-        """``id`` of weights that the optimizer itself has stepped, so that their states exist."""
+        """``id`` of weights that the optimizer itself has stepped, so their states exist."""
         self._refused: set[int] = set()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters that were stepped, and their gradients, during a step."""
@@ -163,7 +163,7 @@ class CompiledStep:
         return (
             id(parameter) in self._weights.roundings
             and id(parameter) not in self._refused
-            and shards.numbers_here(parameter) >= MIN_ELEMENTS
+            and shards.elements_here(parameter) >= MIN_ELEMENTS
         )
 
     def _step(
@@ -182,9 +182,7 @@ class CompiledStep:
                     recording, runs = Recording(optimizer, parameter, call), {}
                 self._run(optimizer, parameter, recording, factors.get(id(parameter)), runs)
                 recording.count_for(parameter)
-            except (
-                Exception
-            ) as error:  # a compiler can raise anything; the eager step raises its own errors
+            except Exception as error:  # any: a compiler can raise anything
                 if recording is not None and recording.parameter is parameter:
                     recording.undo()
                     recording = None
@@ -206,12 +204,12 @@ class CompiledStep:
         gradient = parameter.grad
         assert gradient is not None
         states, rounding = recording.states_of(parameter), self._weights.roundings[id(parameter)]
-        its = optimizer.state.get(parameter, {})
-        rest = its[REST] if rounding == "kahan" else None
-        written: Sequence[Tensor] = states if rest is None else [*states, rest]
-        shard, wholes = 0, [parameter, *written]
+        own = optimizer.state.get(parameter, {})
+        rest = own[REST] if rounding == "kahan" else None
+        outputs: Sequence[Tensor] = states if rest is None else [*states, rest]
+        shard, wholes = 0, [parameter, *outputs]
         if is_dtensor(parameter):
-            reason = shards.why_not(parameter, (gradient, *written))
+            reason = shards.mismatch(parameter, (gradient, *outputs))
             if reason is not None:
                 raise NotElementwiseError(reason)
             shard = shards.shard_number(parameter)
@@ -234,7 +232,7 @@ class CompiledStep:
         parts = list(_parts(count, _PART if run.key.writes_elsewhere else count))
         chances: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
         if run.key.takes_seeds:
-            chances = [*zip(seeds(its, (len(run.key.stored) + 1) // 2, shard, len(parts)))]
+            chances = [*zip(seeds(own, (len(run.key.stored) + 1) // 2, shard, len(parts)))]
         if run.key.writes_elsewhere:
             for part, chance in zip(parts, chances, strict=True):
                 rows = [row(each, part) for each in low]
@@ -245,9 +243,7 @@ class CompiledStep:
                     each.copy_(result)
         else:
             run.run((*tensors, run.numbers, *chances[0], *low[:-1]), count)
-        if (
-            key_of_run not in runs
-        ):  # compiled now; hashing the key is slow, as its recording is long
+        if key_of_run not in runs:  # it was compiled now; hashing its long key is slow
             runs[key_of_run] = _Run(run.key, program(run.key, self._name), run.numbers)
 
     def _refuse(self, parameter: Tensor, reason: str) -> None:
@@ -262,7 +258,7 @@ class CompiledStep:
 
 
 class _Run(NamedTuple):
-    """A program, and its scalars, for parameters that are alike."""
+    """A program and its scalars, for similar parameters."""
 
     key: ProgramKey
     run: Callable[[Sequence[Tensor], int], None]
@@ -275,7 +271,7 @@ def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
     if not parameter.is_cpu:
         return f"only the CPU is supported, and a weight is on {parameter.device}"
     if is_dtensor(parameter) or is_dtensor(gradient):
-        reason = shards.why_not(parameter, (gradient,))
+        reason = shards.mismatch(parameter, (gradient,))
         if reason is not None:
             return reason
         parameter, gradient = shards.part_of(parameter), shards.part_of(gradient)

@@ -2,17 +2,18 @@
 
 Invariants:
 
-- the optimizer computes in float32, as it says itself: it sees stand-ins of these weights, of their gradients and of
-  states that are stored in bfloat16, which live as long as the step does;
-- what the step gives is rounded once. What is rounded away stays beside the weight in bfloat16 and is added before the
-  next step ("kahan"), or the weight is rounded up or down by chance, so that its mean is right ("stochastic");
-- what that needs is in the optimizer's state, and so in its `state_dict`; loading it leaves each dtype what it was.
-  Until the optimizer has made states of its own it waits here, and is beside the states in the `state_dict`:
-  PyTorch's optimizers, and its distributed checkpoints, take one that has any state for one that has all;
-- of a sharded weight everything is sharded alike; the optimizer sees a stand-in of the whole, so that one that looks at
-  several numbers does what it does with sharded weights, and each process rounds its own part;
-- parameters stay the same objects and keep their hooks; a step that is skipped, or raises, has changed none of them;
-- what was rounded away of a weight is forgotten when somebody else writes the weight, as its version counter says.
+- the optimizer computes in float32: it gets stand-ins of these weights, of their gradients and of states that are
+  stored in bfloat16, which exist during the step only;
+- the result of a step is rounded once. With "kahan", the rounding error is stored in bfloat16 with the optimizer's
+  states and added before the next step; with "stochastic", weights are rounded up or down at random, so that the mean
+  is right;
+- rounding errors and seeds are in the optimizer's state, and so in its `state_dict`; loading preserves each dtype.
+  Until the optimizer has created its states they are stored here, and in a separate entry of the `state_dict`:
+  PyTorch's optimizers and distributed checkpoints assume that a parameter with any state has all states;
+- for a sharded weight all tensors are sharded alike. The optimizer gets a stand-in of the whole weight, so that a step
+  that reads several elements at once computes as usual, and each process rounds its own part;
+- parameters stay the same objects and keep their hooks; a step that is skipped, or raises, changes none of them;
+- the rounding error of a weight is discarded when the program writes the weight, as its version counter shows.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 from precast.optim.rounding import OF_ROUNDING, REST, SEED, Rounding
-from precast.optim.shards import part_of, shard_number, versions_of, whole_like, why_not
+from precast.optim.shards import mismatch, part_of, shard_number, versions_of, whole_like
 
 __all__ = [
     "MIN_ELEMENTS",
@@ -52,15 +53,15 @@ __all__ = [
 ]
 
 MIN_ELEMENTS: Final = 16384
-"""Smaller weights stay float32, and are not worth a call of a compiled program."""
-_BESIDE: Final = "rounding"
-"""The key in an optimizer's `state_dict` of what waits for its first step."""
+"""Weights with fewer elements stay float32, and are not worth a call of a compiled program."""
+_PENDING_KEY: Final = "rounding"
+"""The key in an optimizer's `state_dict` for the entries of weights without states."""
 _PART: Final = 1 << 20
-"""Numbers of the weights that have stand-ins at a time, where the optimizer allows that: 16 MiB with two states."""
+"""Elements of weights that have stand-ins at a time, if the optimizer allows it: 16 MiB with two states."""
 
 
 def is_worth_storing_low(parameter: Tensor) -> bool:
-    """Whether a float32 parameter is large enough: biases, and weights of norms, are a few thousandths of a model."""
+    """Return True if a float32 parameter is large enough; biases and weights of norms are a tiny share of a model."""
     return parameter.dim() > 1 and parameter.numel() >= MIN_ELEMENTS
 
 
@@ -68,14 +69,14 @@ _living: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
 
 
 class LowPrecisionWeights:
-    """Has an optimizer step weights in bfloat16 so that they learn.
+    """Makes an optimizer step weights in bfloat16 so that they learn from small updates.
 
     Args:
-        optimizer: what trains them.
-        parameters: name -> what is trained and stored in bfloat16, as `check` takes it; float32 becomes bfloat16 now.
-        how: how they are rounded.
+        optimizer: the optimizer of the weights.
+        parameters: name -> parameter to store in bfloat16, validated by `check`; float32 is converted now.
+        how: the rounding of the weights.
         states: torch.float32 or torch.bfloat16, the dtype of the optimizer's states between steps.
-        seed: of what is rounded by chance, a whole number from 0 to 2**31 - 1.
+        seed: seed of the stochastic rounding, an integer from 0 to 2**31 - 1.
     """
 
     def __init__(
@@ -90,51 +91,51 @@ class LowPrecisionWeights:
         self._how: Final[Rounding] = how
         self._states = states
         self._parameters = {id(p): weakref.ref(p) for p in parameters.values()}
-        self._taken: list[tuple[Tensor, Tensor]] = []
-        """Parameters that were stepped, and their gradients, while a step lasts."""
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        """Parameters that were stepped, and their gradients, during a step."""
         self._counts: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
-        self._waiting: dict[int, dict[str, Any]] = {}
-        """``id`` of a parameter of which the optimizer has no states yet -> what rounding needs of it."""
+        self._pending: dict[int, dict[str, Any]] = {}
+        """Maps ``id`` of a parameter without optimizer states to its rounding error and seed."""
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
         self._narrowed = [weakref.ref(p) for p in parameters.values() if p.dtype is torch.float32]
-        """Parameters that were float32 before."""
+        """Parameters that were float32."""
         self._stops: list[Callable[[], None]] = []
         for parameter in parameters.values():
             self._store(optimizer, parameter)
-        here = weakref.ref(self)
+        reference = weakref.ref(self)
         self._versions: dict[int, tuple[int, ...]] = {}
-        """Of parameters, after the last write that was ours; what was loaded is taken as it is."""
-        self._note_versions()
+        """Version counters of parameters after the last write of a step; empty for loaded weights."""
+        self._record_versions()
         _living.add(self)
         self._hooks = [
-            optimizer.register_state_dict_post_hook(Hook(here, "_saves")),
-            optimizer.register_load_state_dict_pre_hook(Hook(here, "_loads")),
-            optimizer.register_load_state_dict_post_hook(Hook(here, "_has_loaded")),
+            optimizer.register_state_dict_post_hook(Hook(reference, "_saves")),
+            optimizer.register_load_state_dict_pre_hook(Hook(reference, "_loads")),
+            optimizer.register_load_state_dict_post_hook(Hook(reference, "_has_loaded")),
         ]
 
     @property
     def roundings(self) -> dict[int, Rounding]:
-        """``id`` of each weight -> how it is rounded."""
+        """Maps ``id`` of each weight to its rounding."""
         return dict.fromkeys(self._parameters, self._how)
 
     def average_in_float32(self, model: nn.Module) -> None:
-        """Have averages of the model's weights be float32, as in copies of the model that are made to hold them."""
+        """Make averages of the model's weights float32, in deep copies of the model and in `AveragedModel`."""
         narrowed = [p for p in (reference() for reference in self._narrowed) if p is not None]
         self._stops += averages.copy_in_float32(model, narrowed)
         averages.read_in_float32(_full_value)
 
     def full_value(self, parameter: Tensor) -> Tensor:
-        """Return a weight in float32, with what was rounded away of it unless somebody has written it since."""
+        """Return a weight in float32, including its rounding error unless the program has written the weight since."""
         value = parameter.detach().float()
         optimizer = self._optimizer()
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
-        rest = states.get(REST, self._waiting.get(id(parameter), {}).get(REST))
+        rest = states.get(REST, self._pending.get(id(parameter), {}).get(REST))
         is_ours = self._versions.get(id(parameter)) == versions_of(parameter)
         return value if rest is None or not is_ours else value + rest
 
     def end(self) -> None:
-        """Has the optimizer step them as it does itself; they stay in bfloat16, and their states become so."""
+        """Remove the hooks: the optimizer steps the weights itself; they stay in bfloat16, as do their states."""
         for stop in (*(hook.remove for hook in self._hooks), *self._stops):
             stop()
         _living.discard(self)
@@ -142,20 +143,20 @@ class LowPrecisionWeights:
         if optimizer is None:
             return
         for parameter in self._living():
-            its = optimizer.state[parameter]
+            states = optimizer.state[parameter]
             for name in OF_ROUNDING:
-                its.pop(name, None)
-            for name, value in its.items():
+                states.pop(name, None)
+            for name, value in states.items():
                 if is_large(value) and value.is_floating_point():
-                    its[name] = value.to(parameter.dtype)
-            if not its:
+                    states[name] = value.to(parameter.dtype)
+            if not states:
                 del optimizer.state[parameter]
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Steps what is left of these weights, and hides it from the step that follows."""
-        self._taken, self._counts = [], {}
+        """Step these weights, except those stepped already, and hide their gradients from the step that follows."""
+        self._hidden, self._counts = [], {}
         args, kwargs = called_before(args, kwargs)
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and found_inf.item():
@@ -169,37 +170,36 @@ class LowPrecisionWeights:
 
     def after_step(self) -> None:
         """Restore the gradients of the parameters that were stepped."""
-        self._note_versions()
-        optimizer, taken, self._taken = self._optimizer(), self._taken, []
-        for parameter, gradient in taken:
+        self._record_versions()
+        optimizer, hidden, self._hidden = self._optimizer(), self._hidden, []
+        for parameter, gradient in hidden:
             set_gradient(parameter, gradient)
         if optimizer is not None:
-            vars(optimizer).update(
-                self._counts
-            )  # it has counted this step, and again without gradients
+            # The optimizer has counted this step twice: the second time without gradients.
+            vars(optimizer).update(self._counts)
 
     def forget_if_written(self, optimizer: Optimizer) -> None:
-        """Forgets what was rounded away of weights that somebody has written since the last step."""
+        """Discard the rounding errors of weights that the program has written since the last step."""
         for parameter in self._living():
-            its = optimizer.state.get(parameter)
-            if its:  # they may be somebody's who knows nothing of rounding
-                self._complete(parameter, its)
+            states = optimizer.state.get(parameter)
+            if states:  # they may have been set by code that does not support rounding
+                self._complete(parameter, states)
             versions = self._versions.get(id(parameter))
             if versions is not None and versions != versions_of(parameter):
-                self._waiting.get(id(parameter), {}).pop(REST, None)
-                if its and REST in its:
-                    part_of(its[REST]).zero_()
+                self._pending.get(id(parameter), {}).pop(REST, None)
+                if states and REST in states:
+                    part_of(states[REST]).zero_()
                 self._versions[id(parameter)] = versions_of(parameter)
 
-    def _complete(self, parameter: Tensor, its: dict[str, Any]) -> None:
-        """Adds what rounding needs to the states of a parameter, where it is not there yet."""
-        for name, value in self._waiting.pop(id(parameter), {}).items():
-            its.setdefault(name, value)
-        its.setdefault(SEED, self._seeds[id(parameter)])
-        if self._how == "kahan" and REST not in its:
-            its[REST] = torch.zeros_like(parameter)
+    def _complete(self, parameter: Tensor, states: dict[str, Any]) -> None:
+        """Add the rounding error and the seed to the states of a parameter, if they are missing."""
+        for name, value in self._pending.pop(id(parameter), {}).items():
+            states.setdefault(name, value)
+        states.setdefault(SEED, self._seeds[id(parameter)])
+        if self._how == "kahan" and REST not in states:
+            states[REST] = torch.zeros_like(parameter)
 
-    def _note_versions(self) -> None:
+    def _record_versions(self) -> None:
         self._versions = {id(p): versions_of(p) for p in self._living()}
 
     def _living(self) -> list[Tensor]:
@@ -208,41 +208,42 @@ class LowPrecisionWeights:
         ]
 
     def _store(self, optimizer: Optimizer, parameter: Tensor) -> None:
-        """Makes a weight bfloat16, with what was beside it in another process.
+        """Convert a weight to bfloat16, and store its rounding error.
 
-        Replicas may begin with other weights and be given those of one: there, nothing is beside them at first.
+        Replicas may start with different weights before they get those of one process: with several processes, the
+        rounding errors are zero at first.
         """
-        made = optimizer.state.get(parameter, {})
-        for name, value in made.items():  # Adagrad makes them before the first step
+        own = optimizer.state.get(parameter, {})
+        for name, value in own.items():  # Adagrad creates them before the first step
             if self._states is torch.float32 and is_large(value) and name not in OF_ROUNDING:
-                made[name] = _full(value)
-        its = made or self._waiting.setdefault(id(parameter), {})
-        its.setdefault(SEED, self._seeds[id(parameter)])
-        value, forgets = parameter.detach().float(), is_distributed() and REST not in its
-        if REST in its:
-            value = value + its[REST]
+                own[name] = _full(value)
+        states = own or self._pending.setdefault(id(parameter), {})
+        states.setdefault(SEED, self._seeds[id(parameter)])
+        value, starts_at_zero = parameter.detach().float(), is_distributed() and REST not in states
+        if REST in states:
+            value = value + states[REST]
         elif parameter.dtype is torch.bfloat16:
             return
-        low = self._rounded(value, its)
-        if REST in its and forgets:
-            its[REST].zero_()
+        low = self._rounded(value, states)
+        if REST in states and starts_at_zero:
+            states[REST].zero_()
         if parameter.dtype is torch.bfloat16:
             with torch.no_grad():
                 parameter.copy_(low)
         else:
             parameter.data = low.to(torch.bfloat16)
 
-    def _rounded(self, value: Tensor, its: dict[str, Any]) -> Tensor:
-        """Numbers of bfloat16 in float32; notes what is rounded away."""
+    def _rounded(self, value: Tensor, states: dict[str, Any]) -> Tensor:
+        """Round to values of bfloat16, as float32; store the rounding error in `states`."""
         if self._how == "stochastic":
-            its.pop(REST, None)
-            return _by_chance(value, its)
+            states.pop(REST, None)
+            return _round_stochastically(value, states)
         low = whole_like(value, rounding.nearest(part_of(value)))
-        its[REST] = (value - low).to(torch.bfloat16)
+        states[REST] = (value - low).to(torch.bfloat16)
         return low
 
     def _parts(self, optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """Groups of parameters that a step is called for: a few of these weights; or all that there is to step."""
+        """Yield groups of parameters to step at once: a few of these weights, or all parameters with gradients."""
         if not treats_each_parameter_by_itself(optimizer):
             groups = [
                 {**group, "params": [p for p in group["params"] if p.grad is not None]}
@@ -268,15 +269,15 @@ class LowPrecisionWeights:
     def _step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]], factor: Tensor | None
     ) -> None:
-        """Has the optimizer step stand-ins of these weights, then rounds what it gives."""
-        seen, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
+        """Make the optimizer step stand-ins of these weights, then round the results."""
+        pairs, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
         for group in groups:
-            group["params"] = [self._seen(optimizer, p, seen, factor) for p in group["params"]]
+            group["params"] = [self._stand_in(optimizer, p, pairs, factor) for p in group["params"]]
         counts = counts_of(optimizer)
         optimizer.param_groups = groups
         try:
             step_without_hooks(optimizer)()
-            for parameter, stand_in in seen:
+            for parameter, stand_in in pairs:
                 if stand_in is not parameter:
                     self._take_back(optimizer, parameter, stand_in)
         except BaseException:
@@ -284,91 +285,91 @@ class LowPrecisionWeights:
             raise
         finally:
             optimizer.param_groups = all_groups
-            for parameter, stand_in in seen:
+            for parameter, stand_in in pairs:
                 if stand_in is not parameter:
                     optimizer.state.pop(stand_in, None)
         if counts_of(optimizer) != counts:
             self._counts = counts_of(optimizer)
-        self._hide(parameter for parameter, _ in seen)
+        self._hide(parameter for parameter, _ in pairs)
 
-    def _seen(
+    def _stand_in(
         self,
         optimizer: Optimizer,
         parameter: Tensor,
-        seen: list[tuple[Tensor, Tensor]],
+        pairs: list[tuple[Tensor, Tensor]],
         factor: Tensor | None,
     ) -> Tensor:
-        """What a step sees of a parameter: itself, or float32 in its place."""
+        """Return the parameter itself, or a float32 stand-in; append both to `pairs`."""
         assert parameter.grad is not None
         if id(parameter) not in self._parameters:
             if factor is not None:
                 part_of(parameter.grad).mul_(factor)
-            seen.append((parameter, parameter))
+            pairs.append((parameter, parameter))
             return parameter
-        its = optimizer.state[parameter]
-        self._complete(parameter, its)
+        states = optimizer.state[parameter]
+        self._complete(parameter, states)
         value = parameter.detach().to(torch.float32)
-        if REST in its:
-            value += its[REST]
+        if REST in states:
+            value += states[REST]
         stand_in = nn.Parameter(value)
         gradient = parameter.grad.to(torch.float32, copy=factor is not None)
         if factor is not None:
             part_of(gradient).mul_(factor)
         stand_in.grad = gradient
-        states = {name: _full(v) for name, v in its.items() if name not in OF_ROUNDING}
-        if states:
-            optimizer.state[stand_in] = states
-        seen.append((parameter, stand_in))
+        wide = {name: _full(v) for name, v in states.items() if name not in OF_ROUNDING}
+        if wide:
+            optimizer.state[stand_in] = wide
+        pairs.append((parameter, stand_in))
         return stand_in
 
     def _take_back(self, optimizer: Optimizer, parameter: Tensor, stand_in: Tensor) -> None:
-        its = optimizer.state[parameter]
-        parameter.copy_(self._rounded(stand_in.detach(), its))
+        states = optimizer.state[parameter]
+        parameter.copy_(self._rounded(stand_in.detach(), states))
         for name, value in optimizer.state.get(stand_in, {}).items():
-            its[name] = self._stored(value, its)
+            states[name] = self._stored(value, states)
 
-    def _stored(self, value: Any, its: dict[str, Any]) -> Any:
-        """A state as it is kept between steps."""
+    def _stored(self, value: Any, states: dict[str, Any]) -> Any:
+        """Return a state in its dtype between steps."""
         if not is_large(value) or value.dtype is not torch.float32 or self._states is value.dtype:
             return value
-        return _by_chance(value, its)
+        return _round_stochastically(value, states)
 
     def _hide(self, parameters: Iterable[Tensor]) -> None:
-        """Has the step that follows find no gradients here."""
+        """Remove gradients, so that the step that follows ignores these parameters."""
         for parameter in parameters:
             if parameter.grad is not None:
-                self._taken.append((parameter, parameter.grad))
+                self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def _saves(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Adds what waits to what is saved: `Optimizer.load_state_dict` leaves keys that it does not know alone."""
+        """Add pending entries to the saved state: `Optimizer.load_state_dict` ignores unknown keys."""
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
-            if waiting := self._waiting.get(id(parameter)):
-                state_dict.setdefault(_BESIDE, {})[number] = dict(waiting)
+            if pending := self._pending.get(id(parameter)):
+                state_dict.setdefault(_PENDING_KEY, {})[number] = dict(pending)
 
     def _loads(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
     def _has_loaded(self, optimizer: Optimizer) -> None:
-        """Gives states the dtype that they were saved in: PyTorch casts them to that of the parameter."""
+        """Restore the dtypes of states, which PyTorch has cast to the dtype of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._versions.clear()  # the weights may be loaded before or after
-        self._waiting.clear()
+        self._pending.clear()
         saved = (number for group in loaded["param_groups"] for number in group["params"])
         for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
             if id(parameter) not in self._parameters:
                 continue
-            its = optimizer.state.get(parameter)
-            if its is None:
-                for name, value in loaded.get(_BESIDE, {}).get(number, {}).items():
+            states = optimizer.state.get(parameter)
+            if states is None:
+                for name, value in loaded.get(_PENDING_KEY, {}).get(number, {}).items():
                     copied = value.clone().to(parameter.device) if is_large(value) else value
-                    self._waiting.setdefault(id(parameter), {})[name] = copied
+                    self._pending.setdefault(id(parameter), {})[name] = copied
                 continue
             for name, value in loaded["state"].get(number, {}).items():
-                if is_large(value) and its[name].dtype is not value.dtype:
-                    its[name] = value.detach().clone().to(parameter.device)
-            self._complete(parameter, its)
+                if is_large(value) and states[name].dtype is not value.dtype:
+                    states[name] = value.detach().clone().to(parameter.device)
+            self._complete(parameter, states)
 
 
 class Hook:
@@ -387,7 +388,7 @@ class Hook:
 
 
 def _gone() -> None:
-    """A weak reference to what is no more."""
+    """A weak reference to a deleted object."""
 
 
 def _full_value(parameter: Tensor) -> Tensor | None:
@@ -397,24 +398,24 @@ def _full_value(parameter: Tensor) -> Tensor | None:
 
 
 def learns_by_rounding(parameter: Tensor) -> bool:
-    """Whether a weight is stored in bfloat16 alone, and loses nothing of its updates all the same."""
+    """Return True if a weight is stored in bfloat16 alone, and still learns from small updates."""
     return any(id(parameter) in weights.roundings for weights in _living)
 
 
 def is_distributed() -> bool:
-    """Whether other processes train with this one."""
+    """Return True if other processes train with this one."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _by_chance(value: Tensor, its: dict[str, Any]) -> Tensor:
-    its[SEED], seed = rounding.next_seed(its[SEED], shard_number(value))
-    numbers = part_of(value)
-    rounded = rounding.stochastic(numbers.reshape(-1), seed).reshape(numbers.shape)
+def _round_stochastically(value: Tensor, states: dict[str, Any]) -> Tensor:
+    states[SEED], seed = rounding.next_seed(states[SEED], shard_number(value))
+    elements = part_of(value)
+    rounded = rounding.stochastic(elements.reshape(-1), seed).reshape(elements.shape)
     return whole_like(value, rounded)
 
 
 def _full(value: Any) -> Any:
-    """A state as the step sees it; what it counts in is a copy, as it may raise."""
+    """Return a state in float32 for a step; a count is copied, because the step may raise."""
     if not isinstance(value, Tensor):
         return value
     if not is_large(value):
@@ -423,10 +424,10 @@ def _full(value: Any) -> Any:
 
 
 def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding) -> None:
-    """Refuses what cannot be stored so.
+    """Raise an error for an optimizer or a parameter that is not supported.
 
     Raises:
-        AttachError: the optimizer or a parameter is of a kind that this cannot be done with.
+        AttachError: the optimizer or a parameter is not supported.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (LBFGS, SparseAdam)):
@@ -440,8 +441,8 @@ def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding)
         if theirs is not None:
             raise AttachError(
                 f'bfloat16_weights(masters="{how}"): {name} is stored without a master already, for the step of '
-                f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. What is rounded away of a "
-                "weight can be kept for one optimizer alone: give each its own parameters, or remove the other."
+                f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. The rounding error of a "
+                "weight can be stored for one optimizer only: give each its own parameters, or remove the other."
             )
         if is_dtensor(parameter):
             _check_sharded(name, parameter, how)
@@ -463,10 +464,10 @@ def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
             f'bfloat16_weights(masters="{how}"): {name} is sharded, and {parameter.dtype}: its memory is '
             "allocated. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
         )
-    reason = why_not(parameter, ())
+    reason = mismatch(parameter, ())
     if reason is not None or type(part_of(parameter)) is not Tensor:
         raise AttachError(
             f'bfloat16_weights(masters="{how}"): {name} is sharded as {parameter.placements}, '  # type: ignore[attr-defined]
-            f"and what lies in a process is a {type(part_of(parameter)).__name__}; it takes parts that are plain, "
+            f"and the part in a process is a {type(part_of(parameter)).__name__}; expected plain parts, "
             "and no sums of parts. Leave it out of this optimizer."
         )

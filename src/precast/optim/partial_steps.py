@@ -1,6 +1,6 @@
-"""What it takes to call an optimizer's step for some of its parameters, or for others in their place.
+"""Calls of an optimizer's step for some of its parameters, or for stand-ins of them.
 
-Invariants: nothing here steps anything; what is hidden from an optimizer, or read of it, is there again afterwards.
+Invariants: no function here steps an optimizer; hidden attributes and gradients are restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ __all__ = [
 ]
 
 PLAIN: Final = (int, float, bool, str, type(None))
-"""What an optimizer may count in; whether a step changes it is looked at."""
+"""Types of attributes in which an optimizer may count; their values are compared before and after a step."""
 _OF_SCALER: Final = ("grad_scale", "found_inf")
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups of an optimizer, in their order."""
+    """Return the parameters of all groups of an optimizer, in their order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def treats_each_parameter_by_itself(optimizer: Optimizer) -> bool:
-    """Whether a step may be called for a few parameters at a time: for those of PyTorch, whose code is known."""
+    """Return True if a step may be called for a few parameters at a time: only for PyTorch's optimizers."""
     step = type(optimizer).step
     return step.__module__.startswith("torch.optim.") and not isinstance(optimizer, SparseAdam)
 
 
 def is_large(value: Any) -> bool:
-    """Whether a state is a tensor of several numbers, and not a count."""
+    """Return True if a state is a tensor of several values, not a count."""
     return isinstance(value, Tensor) and value.numel() > 1
 
 
 def counts_of(optimizer: Optimizer) -> dict[str, Any]:
-    """The plain values among an optimizer's attributes, in which it may count its steps."""
+    """Return the plain values among an optimizer's attributes, which may count its steps."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -56,21 +56,21 @@ def counts_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def set_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Gives a parameter a gradient of whatever dtype, or none."""
+    """Give a parameter a gradient of any dtype, or none."""
     parameter.grad = None
     parameter.grad_dtype = torch.float32 if gradient is None else gradient.dtype
     parameter.grad = gradient
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure that a step is called with, from what its hook gets; None where there is none."""
+    """Return the closure of a step, from the arguments of its hook; None if there is none."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def called_before(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step whose closure has been called: its gradients are there, it gives only the loss."""
+    """Call the closure of a step; return its arguments with a closure that only returns the loss."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
@@ -81,7 +81,7 @@ def called_before(
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """A block in which no region casts what a step computes."""
+    """Disable autocast in a block, so that no region casts inside the step."""
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
             yield
@@ -91,10 +91,10 @@ def outside_autocast() -> Iterator[None]:
 
 @contextmanager
 def without_scaler(optimizer: Optimizer) -> Iterator[None]:
-    """Hides what a scaler has told a fused step, which is then done by who calls it."""
-    its = vars(optimizer)
-    told: dict[str, Any] = {name: its.pop(name) for name in _OF_SCALER if name in its}
+    """Hide the attributes that a scaler sets for a fused step, because the caller applies them."""
+    attributes = vars(optimizer)
+    hidden = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}
     try:
         yield
     finally:
-        its.update(told)
+        attributes.update(hidden)

@@ -1,10 +1,10 @@
-"""The part of a tensor that lies in this process: of a `DTensor`, as FSDP2 makes one of each parameter, its local one.
+"""The part of a tensor in this process: the local tensor of a `DTensor`, such as a parameter of FSDP2.
 
 Invariants:
 
-- a plain tensor is its own part, and what is written into a part is written into the tensor;
-- what treats each number by itself may be done to the parts of tensors that are divided alike; of whatever looks at
-  several numbers, or at a shape, the whole tensor is asked;
+- a plain tensor is its own part, and writes to a part write the tensor;
+- elementwise operations may be applied to the parts of tensors that are sharded alike; operations that read several
+  elements or the shape need the whole tensor;
 - only `largest_over` communicates.
 """
 
@@ -18,28 +18,28 @@ from torch import Tensor
 from precast._torch import is_dtensor, local_tensor_of, version_of
 
 __all__ = [
+    "elements_here",
     "largest_over",
-    "numbers_here",
+    "mismatch",
     "part_of",
     "shard_number",
     "versions_of",
     "whole_like",
-    "why_not",
 ]
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """The numbers that lie in this process, without gradient; the tensor itself where it is plain."""
+    """Return the elements in this process, without gradient; a plain tensor itself."""
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
-def numbers_here(tensor: Tensor) -> int:
-    """How many numbers of it lie in this process."""
+def elements_here(tensor: Tensor) -> int:
+    """Return the number of elements in this process."""
     return part_of(tensor).numel()
 
 
 def whole_like(tensor: Any, part: Tensor) -> Tensor:
-    """A tensor that is divided as another one of the same shape, from the part of it that lies in this process."""
+    """Return a tensor that is sharded like another one of the same shape, from its part in this process."""
     if not is_dtensor(tensor):
         return part
     return type(tensor).from_local(  # type: ignore[no-any-return]
@@ -52,10 +52,14 @@ def whole_like(tensor: Any, part: Tensor) -> Tensor:
     )
 
 
-def why_not(parameter: Any, others: Iterable[Any]) -> str | None:
-    """Why the parts of these tensors are not those of the same numbers, each once; None where they are."""
+def mismatch(parameter: Any, others: Iterable[Any]) -> str | None:
+    """Return the reason why the parts of these tensors have different elements, or shared ones; None if they match."""
     if not is_dtensor(parameter):
-        return "a part of what it needs is sharded" if any(map(is_dtensor, others)) else None
+        return (
+            "a gradient or a state is sharded, but not the weight"
+            if any(map(is_dtensor, others))
+            else None
+        )
     if any(placement.is_partial() for placement in parameter.placements):
         return "a weight is a sum of parts, of which each process has one"
     part = part_of(parameter)
@@ -72,16 +76,16 @@ def why_not(parameter: Any, others: Iterable[Any]) -> str | None:
 
 
 def largest_over(tensor: Any, number: Tensor) -> Tensor:
-    """The largest of the numbers that the processes have which share a sharded tensor; shape ()."""
+    """Return the largest value over the processes that share a sharded tensor; shape ()."""
     from torch.distributed.tensor import Partial
 
     placements = [Partial("max")] * tensor.device_mesh.ndim
-    made = type(tensor).from_local(number, tensor.device_mesh, placements, run_check=False)
-    return made.full_tensor()  # type: ignore[no-any-return]
+    partial = type(tensor).from_local(number, tensor.device_mesh, placements, run_check=False)
+    return partial.full_tensor()  # type: ignore[no-any-return]
 
 
 def shard_number(tensor: Any) -> int:
-    """Which of the parts of a tensor is here: the same for replicas of a part, 0 where it is not divided."""
+    """Return the number of the part in this process: equal for replicas of a part, 0 for unsharded tensors."""
     if not is_dtensor(tensor):
         return 0
     mesh, number = tensor.device_mesh, 0
@@ -92,6 +96,6 @@ def shard_number(tensor: Any) -> int:
 
 
 def versions_of(tensor: Tensor) -> tuple[int, ...]:
-    """What moves when somebody writes it: an operation on a `DTensor` moves its counter, one on its part the part's."""
+    """Return the version counters of a tensor. A write to a `DTensor` increments its own, one to its part the other."""
     part = part_of(tensor)
     return (version_of(tensor),) if part is tensor else (version_of(tensor), version_of(part))

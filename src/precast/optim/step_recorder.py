@@ -1,13 +1,13 @@
-"""Records what an optimizer's step would do to one parameter, without doing it.
+"""Recording of an optimizer's step for one parameter, without executing it.
 
 Invariants:
 
-- operations on tensors of the parameter's size are written down and not carried out; operations on single numbers (step
-  counts, learning rates) are carried out, and `undo` takes them back;
-- only operations that treat each number by itself are written down, as PyTorch's own tag says; any other raises
-  `NotElementwiseError`, and nothing has been changed after `undo`;
-- numbers that Python computes (learning rate, corrections of bias) are arguments of what is recorded, not a part of it,
-  so a schedule changes no program.
+- operations on tensors of the parameter's size are recorded and not executed; operations on single values (step counts,
+  learning rates) are executed, and `undo` reverts them;
+- only elementwise operations are recorded, according to PyTorch's tag; any other raises `NotElementwiseError`, and
+  `undo` then restores everything;
+- values that Python computes (learning rate, bias corrections) are arguments of the recording, not a part of it, so a
+  schedule needs no new program.
 """
 
 from __future__ import annotations
@@ -20,94 +20,95 @@ from torch import Tensor
 
 from precast._torch import DispatchMode, without_modes, writes_an_argument
 
-__all__ = ["Call", "NotElementwiseError", "Recorded", "StepRecorder"]
+__all__ = ["NotElementwiseError", "RecordedStep", "StepCall", "StepRecorder"]
 
 
 class NotElementwiseError(Exception):
-    """A step does something to a parameter that is not done to each number by itself; says what."""
+    """An optimizer's step is not elementwise; the message names the operation."""
 
 
-class Argument(NamedTuple):
-    """One argument of a call: the number of a value, or of a scalar, or a constant."""
+class StepArgument(NamedTuple):
+    """One argument of a call."""
 
     kind: str
     """`value`, `scalar` or `constant`."""
-    what: Any
+    content: Any
+    """The number of a value or a scalar, or the constant."""
 
 
-class Call(NamedTuple):
-    """One operation: its name in `torch.ops.aten`, and what it gets."""
+class StepCall(NamedTuple):
+    """One operation: its name in `torch.ops.aten`, and its arguments."""
 
     name: str
-    args: tuple[Argument, ...]
-    kwargs: tuple[tuple[str, Argument], ...]
+    args: tuple[StepArgument, ...]
+    kwargs: tuple[tuple[str, StepArgument], ...]
 
 
-class Recorded(NamedTuple):
-    """What is done to one parameter, whichever it is; the key of a compiled program.
+class RecordedStep(NamedTuple):
+    """The operations on one parameter, which may be any: the key of a compiled program.
 
-    The value of number ``-1 - i`` is the tensor i as it was; that of number ``i`` is the result of call i.
+    The value of number ``-1 - i`` is tensor i before the step; that of number ``i`` is the result of call i.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[StepCall, ...]
     dtypes: tuple[torch.dtype, ...]
-    """Those of the tensors."""
+    """The dtypes of the tensors."""
     results: tuple[int, ...]
-    """The number of the value that each tensor has at the end."""
+    """The number of the final value of each tensor."""
 
 
-class _Kind(NamedTuple):
-    """What is known of an operation on arguments of certain dtypes."""
+class _OperationKind(NamedTuple):
+    """The properties of an operation for arguments of certain dtypes."""
 
     dtype: torch.dtype
     takes_tensors: bool
-    """Whether a number may be given as a tensor, which a program can take as an argument."""
+    """True if its number arguments may be tensors, which can be arguments of a program."""
 
 
-_known: Final[dict[Any, _Kind]] = {}
+_kinds: Final[dict[Any, _OperationKind]] = {}
 _SAME: Final = frozenset({"detach", "alias", "lift_fresh"})
 _UNTAGGED: Final = frozenset({"copy_", "_to_copy", "zero_", "fill_"})
-"""What treats each number by itself and has no tag that says so (2.13)."""
+"""Elementwise operations without PyTorch's tag (2.13)."""
 _FACTORED: Final = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
-"""Arguments that have to be numbers, and that a program applies with a multiplication of its own."""
+"""Arguments that have to be numbers, for which a program uses a separate multiplication."""
 
 
 class StepRecorder(DispatchMode):
-    """The mode in which a step is called for one parameter.
+    """A dispatch mode in which a step is called for one parameter.
 
     Args:
-        parameter: what is stepped; it has more than one number, which lie side by side.
-        gradient: what the step sees as its gradient; its numbers are not read.
+        parameter: the parameter; it has more than one element, contiguous in memory.
+        gradient: the gradient for the step; its values are not read.
     """
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
         super().__init__()
         self.tensors: list[Tensor] = []
-        """What the step reads and writes: the parameter, its gradient, then the states as they were met."""
+        """The tensors that the step reads and writes: the parameter, its gradient, then the states in order of use."""
         self.scalars: list[float] = []
         self._shape, self._stride = parameter.shape, parameter.stride()
-        self._calls: list[Call] = []
+        self._calls: list[StepCall] = []
         self._dtypes: list[torch.dtype] = []
         self._numbers: dict[int, int] = {}
         self._current: list[int] = []
-        self._made: dict[int, tuple[Tensor, list[int]]] = {}
-        """``id`` of each tensor that stands for a result -> itself, and its value's number, which aliases share."""
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._results: dict[int, tuple[Tensor, list[int]]] = {}
+        """Maps ``id`` of each result's meta tensor to the tensor and its value's number, which aliases share."""
+        self._originals: list[tuple[Tensor, Tensor]] = []
         for tensor in (parameter, gradient):
             self._value(tensor)
 
-    def recorded(self) -> Recorded:
-        """All that was recorded."""
-        return Recorded(
+    def recorded(self) -> RecordedStep:
+        """Return the recording."""
+        return RecordedStep(
             tuple(self._calls), tuple(t.dtype for t in self.tensors), tuple(self._current)
         )
 
     def undo(self) -> None:
-        """Gives single numbers that were written what they were."""
+        """Restore single values that were written."""
         with torch.no_grad():
-            for tensor, was in reversed(self._before):
+            for tensor, was in reversed(self._originals):
                 tensor.copy_(was)
-        self._before.clear()
+        self._originals.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -134,15 +135,15 @@ class StepRecorder(DispatchMode):
         if name == "copy":
             source = args[1]
             if source.numel() == 1:
-                raise NotElementwiseError("its step copies one number into many")
-            self._set(target, *self._known_value(source))
+                raise NotElementwiseError("its step copies one value into many elements")
+            self._set(target, *self._number_and_dtype(source))
         else:
             self._set(target, *self._add(name, args, kwargs))
         return target
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if writes_an_argument(func):
-            self._before += [
+            self._originals += [
                 (t, t.clone()) for t in _tensors((*args, *kwargs.values())) if not t.is_meta
             ]
         return func(*args, **kwargs)
@@ -151,7 +152,7 @@ class StepRecorder(DispatchMode):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, torch.dtype]:
         kind = self._kind(name, args, kwargs)
-        call = Call(
+        call = StepCall(
             name,
             tuple(self._argument(each, kind) for each in args),
             tuple((key, self._argument(each, kind)) for key, each in kwargs.items()),
@@ -160,36 +161,36 @@ class StepRecorder(DispatchMode):
         self._dtypes.append(kind.dtype)
         return len(self._calls) - 1, kind.dtype
 
-    def _argument(self, given: Any, kind: _Kind) -> Argument:
-        if isinstance(given, Tensor) and given.numel() > 1:
-            return Argument("value", self._known_value(given)[0])
-        if isinstance(given, Tensor):
-            if not given.is_floating_point():
+    def _argument(self, value: Any, kind: _OperationKind) -> StepArgument:
+        if isinstance(value, Tensor) and value.numel() > 1:
+            return StepArgument("value", self._number_and_dtype(value)[0])
+        if isinstance(value, Tensor):
+            if not value.is_floating_point():
                 raise NotElementwiseError("its step computes with whole numbers in tensors")
-            given = given.item()
-        elif not isinstance(given, float) or not kind.takes_tensors:
-            return Argument("constant", given)
-        self.scalars.append(float(given))
-        return Argument("scalar", len(self.scalars) - 1)
+            value = value.item()
+        elif not isinstance(value, float) or not kind.takes_tensors:
+            return StepArgument("constant", value)
+        self.scalars.append(float(value))
+        return StepArgument("scalar", len(self.scalars) - 1)
 
-    def _known_value(self, tensor: Tensor) -> tuple[int, torch.dtype]:
+    def _number_and_dtype(self, tensor: Tensor) -> tuple[int, torch.dtype]:
         number = self._value(tensor)
         if number < 0:
             return number, self.tensors[-1 - number].dtype
         return number, self._dtypes[number]
 
     def _value(self, tensor: Tensor) -> int:
-        made = self._made.get(id(tensor))
-        if made is not None:
-            return made[1][0]
-        place = tensor.data_ptr()
-        number = self._numbers.get(place)
+        result = self._results.get(id(tensor))
+        if result is not None:
+            return result[1][0]
+        pointer = tensor.data_ptr()
+        number = self._numbers.get(pointer)
         if number is None:
             if tensor.shape != self._shape or tensor.stride() != self._stride or not tensor.is_cpu:
                 raise NotElementwiseError(
                     "its states have another shape or layout than the parameter"
                 )
-            number = self._numbers[place] = len(self.tensors)
+            number = self._numbers[pointer] = len(self.tensors)
             self.tensors.append(tensor)
             self._current.append(-1 - number)
         elif self.tensors[number].dtype is not tensor.dtype:
@@ -198,58 +199,58 @@ class StepRecorder(DispatchMode):
 
     def _set(self, target: Tensor, number: int, dtype: torch.dtype) -> None:
         if target.dtype is not dtype:
-            call = Call(
+            call = StepCall(
                 "_to_copy",
-                (Argument("value", number),),
-                (("dtype", Argument("constant", target.dtype)),),
+                (StepArgument("value", number),),
+                (("dtype", StepArgument("constant", target.dtype)),),
             )
             self._calls.append(call)
             self._dtypes.append(target.dtype)
             number = len(self._calls) - 1
-        made = self._made.get(id(target))
-        if made is not None:
-            made[1][0] = number
+        result = self._results.get(id(target))
+        if result is not None:
+            result[1][0] = number
         else:
             self._value(target)
             self._current[self._numbers[target.data_ptr()]] = number
 
     def _new(self, number: int, dtype: torch.dtype) -> Tensor:
         result = torch.empty_strided(self._shape, self._stride, dtype=dtype, device="meta")
-        self._made[id(result)] = result, [number]
+        self._results[id(result)] = result, [number]
         return result
 
     def _alias(self, alias: Tensor, of: Tensor) -> Tensor:
-        made = self._made.get(id(of))
-        if made is not None:
-            self._made[id(alias)] = alias, made[1]
+        result = self._results.get(id(of))
+        if result is not None:
+            self._results[id(alias)] = alias, result[1]
         return alias
 
-    def _kind(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
+    def _kind(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OperationKind:
         key = name, *map(_type_of, args), *((k, _type_of(v)) for k, v in kwargs.items())
-        if key not in _known:
-            _known[key] = _tried(name, args, kwargs)
-        return _known[key]
+        if key not in _kinds:
+            _kinds[key] = _kind_of(name, args, kwargs)
+        return _kinds[key]
 
 
-def _type_of(given: Any) -> Any:
-    if isinstance(given, Tensor):
-        return given.dtype, given.numel() > 1
-    if isinstance(given, (list, tuple, dict)):
+def _type_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.numel() > 1
+    if isinstance(value, (list, tuple, dict)):
         raise NotElementwiseError("its step takes several tensors at once")
-    return type(given) if isinstance(given, float) else given
+    return type(value) if isinstance(value, float) else value
 
 
-def _tried(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
-    """Tries an operation on tensors without numbers."""
+def _kind_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _OperationKind:
+    """Return the kind of an operation, by calling it on meta tensors."""
     packet = getattr(torch.ops.aten, name)
 
-    def like(given: Any, *, numbers: bool) -> Any:
-        if isinstance(given, Tensor):
-            shape = (2,) if given.numel() > 1 else ()
-            return torch.empty(shape, dtype=given.dtype, device="meta")
-        if numbers and isinstance(given, float):
+    def like(value: Any, *, numbers: bool) -> Any:
+        if isinstance(value, Tensor):
+            shape = (2,) if value.numel() > 1 else ()
+            return torch.empty(shape, dtype=value.dtype, device="meta")
+        if numbers and isinstance(value, float):
             return torch.empty((), device="meta")
-        return given
+        return value
 
     def result(*, numbers: bool) -> Tensor:
         factor = _FACTORED.get(name)
@@ -266,11 +267,11 @@ def _tried(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Kind:
             takes = result(numbers=True).dtype is plain.dtype
         except (RuntimeError, TypeError):
             takes = False
-    return _Kind(plain.dtype, takes)
+    return _OperationKind(plain.dtype, takes)
 
 
-def _tensors(given: Any) -> Iterator[Tensor]:
-    for each in given:
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for each in values:
         if isinstance(each, Tensor):
             yield each
         elif isinstance(each, (list, tuple)):

@@ -1,6 +1,6 @@
-"""The norm of gradients together, of which some may be sharded over the processes of a mesh, and others not.
+"""The total norm of gradients that may be plain, or sharded over the processes of several meshes.
 
-PyTorch's own norm raises for plain gradients beside sharded ones, and for those of two meshes (2.13).
+PyTorch's own norm raises for plain gradients together with sharded ones, and for those of two meshes (2.13).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def total_norm(
     error_if_nonfinite: bool,
     foreach: bool | None = None,
 ) -> Tensor:
-    """PyTorch's norm, over all processes where gradients are sharded: then it is the same number in each.
+    """Return PyTorch's norm; for sharded gradients over all processes, with the same value in each.
 
     Args:
-        gradients: plain ones and sharded ones, also of several meshes.
-        norm_type: which norm.
-        error_if_nonfinite: whether a norm that is not finite raises RuntimeError, as PyTorch does.
+        gradients: plain and sharded gradients, also of several meshes.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise RuntimeError if the norm is not finite, as PyTorch does.
         foreach: as for `torch.nn.utils.get_total_norm`.
 
     Returns:
@@ -43,28 +43,28 @@ def total_norm(
     if not any(by_mesh):
         return get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
     norms = [
-        get_total_norm(some, norm_type, foreach=foreach)
+        get_total_norm(group, norm_type, foreach=foreach)
         if mesh is None
-        else _norm_over(some, norm_type, foreach)
-        for mesh, some in by_mesh.items()
+        else _norm_over(group, norm_type, foreach)
+        for mesh, group in by_mesh.items()
     ]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"The norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. With "
-            "error_if_nonfinite=False they are multiplied by what follows from it."
+            f"The norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. Pass "
+            "error_if_nonfinite=False to multiply them by the resulting factor."
         )
     return norm
 
 
 def _norm_over(gradients: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
-    """The norm of gradients that the processes of one mesh have parts of."""
+    """Return the norm of gradients that are sharded over the processes of one mesh."""
     if norm_type != math.inf:
         norm: Any = get_total_norm(gradients, norm_type, foreach=foreach)
         return norm.full_tensor()  # type: ignore[no-any-return]
-    # PyTorch raises where one of the parts has no numbers (2.13), in that process alone, while others wait.
+    # PyTorch raises if one of the parts is empty (2.13), in that process alone, while the others wait.
     parts = [part_of(gradient) for gradient in gradients]
     norms = [torch.linalg.vector_norm(part, norm_type) for part in parts if part.numel()]
-    here = get_total_norm([*norms, parts[0].new_zeros(())], norm_type)
-    # Comparing numbers of several processes may lose NaN.
-    return largest_over(gradients[0], here.nan_to_num(nan=math.inf, posinf=math.inf))
+    own = get_total_norm([*norms, parts[0].new_zeros(())], norm_type)
+    # A maximum over several processes may lose NaN.
+    return largest_over(gradients[0], own.nan_to_num(nan=math.inf, posinf=math.inf))

@@ -1,1 +1,1 @@
-"""A policy as data: which operation runs in which precision, in tables, files and rules for modules."""
+"""Policies: tables, files and rules for modules that decide which operation runs in which precision."""

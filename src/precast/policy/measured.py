@@ -1,9 +1,9 @@
-"""What a policy says of the measurements that it comes from: the table `[measured]` of a file.
+"""The measurements behind a policy: the table `[measured]` of a file.
 
 Invariants:
     - It changes no result: a policy's rules and fingerprint are the same with and without it.
     - A policy that was measured on another machine, or with another release of PyTorch, warns once in a process.
-    - What cannot be found out about this machine is not compared.
+    - Facts about this machine that cannot be determined are not compared.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Value = str | int | float | bool
 Measured = Mapping[str, Value]
 
 _COMPARED: Final = ("device", "machine", "torch")
-_told: Final[set[tuple[str, frozenset[tuple[str, Value]]]]] = set()
+_reported: Final[set[tuple[str, frozenset[tuple[str, Value]]]]] = set()
 
 
 def here(device_type: str) -> dict[str, Value]:
-    """What `[measured]` says of this machine: `device`, its type; `machine`, its name; `torch`, the version."""
+    """Return the entries for this machine: `device`, its type; `machine`, its name; `torch`, the version."""
     return {
         "device": device_type,
         "machine": machine_name(device_type),
@@ -43,11 +43,11 @@ def here(device_type: str) -> dict[str, Value]:
 
 @functools.cache
 def machine_name(device_type: str) -> str:
-    """The name of the processor, or of the accelerator that is current; empty where it is not known."""
+    """Return the name of the processor, or of the current accelerator; empty if it cannot be determined."""
     if device_type != "cpu":
         with contextlib.suppress(
             Exception
-        ):  # any: what an absent device raises is its backend's to choose
+        ):  # any: the backend decides what an absent device raises
             return str(getattr(torch, device_type).get_device_name())
         return ""
     with contextlib.suppress(OSError):
@@ -60,59 +60,61 @@ def machine_name(device_type: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def check_measured(given: object, where: str) -> Measured:
-    """Returns what was measured, as a mapping that nobody can change.
+def check_measured(value: object, where: str) -> Measured:
+    """Return the table as a mapping that cannot be changed.
 
     Raises:
-        PolicyError: no mapping, a key that is no text, or a value that is neither text nor a number nor a boolean.
+        PolicyError: not a mapping, a key that is not text, or a value that is neither text, a number nor a boolean.
     """
     example = '{"machine": "Xeon", "torch": "2.13.0"}'
-    found = check_mapping(given, where, example)
-    for key, value in found.items():
+    table = check_mapping(value, where, example)
+    for key, entry in table.items():
         check_text(key, f"{where}: a key")
-        if isinstance(value, str):
-            check_text(value, f"{where} {key}")
-        elif not isinstance(value, int | float):
+        if isinstance(entry, str):
+            check_text(entry, f"{where} {key}")
+        elif not isinstance(entry, int | float):
             raise PolicyError(
-                f"{where} {key} is {shown(value)}; it must be text, a number, true or false; write a date as text: "
+                f"{where} {key} is {shown(entry)}; it must be text, a number, true or false; write a date as text: "
                 'date = "2026-11-23"'
             )
-        if key in _COMPARED and not isinstance(value, str):
-            raise PolicyError(f"{where} {key} is {shown(value)}; it must be text")
-    return MappingProxyType(dict(found))
+        if key in _COMPARED and not isinstance(entry, str):
+            raise PolicyError(f"{where} {key} is {shown(entry)}; it must be text")
+    return MappingProxyType(dict(table))
 
 
 def warn_elsewhere(name: str, measured: Measured, device_type: str) -> None:
-    """Warns, once for each policy, where it is used elsewhere than it was measured.
+    """Warn, once for each policy, if it is used elsewhere than it was measured.
 
     Args:
-        name: the policy's.
-        measured: what it says.
-        device_type: that of the region that it is used in.
+        name: name of the policy.
+        measured: its measurements.
+        device_type: device type of the region that uses it.
     """
-    known = name, frozenset(measured.items())
-    if not measured or known in _told:
+    policy = name, frozenset(measured.items())
+    if not measured or policy in _reported:
         return
     differing = _differing(measured, here(device_type))
     if differing:
-        _told.add(known)
-        named = "; ".join(f"{key}: {was}, here {now}" for key, was, now in differing)
+        _reported.add(policy)
+        listed = "; ".join(f"{key}: {was}, here {now}" for key, was, now in differing)
         warnings.warn(
-            f"The policy {name!r} was measured elsewhere ({named}). Its rules hold here too, but what was measured of "
-            "time, memory and accuracy may not. Measure again here, or take [measured] out of the file.",
+            f"The policy {name!r} was measured elsewhere ({listed}). Its rules are valid here, but its time, memory "
+            "and accuracy may differ. Measure again here, or remove [measured] from the file.",
             PrecastWarning,
             stacklevel=2,
         )
 
 
-def _differing(measured: Measured, now: Measured) -> list[tuple[str, Value, Value]]:
-    """What differs of the keys that are compared, with both values; of a version of PyTorch two numbers count."""
-    device = measured.get("device", now["device"])
-    keys = _COMPARED if device == now["device"] else ("device", "torch")
+def _differing(measured: Measured, current: Measured) -> list[tuple[str, Value, Value]]:
+    """Return the compared keys that differ, with both values; of a version of PyTorch two numbers are compared."""
+    device = measured.get("device", current["device"])
+    keys = _COMPARED if device == current["device"] else ("device", "torch")
     return [
-        (key, measured[key], now[key])
+        (key, measured[key], current[key])
         for key in keys
-        if measured.get(key) and now[key] and _same(key, measured[key]) != _same(key, now[key])
+        if measured.get(key)
+        and current[key]
+        and _same(key, measured[key]) != _same(key, current[key])
     ]
 
 

@@ -1,10 +1,10 @@
-"""Finds out which of a policy's rules for modules act on which modules of a model, and what then holds inside each.
+"""The plan of a policy's rules for modules on a model: the modules with rules, and the state inside each module.
 
 Invariants:
 
-- a plan is made from names and types alone; nothing of the model is changed or kept;
-- names are those of `module_names.py`, without what PyTorch's wrappers put into them;
-- a rule that cannot be carried out is an error here, before the model is touched;
+- a plan needs names and types only; nothing of the model is changed or stored;
+- names are those of `module_names.py`, without the components that PyTorch's wrappers add;
+- a rule that cannot be applied raises an error here, before the model is changed;
 - a rule acts when its module is called. A list of modules is never called, so its rule passes to the modules in it.
 """
 
@@ -21,7 +21,7 @@ from torch import nn
 from precast._internal.display import Card, Displayed, size
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
-from precast.policy.module_rules import AROUND, Inside, ModuleRule, Precision, decide
+from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
 from precast.policy.patterns import PatternIndex
 from precast.policy.policy import Policy
 from precast.policy.values import nearest, shown
@@ -30,8 +30,8 @@ __all__ = ["Plan", "PlannedModule", "is_called", "outwards", "plan"]
 
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
-_TOLD: Final = 10
-"""For so many patterns that match nothing, complaints suggest names that may have been meant."""
+_LISTED: Final = 10
+"""Number of patterns without a match for which complaints suggest similar names."""
 _NAMED: Final = (Precision.FLOAT16, Precision.BFLOAT16)
 
 
@@ -42,28 +42,28 @@ class PlannedModule:
     Attributes:
         name: the dotted name; "" is the model itself.
         kind: the name of its class.
-        rule: the policy's rule for it; None where none matches.
-        pattern: the pattern that decided; None where none matches.
-        inside: what holds inside it, by its own rule and those of the modules it is in.
-        carried_out: what is to be done when it is called; None for nothing.
+        rule: the policy's rule for it; None if none matches.
+        pattern: the pattern of that rule; None if none matches.
+        inside: the state inside it, from its rule and those of the modules that contain it.
+        carried_out: the rule to apply when it is called; None for none.
     """
 
     name: str
     kind: str
     rule: ModuleRule | None
     pattern: str | None
-    inside: Inside
+    inside: ModuleContext
     carried_out: ModuleRule | None
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Displayed):
-    """What a policy's module rules mean for one model.
+    """The effect of a policy's module rules on one model.
 
     Attributes:
         policy: the policy.
-        modules: every module, each before those in it; one with two names is there twice.
-        matches: the names of the modules that each pattern matches, whether it decides for them or an exact name does.
+        modules: every module, each before those in it; one with two names appears twice.
+        matches: the names of the modules that each pattern matches, including modules with an exact name in the rules.
     """
 
     policy: Policy
@@ -77,7 +77,7 @@ class Plan(Displayed):
 
     @property
     def rules(self) -> list[tuple[str, str]]:
-        """Name of each module that a rule matches, and what it says: "fp32, by head.*"."""
+        """The name of each module with a rule, and the rule as text: "fp32, by head.*"."""
         return [
             (m.name or "the model", f"{m.rule}, by {m.pattern}") for m in self.modules if m.rule
         ]
@@ -90,11 +90,11 @@ class Plan(Displayed):
                 size(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
             )
         nothing = [(pattern, "matches no module") for pattern in self.unmatched]
-        what = f"Plan of the policy {self.policy.name!r}"
-        return Card(what, facts, ("name", "rule"), [*self.rules, *nothing])
+        title = f"Plan of the policy {self.policy.name!r}"
+        return Card(title, facts, ("name", "rule"), [*self.rules, *nothing])
 
-    def inside(self, name: str) -> Inside:
-        """What holds inside the module of that name."""
+    def inside(self, name: str) -> ModuleContext:
+        """Return the state inside the module of that name."""
         return self._by_name[name].inside
 
     @functools.cached_property
@@ -102,10 +102,10 @@ class Plan(Displayed):
         return {module.name: module for module in self.modules}
 
     def complaints(self) -> list[str]:
-        """One sentence for each rule that does nothing: no module matches, or PyTorch does not call it."""
+        """Return one sentence for each rule without effect: no module matches, or PyTorch does not call it."""
         return (
             self._unmatched_ones()
-            + self._switched_off_ones()
+            + self._disabled_ones()
             + [
                 f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
                 "weight and never calls it. Write a rule for the attention as a whole."
@@ -115,10 +115,10 @@ class Plan(Displayed):
             ]
         )
 
-    def _switched_off_ones(self) -> list[str]:
+    def _disabled_ones(self) -> list[str]:
         return [
-            f"[modules] {module.pattern!r} does nothing for {module.name!r}: the rule for a module around it has "
-            "switched autocast off. To switch it on again, write "
+            f"[modules] {module.pattern!r} does nothing for {module.name!r}: the rule for a module that contains it "
+            "switches autocast off. To switch it on again, write "
             f'{{ dtype = "lower", ops = {{ linear = "{module.rule.float8}" }} }}.'
             for module in self.modules
             if module.rule is not None and module.rule.float8 and not module.inside.enabled
@@ -126,21 +126,21 @@ class Plan(Displayed):
 
     def _unmatched_ones(self) -> list[str]:
         names = [module.name for module in self.modules]
-        said = [
+        complaints = [
             f"[modules] {shown(pattern)} matches no module of the model{_suggestion(pattern, names)}"
-            for pattern in self.unmatched[:_TOLD]
+            for pattern in self.unmatched[:_LISTED]
         ]
-        more = self.unmatched[_TOLD:]
-        if more:  # to look for what each may have meant takes longer than all the rest
-            said.append(
+        more = self.unmatched[_LISTED:]
+        if more:  # finding similar names for each would take longer than the rest of the plan
+            complaints.append(
                 f"[modules] {len(more)} more patterns match no module of the model: "
-                f"{', '.join(map(shown, more[:_TOLD]))}{', ...' if more[_TOLD:] else ''}."
+                f"{', '.join(map(shown, more[:_LISTED]))}{', ...' if more[_LISTED:] else ''}."
             )
-        return said
+        return complaints
 
 
 def _suggestion(pattern: str, names: list[str]) -> str:
-    """Return the end of a sentence on a pattern that matches nothing: a pattern or names that may have been meant."""
+    """Return the end of a sentence on a pattern without a match: a similar pattern or similar names."""
     deeper = f"*.{pattern}"
     index = PatternIndex([deeper])
     if hits := [name for name in names if pattern and index.matching(name)]:
@@ -152,14 +152,14 @@ def _suggestion(pattern: str, names: list[str]) -> str:
 
 
 def plan(model: nn.Module, policy: Policy) -> Plan:
-    """What `policy.modules` means for `model`.
+    """Return the plan of `policy.modules` for `model`.
 
     Args:
-        model: any module; scripted and compiled ones too.
+        model: any module, including scripted and compiled ones.
         policy: the policy.
 
     Raises:
-        PolicyError: two patterns disagree on a module; a module has two names, whose rules differ; a rule for a
+        PolicyError: two patterns disagree on a module; a module has two names with different rules; a rule for a
             module that is scripted as a part of another.
 
     Examples:
@@ -170,23 +170,23 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
     """
     modules = modules_by_name(model)
     matching = {name: policy.patterns.matching(name) for name in modules}
-    found = {name: decide(of_it, policy.modules, name) for name, of_it in matching.items()}
-    decided = _agreed(modules, found)
+    own = {name: decide(patterns, policy.modules, name) for name, patterns in matching.items()}
+    decided = _agreed(modules, own)
     planned: dict[str, PlannedModule] = {}
-    handed_on: dict[str, ModuleRule | None] = {}
+    passed_on: dict[str, ModuleRule | None] = {}
     for name, module in modules.items():
         parent = _parent(name, planned) if name else ""
-        around = planned[parent].inside if name else AROUND
+        outside = planned[parent].inside if name else MODEL_CONTEXT
         pattern, rule = decided[name] or (None, None)
-        acting = around.in_16_bits(rule, policy.in_8_bits)
-        inside = around.then(acting, name, pattern or "")
-        carried = _after(handed_on.get(parent), None if inside is around else acting)
-        if _is_part_of_scripted(name, modules, inside.state == around.state):
+        acting = outside.in_16_bits(rule, policy.in_8_bits)
+        inside = outside.then(acting, name, pattern or "")
+        carried = _combined(passed_on.get(parent), None if inside is outside else acting)
+        if _is_part_of_scripted(name, modules, inside.state == outside.state):
             carried = None
-        called = is_called(module)
-        handed_on[name] = None if called else carried
+        can_call = is_called(module)
+        passed_on[name] = None if can_call else carried
         kind = type(module).__name__
-        carried = carried if called else None
+        carried = carried if can_call else None
         planned[name] = PlannedModule(name, kind, rule, pattern, inside, carried)
     _check_shared(modules, planned)
     matches: dict[str, list[str]] = {pattern: [] for pattern in policy.modules}
@@ -196,41 +196,41 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
     return Plan(policy, tuple(planned.values()), {p: tuple(n) for p, n in matches.items()})
 
 
-_Decided = dict[str, tuple[str, ModuleRule] | None]
+_Decisions = dict[str, tuple[str, ModuleRule] | None]
 
 
-def _agreed(modules: dict[str, nn.Module], found: _Decided) -> _Decided:
-    """Gives a module with several names one decision, whichever of its names the rule matched."""
+def _agreed(modules: dict[str, nn.Module], decisions: _Decisions) -> _Decisions:
+    """Return one decision for each module with several names, from the name that has a rule."""
     first: dict[int, str] = {}
     for name, module in modules.items():
-        decision = found[name]
+        decision = decisions[name]
         if decision is None:
             continue
         other = first.setdefault(id(module), name)
-        theirs = found[other]
+        theirs = decisions[other]
         assert theirs is not None
-        if not decision[1].says_as(theirs[1]):
+        if not decision[1].agrees_with(theirs[1]):
             raise PolicyError(
                 f"[modules]: {other!r} and {name!r} are one module, for which {theirs[0]!r} says {theirs[1]} and "
                 f"{decision[0]!r} says {decision[1]}. Write one rule, or the same for both names."
             )
-    return {name: found[first.get(id(module), name)] for name, module in modules.items()}
+    return {name: decisions[first.get(id(module), name)] for name, module in modules.items()}
 
 
-def _parent(name: str, known: Iterable[str]) -> str:
-    """The nearest module around the named one; names of wrappers may be missing between them."""
-    return next(outer for outer in outwards(name) if outer in known)
+def _parent(name: str, names: Iterable[str]) -> str:
+    """Return the nearest module in `names` that contains the named one; names of wrappers may be missing."""
+    return next(outer for outer in outwards(name) if outer in names)
 
 
 def outwards(name: str) -> Iterator[str]:
-    """The names of all modules around the named one, the innermost first and the model, "", last."""
+    """Yield the names of all modules that contain the named one, innermost first; the model, "", is last."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-def _after(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | None:
-    """Combines the rule of a list of modules, which is never called itself, with the own rule of a module in it."""
+def _combined(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | None:
+    """Combine the rule of a list of modules, which is never called itself, with the rule of a module in it."""
     if outer is None or inner is None:
         return inner or outer
     keeps = inner.dtype is None or (inner.dtype is Precision.LOWER and outer.dtype in _NAMED)
@@ -239,16 +239,16 @@ def _after(outer: ModuleRule | None, inner: ModuleRule | None) -> ModuleRule | N
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module can be called, which a list of modules cannot."""
+    """Return True if a module can be called; a list of modules cannot."""
     own = getattr(type(module), "forward", None) is not nn.Module.forward
     return own or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
 
 
 def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothing: bool) -> bool:
-    """Whether TorchScript calls the module as a part of another, so that no hook runs when it is called.
+    """Return True if TorchScript calls the module as a part of another, so that its hooks do not run.
 
     Raises:
-        PolicyError: it does, and the rules inside the module differ from those around it.
+        PolicyError: it does, and the rules inside the module differ from those outside.
     """
     outer = (n for n in outwards(name) if isinstance(modules.get(n), torch.jit.ScriptModule))
     scripted = next(outer, None)
@@ -256,21 +256,21 @@ def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothi
         return scripted is not None
     raise PolicyError(
         f"[modules]: the module {name!r} is scripted as a part of {scripted!r}: TorchScript calls it, so no rule can "
-        f"act on it alone. Write a rule for {scripted!r} as a whole, and none for what is in it."
+        f"act on it alone. Write a rule for {scripted!r} as a whole, and none for the modules in it."
     )
 
 
 def _check_shared(modules: dict[str, nn.Module], planned: dict[str, PlannedModule]) -> None:
-    """Raises an error for a module that gets different rules from two lists of modules."""
+    """Raise an error for a module that gets different rules from two lists of modules."""
     first: dict[int, PlannedModule] = {}
     for name, module in modules.items():
-        here = planned[name]
-        if here.carried_out is None:
+        current = planned[name]
+        if current.carried_out is None:
             continue
-        other = first.setdefault(id(module), here)
+        other = first.setdefault(id(module), current)
         assert other.carried_out is not None
-        if not other.carried_out.says_as(here.carried_out):
+        if not other.carried_out.agrees_with(current.carried_out):
             raise PolicyError(
                 f"[modules]: {other.name!r} and {name!r} are one module, which is to follow {other.carried_out} in "
-                f"one place and {here.carried_out} in the other. Write rules that say the same for both."
+                f"one place and {current.carried_out} in the other. Write rules that say the same for both."
             )

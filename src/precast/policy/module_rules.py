@@ -1,9 +1,9 @@
-"""A policy's rules for modules: what each means, which one decides, and what follows where modules nest.
+"""A policy's rules for modules: their meaning, the choice among matching rules, and the effect of nested ones.
 
 Invariants:
     - Among the rules that match a module an exact name decides; patterns with stars that disagree are an error.
-    - What holds inside a module follows from its rule and from what holds around it, and from nothing else.
-    - Every problem is a `PolicyError` that begins with where it was found.
+    - The state inside a module depends on its rule and on the state outside of it, and on nothing else.
+    - Every problem is a `PolicyError` that begins with its location.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from precast.policy.rows import (
 from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
-    "AROUND",
-    "Found",
-    "Inside",
+    "MODEL_CONTEXT",
+    "Decision",
+    "ModuleContext",
     "ModuleRule",
     "Precision",
     "decide",
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class Precision(enum.StrEnum):
-    """What a rule does with a module's inputs and with the region inside the module."""
+    """The effect of a rule on a module's inputs and on the region inside the module."""
 
     FP32 = "fp32"
     FLOAT16 = "float16"
@@ -59,19 +59,19 @@ _IN_16_BITS: Final = (Precision.FLOAT16, Precision.BFLOAT16, Precision.LOWER)
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """What holds for a module and all that it calls.
+    """The rule for a module and everything that it calls.
 
-    A float8 rule's name in place of the dtype is short for a row with that rule for each product of matrices.
+    The name of a float8 rule in place of the dtype is short for a row with that rule for each product of matrices.
 
     Attributes:
-        dtype: `fp32`: inputs are cast to float32, and autocast is off inside; `float16`, `bfloat16`: inputs are cast
-            to it, and it is the dtype of the region inside; `lower`: the same with the dtype of the region around,
-            also where an outer module has switched autocast off; with each of the three, products that are in 8 bits
-            around the module are in 16 bits inside, unless `ops` says otherwise; `keep`: as if no rule matched; None:
-            as around it.
-        ops: rows laid over the policy in force inside, by the operation's key; for every device type.
-        reason: why, in a few words.
-        origin: the file and key where it was written; it does not count when rules are compared.
+        dtype: `fp32`: inputs are cast to float32, and autocast is off inside. `float16`, `bfloat16`: inputs are cast
+            to it, and it is the dtype of the region inside. `lower`: the same with the dtype of the surrounding region,
+            even if an outer module has switched autocast off. With each of these three, products that are in 8 bits
+            outside the module are in 16 bits inside, unless `ops` says otherwise. `keep`: as if no rule matched. None:
+            as outside.
+        ops: rows that replace those of the policy in force inside, by the operation's key; for every device type.
+        reason: the reason, in a few words.
+        origin: the file and key of the rule; ignored when rules are compared.
     """
 
     dtype: Precision | None
@@ -103,13 +103,13 @@ class ModuleRule:
 
     @property
     def float8(self) -> Rule | None:
-        """The float8 rule that all products of matrices have; None where they have none or several, or a dtype."""
+        """The float8 rule of all products of matrices; None if they differ or have none, or there is a dtype."""
         rules = {e.rule if e is not None else None for e in map(self.ops.get, FLOAT8_OPERATIONS)}
         rule = rules.pop() if len(rules) == 1 and self.dtype is None else None
         return rule if rule in FLOAT8_RULES else None
 
-    def says_as(self, other: ModuleRule) -> bool:
-        """Whether both mean the same; reasons may differ."""
+    def agrees_with(self, other: ModuleRule) -> bool:
+        """Return True if both have the same effect; reasons may differ."""
         return self._meaning == other._meaning
 
     @functools.cached_property
@@ -118,52 +118,52 @@ class ModuleRule:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What holds inside a module, where its region is one around the model in which autocast is on.
+class ModuleContext:
+    """The state inside a module when the model is called in a region with autocast on.
 
     Attributes:
-        enabled: whether autocast is on.
-        dtype: `float16` or `bfloat16`; None is the dtype of the region around the model, whatever that is.
-        ops: rows laid over its policy.
-        because: the modules and patterns that made it so, outermost first; of those that gave a dtype, the last.
+        enabled: True if autocast is on.
+        dtype: `float16` or `bfloat16`; None is the dtype of the region that the model is called in.
+        ops: rows that replace those of its policy.
+        sources: the modules and patterns with an effect on the state, outermost first; of those with a dtype, the last.
     """
 
     enabled: bool = True
     dtype: Precision | None = None
     ops: Mapping[str, Entry] = field(default_factory=dict)
-    because: tuple[tuple[str, str], ...] = ()
+    sources: tuple[tuple[str, str], ...] = ()
 
-    def then(self, rule: ModuleRule | None, name: str, pattern: str) -> Inside:
-        """What holds inside a module with this rule that is called where `self` holds."""
+    def then(self, rule: ModuleRule | None, name: str, pattern: str) -> ModuleContext:
+        """Return the state inside a module with this rule that is called in the state `self`."""
         if rule is None or rule.dtype is Precision.KEEP:
             return self
-        named = rule.dtype in (Precision.FLOAT16, Precision.BFLOAT16)
-        return Inside(
+        has_dtype = rule.dtype in (Precision.FLOAT16, Precision.BFLOAT16)
+        return ModuleContext(
             self.enabled if rule.dtype is None else rule.dtype is not Precision.FP32,
-            rule.dtype if named else self.dtype,
+            rule.dtype if has_dtype else self.dtype,
             {**self.ops, **rule.ops},
-            (*self.because, (name, pattern)),
+            (*self.sources, (name, pattern)),
         )
 
     def in_16_bits(self, rule: ModuleRule | None, in_8_bits: Set[str]) -> ModuleRule | None:
-        """A rule with what it means where products of matrices run in 8 bits: a 16-bit dtype ends that.
+        """Return a rule with its effect on products in 8 bits made explicit: a 16-bit dtype ends them.
 
         Args:
-            rule: the rule of a module that is called where `self` holds.
+            rule: the rule of a module that is called in the state `self`.
             in_8_bits: the operations with a float8 rule in the policy's own tables.
         """
         if rule is None or rule.dtype not in _IN_16_BITS:
             return rule
-        around = {op for op in in_8_bits if op not in self.ops}
-        around |= {op for op, entry in self.ops.items() if entry.rule in FLOAT8_RULES}
-        ended = {op: Entry(Rule.LOWER) for op in sorted(around - rule.ops.keys())}
-        if not ended:
+        outside = {op for op in in_8_bits if op not in self.ops}
+        outside |= {op for op, entry in self.ops.items() if entry.rule in FLOAT8_RULES}
+        in_16 = {op: Entry(Rule.LOWER) for op in sorted(outside - rule.ops.keys())}
+        if not in_16:
             return rule
-        return ModuleRule(rule.dtype, {**rule.ops, **ended}, rule.reason, rule.origin)
+        return ModuleRule(rule.dtype, {**rule.ops, **in_16}, rule.reason, rule.origin)
 
     @property
     def state(self) -> tuple[object, ...]:
-        """All but the modules and patterns that made it so."""
+        """The state without its sources, for comparison."""
         return self.enabled, self.dtype, {key: entry.rule for key, entry in self.ops.items()}
 
     @property
@@ -172,18 +172,18 @@ class Inside:
         return str(self.dtype or Precision.LOWER) if self.enabled else str(Precision.FP32)
 
 
-Found = tuple[str, ModuleRule]
+Decision = tuple[str, ModuleRule]
 """The pattern that decides for a module, and its rule."""
 
-AROUND: Final = Inside()
-"""What holds in the region around the model."""
+MODEL_CONTEXT: Final = ModuleContext()
+"""The state in the region that the model is called in."""
 
 
 def parse_module_rule(value: object, where: str, version: Version = _torch.VERSION) -> ModuleRule:
-    """A rule from a dtype's name, or a mapping with `dtype`, `ops`, `reason`, or both of the first.
+    """Return a rule for the name of a dtype, or for a mapping with `dtype` or `ops` or both, and `reason`.
 
     Raises:
-        PolicyError: anything else, with what is allowed.
+        PolicyError: for any other value, with a list of the allowed ones.
     """
     if isinstance(value, ModuleRule):
         return value
@@ -191,8 +191,8 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
         return _rule_of(value, {}, "", where)
     unknown = [key for key in value if not (isinstance(key, str) and key in _KEYS)]
     if unknown or not ("dtype" in value or "ops" in value):
-        named = ", ".join(map(shown, unknown[:3]))
-        problem = f"{named} is not allowed here" if unknown else "it says nothing"
+        names = ", ".join(map(shown, unknown[:3]))
+        problem = f"{names} is not allowed here" if unknown else "it has neither dtype nor ops"
         raise PolicyError(
             f'{where}: {problem}; write a dtype\'s name or {{ dtype = "bfloat16", ops = {{ softmax = "lower" }}, '
             'reason = "..." } with dtype, ops or both; a pattern with dots needs quotes, as in "encoder.**" = "fp32"'
@@ -200,16 +200,16 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
     rows = check_mapping(value.get("ops", {}), f"{where}: ops", 'ops = { softmax = "lower" }')
     ops = parse_rows(rows, f"{where} ops", version)
     reason = check_text(value.get("reason", ""), f"{where}: the reason")
-    return _rule_of(value.get("dtype"), ops, reason, where, says_dtype="dtype" in value)
+    return _rule_of(value.get("dtype"), ops, reason, where, has_dtype="dtype" in value)
 
 
 def parse_module_rules(
     rules: Mapping[Any, object], where: str, version: Version = _torch.VERSION
 ) -> dict[str, ModuleRule]:
-    """Rules for modules by their patterns, each as `parse_module_rule` takes it.
+    """Return rules for modules by their patterns; `parse_module_rule` describes the values.
 
     Raises:
-        PolicyError: a pattern that cannot match any name, or what `parse_module_rule` raises.
+        PolicyError: a pattern that cannot match any name, or an error of `parse_module_rule`.
     """
     return {
         check_pattern(pattern, where): parse_module_rule(rule, f"{where} {shown(pattern)}", version)
@@ -217,23 +217,23 @@ def parse_module_rules(
     }
 
 
-def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Found | None:
-    """The pattern that decides for a module, and its rule; None where none matches.
+def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Decision | None:
+    """Return the pattern that decides for a module, and its rule; None if none matches.
 
     Args:
         matching: the patterns that match its name, in the order of the rules.
-        rules: what each pattern says.
-        name: the module's.
+        rules: the rule of each pattern.
+        name: the module's name.
 
     Raises:
-        PolicyError: no exact rule, and two globs that say different things.
+        PolicyError: no exact rule, and two patterns with different rules.
     """
     if not matching:
         return None
     exact = [pattern for pattern in matching if "*" not in pattern]
     first, *others = exact[:1] or matching
     for pattern in others:
-        if not rules[pattern].says_as(rules[first]):
+        if not rules[pattern].agrees_with(rules[first]):
             raise PolicyError(
                 f"[modules]: {shown(first)} says {rules[first]}, {shown(pattern)} says {rules[pattern]}, and both "
                 f"match the module {shown(name)}. Add a rule for {shown(name)} itself, which decides, or make one of "
@@ -243,17 +243,15 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
 
 
 def _rule_of(
-    said: object, ops: Mapping[str, Entry], reason: str, where: str, *, says_dtype: bool = True
+    dtype_name: object, ops: Mapping[str, Entry], reason: str, where: str, *, has_dtype: bool = True
 ) -> ModuleRule:
-    """The rule for a dtype's name or a float8 rule's, which stands for that rule for all products of matrices."""
-    if not says_dtype:
+    """Return the rule for the name of a dtype or of a float8 rule, which applies to all products of matrices."""
+    if not has_dtype:
         return ModuleRule(None, ops, reason, where)
-    if isinstance(said, str) and said in FLOAT8_RULES:
-        products = {key: Entry(Rule(said), origin=where) for key in FLOAT8_OPERATIONS}
+    if isinstance(dtype_name, str) and dtype_name in FLOAT8_RULES:
+        products = {key: Entry(Rule(dtype_name), origin=where) for key in FLOAT8_OPERATIONS}
         return ModuleRule(None, {**products, **ops}, reason, where)
-    what = " is not what a module can run in"
-    choices = (*Precision, *FLOAT8_RULES)
-    dtype = Precision(check_choice(said, choices, f"{where}: ", what, dtypes=_DTYPES))
+    dtype = _precision(dtype_name, where, (*Precision, *FLOAT8_RULES))
     if ops and dtype in (Precision.FP32, Precision.KEEP):
         raise PolicyError(
             f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "
@@ -262,9 +260,6 @@ def _rule_of(
     return ModuleRule(dtype, ops, reason, where)
 
 
-def _precision(value: object, where: str) -> Precision:
-    return Precision(
-        check_choice(
-            value, Precision, f"{where}: ", " is not what a module can run in", dtypes=_DTYPES
-        )
-    )
+def _precision(value: object, where: str, choices: Sequence[str] = tuple(Precision)) -> Precision:
+    problem = " is not a precision of a module"
+    return Precision(check_choice(value, choices, f"{where}: ", problem, dtypes=_DTYPES))

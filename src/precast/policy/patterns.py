@@ -1,11 +1,11 @@
-"""Finds which of many patterns match the name of a module, without trying each of them.
+"""Matching of a module's name with many patterns, without trying each pattern.
 
 Invariants:
-    - A name has components, between dots; the model's own name is "", which has none. `*` stands for any text
-      within one component, `**` for any number of components, none included. A leading `*.` means `**.`: `*.head`
+    - A name has components, separated by dots; the model's own name is "", which has none. `*` matches any text
+      within one component, `**` any number of components, including none. A leading `*.` means `**.`: `*.head`
       matches every `head`, at the top of the model too.
-    - Whether a pattern matches a name takes at most as many steps as the pattern has letters times those of the name.
-    - Finding which of many patterns match a name takes time only for patterns that begin as the name does.
+    - Matching one pattern takes at most as many steps as the product of the lengths of pattern and name.
+    - Matching many patterns takes time only for patterns with the same beginning as the name.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ADVICE = (
 
 
 def check_pattern(pattern: object, where: str) -> str:
-    """Returns `pattern`, if it can match the name of a module.
+    """Return `pattern` if it can match the name of a module.
 
     Raises:
-        PolicyError: it cannot match any name, or does not mean what it seems to mean.
+        PolicyError: it cannot match any name, or its meaning would surprise.
     """
     if not isinstance(pattern, str):
         raise PolicyError(f"{where}: {shown(pattern)} is not the name of a module. {_ADVICE}")
@@ -45,9 +45,9 @@ def _problem(component: str) -> str | None:
     if "**" in component and component != "**":
         return f"has ** beside other text in the component {shown(component)}"
     if set(component) & set("?[]"):
-        return "has one of ? [ ], which names of modules do not have and patterns do not know"
+        return "has one of ? [ ], which names of modules do not contain and patterns do not support"
     if not component.isascii() and any("\ud800" <= letter <= "\udfff" for letter in component):
-        return "has a lone surrogate, which no file can have"
+        return "has a lone surrogate, which a file cannot contain"
     return None
 
 
@@ -61,46 +61,44 @@ def _components_of_pattern(pattern: str) -> list[str]:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _PatternNode:
     """A node of the tree of patterns: the components that may follow, and the patterns that end here."""
 
-    exact: dict[str, _Node] = field(default_factory=dict)
-    any_number: _Node | None = None
+    exact: dict[str, _PatternNode] = field(default_factory=dict)
+    any_number: _PatternNode | None = None
     is_any_number: bool = False
-    globs: dict[str, dict[str, _Node]] = field(default_factory=dict)
-    """The longest text without stars in a component with stars -> that component -> the next node."""
+    globs: dict[str, dict[str, _PatternNode]] = field(default_factory=dict)
+    """Maps the longest text without stars in a component with stars to the next node of each such component."""
     lengths: set[int] = field(default_factory=set)
     """The lengths of these texts."""
     ends: list[int] = field(default_factory=list)
 
-    def on(self, component: str) -> _Node:
-        """The next node for one component of a pattern; it is made if there is none."""
+    def child(self, component: str) -> _PatternNode:
+        """Return the next node for one component of a pattern; create it if there is none."""
         if component == "**":
             if self.is_any_number:  # a second ** adds nothing
                 return self
-            self.any_number = self.any_number or _Node(is_any_number=True)
+            self.any_number = self.any_number or _PatternNode(is_any_number=True)
             return self.any_number
         if "*" not in component:
-            return self.exact.setdefault(component, _Node())
+            return self.exact.setdefault(component, _PatternNode())
         text = max(component.split("*"), key=len)
         self.lengths.add(len(text))
-        return self.globs.setdefault(text, {}).setdefault(component, _Node())
+        return self.globs.setdefault(text, {}).setdefault(component, _PatternNode())
 
-    def after(self, component: str) -> Iterator[_Node]:
-        """The next nodes for one component of a name."""
+    def matches(self, component: str) -> Iterator[_PatternNode]:
+        """Yield the next nodes for one component of a name."""
         if self.is_any_number:
             yield self
         if component in self.exact:
             yield self.exact[component]
         for text in self._texts_in(component):
             for glob, node in self.globs[text].items():
-                if fnmatchcase(
-                    component, glob
-                ):  # in at most as many steps as their letters, multiplied
+                if fnmatchcase(component, glob):  # takes at most the product of their lengths
                     yield node
 
     def _texts_in(self, component: str) -> set[str]:
-        """The texts of `globs` that occur in a component; other globs cannot match it."""
+        """Return the texts of `globs` that occur in a component; other globs cannot match it."""
         return {
             text
             for length in self.lengths
@@ -110,19 +108,19 @@ class _Node:
 
 
 class PatternIndex:
-    """A tree of patterns by their components, in which patterns that begin alike share nodes."""
+    """A tree of patterns by their components; patterns with the same beginning share nodes."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._root = _Node()
+        self._root = _PatternNode()
         self._patterns = tuple(patterns)
         for number, pattern in enumerate(self._patterns):
             node = self._root
             for component in _components_of_pattern(pattern):
-                node = node.on(component)
+                node = node.child(component)
             node.ends.append(number)
 
     def matching(self, name: str) -> list[str]:
-        """The patterns that match a name, in the order in which they were given.
+        """Return the patterns that match a name, in the order of the constructor's argument.
 
         >>> index = PatternIndex(["*.lm_head", "encoder.**"])
         >>> index.matching("model.lm_head"), index.matching("lm_head")
@@ -134,19 +132,19 @@ class PatternIndex:
         return matching
 
     def along(self, name: str) -> Iterator[list[str]]:
-        """The same for each module that contains the named one, the model first, and for that one itself."""
+        """Yield the matching patterns of the model, of each module that contains the named one, and of that one."""
         nodes = _with_none([self._root])
         yield self._ending(nodes)
         for component in _components(name):
-            nodes = _with_none(after for node in nodes for after in node.after(component))
+            nodes = _with_none(child for node in nodes for child in node.matches(component))
             yield self._ending(nodes)
 
-    def _ending(self, nodes: list[_Node]) -> list[str]:
+    def _ending(self, nodes: list[_PatternNode]) -> list[str]:
         return [self._patterns[number] for number in sorted(n for node in nodes for n in node.ends)]
 
 
-def _with_none(nodes: Iterable[_Node]) -> list[_Node]:
-    """The nodes, each once, with those that follow a `**` which stands for no component."""
-    given = list(nodes)
-    both = [*given, *(node.any_number for node in given if node.any_number is not None)]
+def _with_none(nodes: Iterable[_PatternNode]) -> list[_PatternNode]:
+    """Return the nodes once each, and those after a `**` that matches no component."""
+    reached = list(nodes)
+    both = [*reached, *(node.any_number for node in reached if node.any_number is not None)]
     return list({id(node): node for node in both}.values())

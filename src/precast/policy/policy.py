@@ -1,10 +1,10 @@
-"""A policy as a frozen value: which rule applies to which operation on which device type, and rules for modules.
+"""A policy as a frozen value: the rule of each operation on each device type, and rules for modules.
 
 Invariants:
-    - A `Policy` never changes; two are equal when their contents are, wherever they came from.
-    - All that a policy says can be written to a TOML file and read back.
-    - An operation that no table names runs as it does outside a region.
-    - An argument that is not valid raises a `PolicyError` that says which one it was.
+    - A `Policy` never changes; two are equal if their contents are.
+    - A policy can be written to a TOML file and read back without loss.
+    - An operation that no table contains runs as it does outside a region.
+    - An invalid argument raises a `PolicyError` that names it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from precast.errors import PolicyError
 from precast.policy import preset_files, toml_file
 from precast.policy.measured import Measured, check_measured
 from precast.policy.module_rules import (
-    AROUND,
-    Inside,
+    MODEL_CONTEXT,
+    ModuleContext,
     ModuleRule,
     Precision,
     decide,
@@ -52,7 +52,7 @@ from precast.policy.rows import (
     short,
     split,
 )
-from precast.policy.toml_file import MIXED, Contents, Mixed, Modules, Tables
+from precast.policy.toml_file import MIXED, Mixed, Modules, PolicyContents, Tables
 from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [
@@ -85,21 +85,20 @@ class Policy(Displayed):
     """For each device type a table operation -> rule, and rules for modules by name.
 
     Attributes:
-        name: what messages and reports call the policy.
+        name: the policy's name in messages and reports.
         tables: device type -> key of the operation -> entry. A key is `aten::linear` (every
             overload that is not an `out=` variant) or `aten::softmax.int`; `.default` is the
-            overload with the empty name. An exact row beats a bare one.
-        mixed: what happens where PyTorch's own answer to arguments of different floating dtypes
-            is an error: `raise` leaves the error, `promote` casts them to the widest dtype.
-        summary: one sentence on what the policy is for.
-        modules: pattern of a module's name -> what holds inside. They act on models that are attached with this
-            policy, and on nothing else.
-        measured: where and how the policy was measured, as a file says it: key -> text, number or boolean.
-            `device`, `machine` and `torch` are compared with this machine where a region uses the policy, and a
-            difference is a warning; all else is for people.
-        fingerprint: 16 hex digits of a SHA-256 over all that changes a result in a region: rules and `mixed`. Equal
-            policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`: a
-            region does not look at them, and where they act they open regions, whose policies have fingerprints.
+            overload with the empty name. An exact row takes precedence over a bare one.
+        mixed: the treatment of arguments of different floating dtypes that PyTorch refuses: `raise` keeps PyTorch's
+            error, `promote` casts them to the widest dtype.
+        summary: one sentence on the purpose of the policy.
+        modules: pattern of a module's name -> its rule. They act on models that are attached with this policy only.
+        measured: the machine and the method of the policy's measurements: key -> text, number or boolean. `device`,
+            `machine` and `torch` are compared with this machine when a region uses the policy, and a difference is a
+            warning; the other keys are for people.
+        fingerprint: 16 hex digits of a SHA-256 over everything that changes a result in a region: rules and `mixed`.
+            Equal policies have equal fingerprints; names, reasons and the order of rows do not count. Nor do `modules`,
+            because regions ignore them; modules with rules open regions, whose policies have their own fingerprints.
 
     Examples:
         >>> policy = Policy.load("torch").replace(ops={"softmax": "lower"})
@@ -114,8 +113,8 @@ class Policy(Displayed):
     modules: Modules = field(default_factory=dict)
     measured: Measured = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
-    made_of: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
-    """A cache for objects that other files derive from the policy; it is freed with the policy."""
+    derived: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    """A cache for objects that other files compute from the policy; it is freed with the policy."""
 
     def __post_init__(self) -> None:
         check_text(self.name, "Policy(name=...)")
@@ -129,8 +128,8 @@ class Policy(Displayed):
         object.__setattr__(self, "modules", MappingProxyType(modules))
         measured = check_measured(self.measured, "Policy(measured=...)")
         object.__setattr__(self, "measured", measured)
-        object.__setattr__(self, "made_of", {})
-        # It is computed now, since a compiled function may read it but cannot trace its computation.
+        object.__setattr__(self, "derived", {})
+        # Computed now: a compiled function may read it but cannot trace its computation.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
         _living[id(self)] = self
 
@@ -139,11 +138,11 @@ class Policy(Displayed):
 
     def __reduce__(self) -> tuple[object, ...]:
         tables = {device: dict(table) for device, table in self.tables.items()}
-        said = self.name, tables, self.mixed, self.summary, dict(self.modules), dict(self.measured)
-        return type(self), said
+        arguments = self.name, tables, self.mixed, self.summary, dict(self.modules)
+        return type(self), (*arguments, dict(self.measured))
 
     def _card(self) -> Card:
-        what, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
+        title, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
         facts = [f"{size(len(table), 'row')} on {device}" for device, table in self.tables.items()]
         facts += [f"{patterns} for modules"] * bool(self.modules)
         counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
@@ -151,16 +150,16 @@ class Policy(Displayed):
             r for r in Rule if r not in FLOAT8_RULES or any(count[r] for count in counts.values())
         ]
         rows = [(d, *(count[rule] or None for rule in rules)) for d, count in counts.items()]
-        return Card(what, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *rules), rows)
+        return Card(title, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *rules), rows)
 
     @staticmethod
     def presets() -> tuple[str, ...]:
-        """The names of the policies that ship with precast."""
+        """Return the names of the policies that ship with precast."""
         return preset_files.names()
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Policy:
-        """The preset of that name, or the policy in a TOML file.
+        """Return the preset with that name, or the policy in a TOML file.
 
         A preset's name may end in a release of PyTorch: `torch@2.11` has the rules of PyTorch 2.11, whichever PyTorch
         is installed.
@@ -174,9 +173,11 @@ class Policy(Displayed):
         return cls(**vars(toml_file.read(name_or_path)))
 
     def dump(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The policy as TOML without a base; it is also written to `path`, either completely or not at all."""
+        """Return the policy as TOML without a base; write it to `path`, too, either completely or not at all."""
         text = toml_file.render(
-            Contents(self.name, self.summary, self.mixed, self.tables, self.modules, self.measured)
+            PolicyContents(
+                self.name, self.summary, self.mixed, self.tables, self.modules, self.measured
+            )
         )
         if path is not None:
             toml_file.write(path, text)
@@ -191,22 +192,21 @@ class Policy(Displayed):
         modules: Mapping[str, object] | None = None,
         measured: Measured | None = None,
     ) -> Policy:
-        """A new policy with some things changed.
+        """Return a new policy with some changes.
 
         Args:
-            name: the new name; the old one where None.
-            ops: operation -> rule for every device type, and device type -> (operation -> rule)
-                for one. A rule is a `Rule`, its name, an `Entry`, or a mapping with `rule` and
-                `reason`; None takes the row away. A bare name replaces every row that it covers.
-            mixed: `raise` or `promote`; the old one where None.
-            modules: pattern -> what holds inside such modules: `fp32`, `float16`, `bfloat16`, `lower`, `keep` or the
-                name of a float8 rule, or a
-                mapping with `dtype`, `ops` and `reason`; None takes the rule away.
-            measured: where and how the new policy was measured. Where None, it is what the old one says if the rules
-                are the same; other rules were not measured.
+            name: the new name; None keeps the old one.
+            ops: operation -> rule for every device type, and device type -> (operation -> rule) for one. A rule is a
+                `Rule`, its name, an `Entry`, or a mapping with `rule` and `reason`; None removes the row. A bare name
+                replaces every row that it includes.
+            mixed: `raise` or `promote`; None keeps the old value.
+            modules: pattern -> rule: `fp32`, `float16`, `bfloat16`, `lower`, `keep`, the name of a float8 rule, or a
+                mapping with `dtype`, `ops` and `reason`; None removes the rule.
+            measured: the measurements of the new policy. None keeps the old ones if the rules are the same; other rules
+                were not measured.
 
         Raises:
-            PolicyError: an operation, a rule, a device type, a pattern or a dtype that cannot be.
+            PolicyError: an operation, a rule, a device type, a pattern or a dtype is invalid.
         """
         ops = check_mapping({} if ops is None else ops, "replace(ops=...)", '{"softmax": "lower"}')
         shared = {key: value for key, value in ops.items() if not is_device_type(key)}
@@ -231,20 +231,20 @@ class Policy(Displayed):
         return changed
 
     def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
-        """The policy with `like`'s table applied to tensors on `device`.
+        """Return the policy with the table of device type `like` applied to `device`.
 
-        With it, the rules of an accelerator can be tried and tested where there is none.
+        With it, the rules of an accelerator can be tested on a machine without one.
         """
         tables = {**self.tables, device_type(device, "retarget"): self.entries(like)}
         name = f"{self.name} ({device} like {like})"
         return Policy(name, tables, self.mixed, self.summary, self.modules)
 
     def entries(self, device: str) -> Mapping[str, Entry]:
-        """The table of a device type: key as the policy spells it -> entry."""
+        """Return the table of a device type: key as in the policy -> entry."""
         return self.tables.get(device_type(device), MappingProxyType({}))
 
     def expand(self, device: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
-        """The table of a device type with every bare name spelled out.
+        """Return the table of a device type with bare names replaced by their overloads.
 
         Returns:
             The entries by the dispatcher's names (`aten::softmax.int`; no suffix for the default
@@ -252,25 +252,25 @@ class Policy(Displayed):
             operations that are not imported, operations of another build.
         """
         table = self.entries(device)
-        known: dict[str, Entry] = {}
+        entries: dict[str, Entry] = {}
         unknown = []
         for key in sorted(table, key=lambda key: split(key)[1] is not None):  # exact rows win
             names = _dispatcher_names(key)
-            known |= dict.fromkeys(names, table[key])
+            entries |= dict.fromkeys(names, table[key])
             if not names:
                 unknown.append(key)
-        return known, tuple(unknown)
+        return entries, tuple(unknown)
 
-    def inside(self, module: str) -> Inside:
-        """What holds inside a module of that name, by the rules for it and for those that it is in.
+    def inside(self, module: str) -> ModuleContext:
+        """Return the state inside a module of that name, from the rules for it and for those that contain it.
 
         Raises:
-            PolicyError: two globs match one of them and say different things.
+            PolicyError: two patterns match one of them and have different rules.
         """
         check_text(module, "the name of a module")
-        inside = AROUND
+        inside = MODEL_CONTEXT
         for depth, matching in enumerate(self.patterns.along(module)):
-            if matching:  # else there is no need of the name, of which there may be many
+            if matching:  # most of the many names match nothing
                 name = ".".join(module.split(".")[:depth])
                 pattern, rule = decide(matching, self.modules, name) or ("", None)
                 inside = inside.then(inside.in_16_bits(rule, self.in_8_bits), name, pattern)
@@ -278,27 +278,27 @@ class Policy(Displayed):
 
     @functools.cached_property
     def in_8_bits(self) -> frozenset[str]:
-        """The operations with a float8 rule on some device type, outside of all that `modules` speaks of."""
+        """The operations with a float8 rule on some device type, not counting `modules`."""
         rows = (row for table in self.tables.values() for row in table.items())
         return frozenset(split(key)[0] for key, entry in rows if entry.rule in FLOAT8_RULES)
 
     @functools.cached_property
     def patterns(self) -> PatternIndex:
-        """The names and patterns in `modules`, made ready to be matched with many names."""
+        """An index of the names and patterns in `modules`."""
         return PatternIndex(self.modules)
 
     def resolve(self, op: str, device: str, module: str | None = None) -> Resolution:
-        """The rule for an operation on a device type, and the reason.
+        """Return the rule for an operation on a device type, and the reason.
 
         Args:
             op: the dispatcher's name, `aten::` optional: `linear`, `softmax.int`, `mylib::myop`.
-                A name without overload asks for all that are not `out=` variants.
+                A name without overload means all that are not `out=` variants.
             device: a device type, such as `cuda`.
-            module: for an operation inside the module of that name, in an attached model; None is for one outside of
-                all that `modules` speaks of.
+            module: the name of a module of an attached model, for an operation inside of it; None for an operation that
+                no rule in `modules` applies to.
 
         Raises:
-            PolicyError: no such operation; or a bare name whose overloads have different rules.
+            PolicyError: no such operation; or a bare name with overloads that have different rules.
 
         Examples:
             >>> policy = Policy.load("torch").replace(modules={"*.head": "fp32"})
@@ -314,29 +314,29 @@ class Policy(Displayed):
         operation, overload = split(key)
         if overload is not None:
             return self._resolution(_find(table, operation, overload), key, device)
-        found = {name: _find(table, operation, name) for name in _overloads_or_bare(operation)}
-        resolutions = {name: self._resolution(entry, key, device) for name, entry in found.items()}
+        entries = {name: _find(table, operation, name) for name in _overloads_or_bare(operation)}
+        resolutions = {n: self._resolution(entry, key, device) for n, entry in entries.items()}
         if len({resolution.rule for resolution in resolutions.values()}) > 1:
             listed = ", ".join(
                 f"{short(exact_key(operation, name or 'default'))} ({resolution.rule})"
                 for name, resolution in resolutions.items()
             )
-            raise PolicyError(f"the overloads of {key} differ; ask for one: {listed}")
+            raise PolicyError(f"the overloads of {key} differ; name one of them: {listed}")
         return next(iter(resolutions.values()))
 
     def _has_rules_of(self, other: Policy) -> bool:
         rules = ((policy.fingerprint, policy.modules) for policy in (self, other))
         return next(rules) == next(rules)
 
-    def _resolve_inside(self, inside: Inside, op: str, device: str) -> Resolution:
-        found = self.replace(ops=inside.ops).resolve(op, device)
-        if not inside.because:
-            return found
-        by = ", ".join(f"{pattern!r} for {name!r}" for name, pattern in inside.because)
+    def _resolve_inside(self, inside: ModuleContext, op: str, device: str) -> Resolution:
+        resolution = self.replace(ops=inside.ops).resolve(op, device)
+        if not inside.sources:
+            return resolution
+        by = ", ".join(f"{pattern!r} for {name!r}" for name, pattern in inside.sources)
         if not inside.enabled:
             return Resolution(Rule.KEEP, f"autocast is off, inputs are float32 ([modules] {by})")
-        to = f" to {inside.dtype}" if inside.dtype and found.rule is Rule.LOWER else ""
-        return Resolution(found.rule, f"{found.reason}{to} ([modules] {by})")
+        to = f" to {inside.dtype}" if inside.dtype and resolution.rule is Rule.LOWER else ""
+        return Resolution(resolution.rule, f"{resolution.reason}{to} ([modules] {by})")
 
     def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
         if entry is None:
@@ -346,22 +346,22 @@ class Policy(Displayed):
 
 
 _living: Final[weakref.WeakValueDictionary[int, Policy]] = weakref.WeakValueDictionary()
-"""All policies there are, by their `id`."""
+"""All existing policies, by their `id`."""
 
 
-def as_policy(given: Policy | str | os.PathLike[str]) -> Policy:
-    """Returns a policy as it is, and loads that of a preset's name or a file's path."""
-    return given if isinstance(given, Policy) else Policy.load(given)
+def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
+    """Return a policy itself, or load the preset or the file of that name."""
+    return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
 def policy_of(fingerprint: str) -> Policy:
-    """A policy with this fingerprint; one has to be alive."""
+    """Return an existing policy with this fingerprint."""
     living = (reference() for reference in _living.valuerefs())
     return next(policy for policy in living if policy and policy.fingerprint == fingerprint)
 
 
 def _checked_tables(tables: object) -> dict[str, Mapping[str, Entry]]:
-    """The tables of a policy in the order of the device types, with each key and row checked."""
+    """Return the tables of a policy in the order of the device types, with each key and row checked."""
     where, example = "Policy(tables=...)", '{"cpu": {"aten::linear": Entry(Rule.LOWER)}}'
     by_device = {device_type(d, where): t for d, t in check_mapping(tables, where, example).items()}
     checked: dict[str, Mapping[str, Entry]] = {}
@@ -376,20 +376,20 @@ def _checked_tables(tables: object) -> dict[str, Mapping[str, Entry]]:
 def _changed(
     table: Mapping[str, Entry], changes: Mapping[str, object], where: str
 ) -> dict[str, Entry]:
-    """`table` with some rows changed; a rule of None removes the row."""
-    gone = {name for name, value in changes.items() if value is None}
-    rows = parse_rows({**changes, **dict.fromkeys(gone, Rule.KEEP)}, where)
-    removed = {canonical(name) for name in gone}
+    """Return `table` with some rows changed; a rule of None removes the row."""
+    without_rule = {name for name, value in changes.items() if value is None}
+    rows = parse_rows({**changes, **dict.fromkeys(without_rule, Rule.KEEP)}, where)
+    removed = {canonical(name) for name in without_rule}
     return {key: entry for key, entry in overlay(table, rows).items() if key not in removed}
 
 
 def _changed_modules(modules: Modules, changes: object) -> Modules:
-    """`modules` with some rules changed; a rule of None removes the pattern."""
+    """Return `modules` with some rules changed; a rule of None removes the pattern."""
     where = "replace(modules=...)"
     changes = check_mapping(changes, where, '{"head": "fp32"}')
     rules = {pattern: rule for pattern, rule in changes.items() if rule is not None}
-    kept = {pattern: rule for pattern, rule in modules.items() if pattern not in changes}
-    return {**kept, **parse_module_rules(rules, where)}
+    others = {pattern: rule for pattern, rule in modules.items() if pattern not in changes}
+    return {**others, **parse_module_rules(rules, where)}
 
 
 def _fingerprint(mixed: str, tables: Tables) -> str:
@@ -405,7 +405,7 @@ def _preset(name: str) -> Policy:
 
 
 def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | None:
-    """The entry that speaks for one overload (`""` and `default` are the same)."""
+    """Return the entry that applies to one overload (`""` and `default` are the same)."""
     exact = table.get(exact_key(operation, overload))
     bare = table.get(operation)
     covered = {name or "default" for name in _overloads_or_bare(operation)}
@@ -413,16 +413,16 @@ def _find(table: Mapping[str, Entry], operation: str, overload: str) -> Entry | 
 
 
 def _overloads_or_bare(operation: str) -> list[str]:
-    """The overloads that a bare name covers; one without a name where torch does not know it."""
+    """Return the overloads that a bare name includes; one without a name if torch does not have the operation."""
     return covered_overloads(operation) or [""]
 
 
 def _dispatcher_names(key: str) -> list[str]:
-    """The installed operators that a key covers."""
+    """Return the installed operators that a key includes."""
     operation, overload = split(key)
     if overload is None:
         names = [exact_key(operation, name) for name in covered_overloads(operation)]
     else:
-        known = _torch.operator_overloads(operation)
-        names = [key] if ("" if overload == "default" else overload) in known else []
+        overloads = _torch.operator_overloads(operation)
+        names = [key] if ("" if overload == "default" else overload) in overloads else []
     return [dispatcher_name(name) for name in names]

@@ -1,8 +1,8 @@
-"""Finds the files of the policies that ship with precast, by names such as `torch` and `torch@2.11`.
+"""The files of the policies that ship with precast, by names such as `torch` and `torch@2.11`.
 
 Invariants:
-    - A name with a release is that preset as it is on that release of PyTorch, whichever one is installed.
-    - A release that precast does not know is an error that lists those it knows.
+    - A name with a release is the preset for that release of PyTorch, whichever one is installed.
+    - An unsupported release is an error that lists the supported ones.
     - PyTorch is not imported here.
 """
 
@@ -30,15 +30,15 @@ class Preset(NamedTuple):
 
 
 def names() -> tuple[str, ...]:
-    """The policies that ship with precast, without releases."""
+    """Return the names of the policies that ship with precast, without releases."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
 def find(name: object) -> Preset | None:
-    """The preset of that name, which may end in a release as in `torch@2.11`; None where it is no preset's.
+    """Return the preset of that name, which may end in a release as in `torch@2.11`; None for other names.
 
     Raises:
-        PolicyError: a preset's name with a release that precast does not know.
+        PolicyError: a preset's name with an unsupported release.
     """
     if not isinstance(name, str):
         return None
@@ -49,7 +49,7 @@ def find(name: object) -> Preset | None:
 
 
 def is_preset(name: str) -> bool:
-    """Whether `Policy.load` finds a preset by this name."""
+    """Return True if `Policy.load` finds a preset with this name."""
     try:
         return find(name) is not None
     except PolicyError:
@@ -57,11 +57,11 @@ def is_preset(name: str) -> bool:
 
 
 def _release(preset: str, text: str) -> Version:
-    known = {torch_versions.spell(version): version for version in torch_versions.supported()}
-    if text not in known:
-        allowed = ", ".join(f"{preset}@{release}" for release in known)
+    releases = {torch_versions.spell(version): version for version in torch_versions.supported()}
+    if text not in releases:
+        allowed = ", ".join(f"{preset}@{release}" for release in releases)
         raise PolicyError(
-            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, list(known))} "
+            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, releases)} "
             f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
         )
-    return known[text]
+    return releases[text]

@@ -1,10 +1,10 @@
-"""The rows of a policy: each gives one operation a rule, with a reason and the place where it was written.
+"""The rows of a policy: the rule of one operation, with a reason and its location in a file.
 
 Invariants:
     - A key is `namespace::name` (every overload that is not an `out=` variant) or
       `namespace::name.overload`; `.default` is the overload with the empty name, as in `torch.ops`.
-    - An exact row beats the row of the bare name.
-    - Every problem is a `PolicyError` that begins with where it was found.
+    - An exact row takes precedence over the row of the bare name.
+    - Every problem is a `PolicyError` that begins with its location.
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ DEVICE_TYPES = (
 
 
 def is_device_type(device: object) -> bool:
-    """Whether PyTorch has autocast for this device type."""
+    """Return True if PyTorch has autocast for this device type."""
     return isinstance(device, str) and device in DEVICE_TYPES
 
 
 def device_type(device: str, where: str = "") -> str:
-    """Returns the device type; raises a `PolicyError` if PyTorch has no autocast for it."""
+    """Return the device type; raise a `PolicyError` if PyTorch has no autocast for it."""
     if not is_device_type(device):
         allowed = ", ".join(DEVICE_TYPES)
-        said = f"{where}: {shown(device)}" if where else shown(device)
-        raise PolicyError(f"{said} is not a device type with autocast. Allowed: {allowed}")
+        subject = f"{where}: {shown(device)}" if where else shown(device)
+        raise PolicyError(f"{subject} is not a device type with autocast. Allowed: {allowed}")
     return device
 
 
 _BUILDS = ("", "cuda", "rocm")
 _VERSION = re.compile(r"[0-9]{1,4}\.[0-9]{1,4}")
 ROW_KEYS = ("rule", "reason", "builds", "since", "until")
-"""What a row may say, in a policy file and in `Policy.replace`."""
+"""The keys of a row, in a policy file and in `Policy.replace`."""
 
 _NAME = re.compile(r"(?:(?P<namespace>\w+)::)?(?P<name>\w+)(?:\.(?P<overload>\w+))?")
 
 
 class Rule(enum.StrEnum):
-    """What happens to the floating-point arguments of an operation inside a region."""
+    """The treatment of an operation's floating-point arguments inside a region."""
 
     LOWER = "lower"
     FP32 = "fp32"
@@ -99,7 +99,7 @@ class Rule(enum.StrEnum):
 
     @property
     def meaning(self) -> str:
-        """What the rule means, in a few words; it is also the reason of a row that gives no other."""
+        """The meaning of the rule in a few words, also the default reason of a row."""
         return _MEANINGS[self]
 
 
@@ -111,7 +111,7 @@ _MEANINGS = {
     Rule.PROMOTE: "arguments are cast to the widest dtype among them",
     Rule.BANNED: "refused inside a region",
     Rule.KEEP: "runs as it does outside a region",
-    Rule.FALLTHROUGH: "runs as it is, and the operations that it calls follow their own rules",
+    Rule.FALLTHROUGH: "runs unchanged, and the operations that it calls follow their own rules",
     Rule.FLOAT8: "matrices are multiplied in 8 bits, with one scale a matrix",
     Rule.FLOAT8_POW2: "matrices are multiplied in 8 bits, with one scale a matrix, a power of two",
     Rule.FLOAT8_ROWWISE: "matrices are multiplied in 8 bits, with a scale a row",
@@ -121,7 +121,7 @@ _MEANINGS = {
 FLOAT8_RULES: Final = (Rule.FLOAT8, Rule.FLOAT8_POW2, Rule.FLOAT8_ROWWISE, Rule.FLOAT8_HP_GRAD)
 """The rules that multiply matrices in 8 bits."""
 FLOAT8_OPERATIONS: Final = ("aten::addmm", "aten::linear", "aten::matmul", "aten::mm")
-"""The operations that can follow them: PyTorch has a float8 kernel for two matrices, and none for batches of them."""
+"""The operations that can have these rules: PyTorch's float8 kernel multiplies two matrices, not batches of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +129,12 @@ class Entry:
     """One row of a policy's table.
 
     Attributes:
-        rule: what happens to the arguments.
-        reason: why, in a few words.
-        origin: the file and key where it was written; it does not count when entries are compared.
+        rule: the treatment of the arguments.
+        reason: the reason, in a few words.
+        origin: the file and key of the row; ignored when entries are compared.
         builds: `cuda` or `rocm`, if only such builds of PyTorch have an autocast kernel for the operation.
-        since: the first version of PyTorch for which the row holds, such as `2.12`; empty for all.
-        until: the first version for which it no longer holds; empty for none.
+        since: the first version of PyTorch that the row applies to, such as `2.12`; empty for all.
+        until: the first version that it no longer applies to; empty for none.
     """
 
     rule: Rule
@@ -157,7 +157,7 @@ class Entry:
         _check_version(self.until, "until", where)
 
     def is_for(self, version: Version) -> bool:
-        """Whether the row holds for this version of PyTorch; a row that does not is ignored."""
+        """Return True if the row applies to this version of PyTorch; other rows are ignored."""
         return not (
             (self.since and version < torch_versions.parse(self.since))
             or (self.until and version >= torch_versions.parse(self.until))
@@ -165,7 +165,7 @@ class Entry:
 
 
 def canonical(text: object, where: str = "operation") -> str:
-    """The key for an operation's name: `softmax.int` -> `aten::softmax.int`.
+    """Return the key for an operation's name: `softmax.int` -> `aten::softmax.int`.
 
     Raises:
         PolicyError: the text is not of the form `[namespace::]name[.overload]`.
@@ -179,43 +179,43 @@ def canonical(text: object, where: str = "operation") -> str:
     return str(text) if match["namespace"] else f"aten::{text}"
 
 
-@functools.lru_cache(1 << 14)  # each policy that is made checks all its keys again
+@functools.lru_cache(1 << 14)  # each new policy checks all its keys again
 def _match(text: str) -> re.Match[str] | None:
     return _NAME.fullmatch(text)
 
 
 def short(key: str) -> str:
-    """The name as policy files spell it, without `aten::`."""
+    """Return the name without `aten::`, as in policy files."""
     return key.removeprefix("aten::")
 
 
 def split(key: str) -> tuple[str, str | None]:
-    """`aten::softmax.int` -> (`aten::softmax`, `int`); a bare name has the overload None."""
+    """Split a key: `aten::softmax.int` -> (`aten::softmax`, `int`); a bare name has the overload None."""
     operation, dot, overload = key.partition(".")
     return operation, overload if dot else None
 
 
 def exact_key(operation: str, overload: str) -> str:
-    """The exact key for an overload as PyTorch names it (`""` is the default)."""
+    """Return the exact key for an overload with PyTorch's name for it (`""` is the default)."""
     return f"{operation}.{overload or 'default'}"
 
 
 def dispatcher_name(key: str) -> str:
-    """An exact key in the dispatcher's spelling: no suffix for the default overload."""
+    """Return an exact key in the dispatcher's spelling: no suffix for the default overload."""
     return key.removesuffix(".default")
 
 
 def covered_overloads(operation: str) -> list[str]:
-    """The overloads that a bare name stands for: those of the installed torch without `out=`."""
+    """Return the overloads that a bare name includes: those of the installed torch without `out=`."""
     overloads = _torch.operator_overloads(operation)
     return [name for name, schema in overloads.items() if not _writes_out(schema)]
 
 
 def parse_entry(value: object, where: str) -> Entry:
-    """An entry from a rule, its name, or a mapping with `rule` and perhaps `reason`, `builds`, `since`, `until`.
+    """Return an entry for a rule, its name, or a mapping with `rule` and optionally the other `ROW_KEYS`.
 
     Raises:
-        PolicyError: anything else, with the rules there are.
+        PolicyError: for any other value, with a list of the rules.
     """
     if isinstance(value, Entry):
         return value
@@ -227,39 +227,39 @@ def parse_entry(value: object, where: str) -> Entry:
 def parse_rows(
     rows: Mapping[Any, object], where: str, version: Version = _torch.VERSION, *, check: bool = True
 ) -> dict[str, Entry]:
-    """The rows for one version of PyTorch, by their keys.
+    """Return the rows for one version of PyTorch, by their keys.
 
     Args:
-        rows: operation -> what `parse_entry` takes.
-        where: for messages.
-        version: rows for other versions are left out.
-        check: whether each row is given to `check_row`.
+        rows: operation -> an argument of `parse_entry`.
+        where: the location, for messages.
+        version: rows for other versions are ignored.
+        check: call `check_row` for each row.
     """
-    found: dict[str, Entry] = {}
+    parsed: dict[str, Entry] = {}
     for name, value in rows.items():
-        here = f"{where} {clipped(name)}"
-        key, entry = canonical(name, here), parse_entry(value, here)
+        location = f"{where} {clipped(name)}"
+        key, entry = canonical(name, location), parse_entry(value, location)
         if entry.is_for(version):
             if check:
-                check_row(key, entry, here)
-            found[key] = entry
-    return found
+                check_row(key, entry, location)
+            parsed[key] = entry
+    return parsed
 
 
 def check_row(key: str, entry: Entry, where: str) -> None:
     """Check that PyTorch has the operation and that it can follow the rule.
 
-    Operations outside the namespace `aten` may be registered later, so they are not looked for.
+    Operations outside the namespace `aten` may be registered later, so they may be missing.
 
     Raises:
-        PolicyError: a name that the installed torch does not have, with the nearest ones; a
-            dtype rule for an overload without such an argument.
+        PolicyError: a name that the installed torch does not have, with similar names; a dtype rule for an overload
+            without such an argument.
     """
     operation, overload = split(key)
-    known = _torch.operator_overloads(operation)
-    if not known and not operation.startswith("aten::"):
+    overloads = _torch.operator_overloads(operation)
+    if not overloads and not operation.startswith("aten::"):
         return
-    _check_exists(operation, overload, known, where)
+    _check_exists(operation, overload, overloads, where)
     _check_multiplies(operation, overload, entry.rule, where)
     names = covered_overloads(operation) if overload is None else [overload]
     for name in names:
@@ -267,20 +267,20 @@ def check_row(key: str, entry: Entry, where: str) -> None:
 
 
 def overlay(base: Mapping[str, Entry], rows: Mapping[str, Entry]) -> dict[str, Entry]:
-    """`base` with `rows` laid over it: a bare name replaces every row that it covers."""
+    """Return `base` with the rows replaced that `rows` has; a bare name replaces every row that it includes."""
     bare = {key for key in rows if split(key)[1] is None}
-    kept = {key: entry for key, entry in base.items() if not bare or not _is_covered(key, bare)}
-    return kept | dict(rows)
+    others = {key: entry for key, entry in base.items() if not bare or not _is_covered(key, bare)}
+    return others | dict(rows)
 
 
 def row_in_release(key: str, entry: Entry, release: Version) -> Entry | None:
-    """What the row of a preset means on the installed PyTorch, where the preset is pinned to a release.
+    """Return the row to follow on the installed PyTorch for a row of a preset that is pinned to a release.
 
-    A row that holds on the release holds on any PyTorch that has the operation. For an operation that PyTorch came to
-    list later, the release has no rule; the installed PyTorch has a kernel, past which the rule `fallthrough` leads.
+    A row for the release applies to any PyTorch that has the operation. If PyTorch added the operation to its tables
+    later, the release has no rule but the installed PyTorch has a kernel, which the rule `fallthrough` skips.
 
     Returns:
-        The row to follow; None for none.
+        The row; None for none.
     """
     if not (entry.since or entry.until):
         return entry
@@ -307,8 +307,8 @@ def _parse_rule(value: object, where: str) -> Rule:
 def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
     unknown = [key for key in value if not (isinstance(key, str) and key in ROW_KEYS)]
     if unknown or "rule" not in value:
-        named = ", ".join(map(shown, unknown[:3]))
-        problem = f"{named} is not allowed here" if unknown else "there is no 'rule'"
+        names = ", ".join(map(shown, unknown[:3]))
+        problem = f"{names} is not allowed here" if unknown else "there is no 'rule'"
         raise PolicyError(
             f'{where}: {problem}; write a rule\'s name or {{ rule = "keep", reason = "...", '
             'builds = "cuda", since = "2.12", until = "2.14" } (only the rule is required); '
@@ -316,7 +316,7 @@ def _entry_from_mapping(value: Mapping[object, object], where: str) -> Entry:
         )
     rule = _parse_rule(value["rule"], where)
     reason, builds, since, until = (cast("str", value.get(key, "")) for key in ROW_KEYS[1:])
-    return Entry(rule, reason, where, builds, since, until)  # which checks them
+    return Entry(rule, reason, where, builds, since, until)  # the constructor checks them
 
 
 def _check_version(value: object, key: str, where: str) -> None:
@@ -327,32 +327,32 @@ def _check_version(value: object, key: str, where: str) -> None:
 
 
 def _check_exists(
-    operation: str, overload: str | None, known: Mapping[str, object], where: str
+    operation: str, overload: str | None, overloads: Mapping[str, object], where: str
 ) -> None:
-    if not known:
+    if not overloads:
         names = {short(split(name)[0]) for name in _torch.operator_names()}
         raise PolicyError(
             f"{where}: the installed PyTorch has no operation {clipped(operation)}"
             f"{nearest(short(operation), names)} Allowed: its operators, and names of other "
             "namespaces such as 'mylib::myop'"
         )
-    if overload is not None and overload not in {name or "default" for name in known}:
-        allowed = ", ".join(short(exact_key(operation, name)) for name in known)
+    if overload is not None and overload not in {name or "default" for name in overloads}:
+        allowed = ", ".join(short(exact_key(operation, name)) for name in overloads)
         raise PolicyError(
             f"{where}: {operation} has no overload {shown(overload)}. Allowed: {allowed}"
         )
 
 
 def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) -> None:
-    known = _torch.operator_overloads(operation)
+    overloads = _torch.operator_overloads(operation)
     name = short(dispatcher_name(exact_key(operation, overload)))
-    arguments = [argument.name for argument in known[overload].arguments]
+    arguments = [argument.name for argument in overloads[overload].arguments]
     if rule is Rule.FP32_SET_DTYPE and "dtype" not in arguments:
         raise PolicyError(
             f"{where}: {name} has no dtype argument, so it cannot be '{rule}'; "
             "use 'fp32', or name the overloads that have one"
         )
-    longer = ([a.name for a in schema.arguments] for schema in known.values())
+    longer = ([a.name for a in schema.arguments] for schema in overloads.values())
     if rule is Rule.FP32_APPEND_DTYPE and [*arguments, "dtype"] not in longer:
         raise PolicyError(
             f"{where}: {name} has no overload that takes a dtype after its arguments, so it "
@@ -367,8 +367,8 @@ def _check_multiplies(operation: str, overload: str | None, rule: Rule, where: s
         name = short(operation if overload is None else exact_key(operation, overload))
         allowed = ", ".join(map(short, FLOAT8_OPERATIONS))
         raise PolicyError(
-            f"{where}: {name} cannot be '{rule}': PyTorch has no float8 kernel for it. Allowed: {allowed}; all else, "
-            "bmm too, can be 'lower'"
+            f"{where}: {name} cannot be '{rule}': PyTorch has no float8 kernel for it. Allowed: {allowed}; all "
+            "others, including bmm, can be 'lower'"
         )
 
 
@@ -386,5 +386,9 @@ def _writes_out(schema: object) -> bool:
 
 def _is_installed(key: str) -> bool:
     operation, overload = split(key)
-    known = _torch.operator_overloads(operation)
-    return bool(known) if overload is None else overload in {name or "default" for name in known}
+    overloads = _torch.operator_overloads(operation)
+    return (
+        bool(overloads)
+        if overload is None
+        else overload in {name or "default" for name in overloads}
+    )

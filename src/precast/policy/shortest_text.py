@@ -1,6 +1,6 @@
-"""Writes a policy as a short file: the most similar preset as its base, and the rows that differ from it.
+"""Short policy files: the most similar preset as the base, and the rows that differ from it.
 
-Invariants: the file is complete. Whatever its name, it gives every operation the same rule as the policy does.
+Invariant: the file is complete. It gives every operation the same rule as the policy does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import Policy
 from precast.policy.rows import DEVICE_TYPES, Entry, Rule, split
-from precast.policy.toml_file import Contents, Tables
+from precast.policy.toml_file import PolicyContents, Tables
 
 __all__ = ["whole_file"]
 
@@ -20,7 +20,7 @@ _HEAD = 3  # lines of a rendered policy before its tables: name, summary, mixed
 
 
 def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> str:
-    """Returns the text of a policy file for `policy`, optionally with some rules changed.
+    """Return the text of a policy file for `policy`, optionally with some rules changed.
 
     Args:
         policy: the policy to write.
@@ -31,7 +31,7 @@ def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> st
     rows = _different(changed, base)
     tables = {device: table for device, table in rows.items() if table}
     modules = _different_modules(changed, base)
-    contents = Contents(tables=tables, modules=modules, measured=changed.measured)
+    contents = PolicyContents(tables=tables, modules=modules, measured=changed.measured)
     mixed = "raise" if base is None else base.mixed
     head = [] if base is None else [f'base = "{base.name}"']
     head += [] if changed.mixed == mixed else [f'mixed = "{changed.mixed}"']
@@ -41,39 +41,41 @@ def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> st
 
 @functools.lru_cache(maxsize=64)
 def _nearest(policy: Policy) -> Policy | None:
-    """The preset from which the policy differs in the fewest rows; None where writing all rows is shorter."""
+    """Return the preset with the fewest rows that differ from the policy; None if writing all rows is shorter."""
     pinned = [policy.name] if "@" in policy.name and preset_files.is_preset(policy.name) else []
     presets = [Policy.load(name) for name in (*Policy.presets(), *pinned)]
-    same = [base for base in presets if _is_said_by(policy, base)]
+    same = [base for base in presets if _is_expressible(policy, base)]
     return min([*same, None], key=lambda base: _size(_different(policy, base)), default=None)
 
 
 def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry]]:
-    """The rows that differ from the base; one that only the base has becomes `keep`, which means the same as no row."""
-    found: dict[str, dict[str, Entry]] = {}
+    """Return the rows that differ from the base. A row that only the base has becomes `keep`, which equals no row."""
+    rows: dict[str, dict[str, Entry]] = {}
     for device in DEVICE_TYPES:
         mine, theirs = policy.entries(device), base.entries(device) if base else {}
-        gone = {
+        removed = {
             key: Entry(Rule.KEEP)
             for key in theirs
             # The row of a bare name replaces the base's rows for its overloads.
             if key not in mine and split(key)[0] not in mine
         }
-        found[device] = gone | {
+        rows[device] = removed | {
             key: Entry(entry.rule)
             for key, entry in mine.items()
             if key not in theirs or theirs[key].rule is not entry.rule
         }
-    return found
+    return rows
 
 
 def _different_modules(policy: Policy, base: Policy | None) -> dict[str, ModuleRule]:
-    known = base.modules if base else {}
-    return {pattern: rule for pattern, rule in policy.modules.items() if known.get(pattern) != rule}
+    base_rules = base.modules if base else {}
+    return {
+        pattern: rule for pattern, rule in policy.modules.items() if base_rules.get(pattern) != rule
+    }
 
 
-def _is_said_by(policy: Policy, base: Policy) -> bool:
-    """Whether the base and the rows that differ give every operation its rule; a row of a bare name may hide others."""
+def _is_expressible(policy: Policy, base: Policy) -> bool:
+    """Return True if the base and the different rows give every operation its rule: a bare name may hide others."""
     if any(pattern not in policy.modules for pattern in base.modules):
         return False
     both = base.replace(ops=_different(policy, base))
@@ -81,8 +83,8 @@ def _is_said_by(policy: Policy, base: Policy) -> bool:
 
 
 def _rules(policy: Policy, device: str) -> dict[str, Rule]:
-    known, _ = policy.expand(device)
-    return {op: entry.rule for op, entry in known.items() if entry.rule is not Rule.KEEP}
+    entries, _ = policy.expand(device)
+    return {op: entry.rule for op, entry in entries.items() if entry.rule is not Rule.KEEP}
 
 
 def _size(tables: Tables) -> int:

@@ -1,11 +1,11 @@
-"""Policy files: reads the contents of a policy from TOML, and writes them.
+"""Policy files: reads a policy from TOML, and writes it.
 
 Invariants:
-    - `[ops]` speaks for every device type, `[ops.cuda]` for one and is laid over `[ops]`.
-    - A file is laid over its `base`; a chain of bases may be of any length, and must end.
-    - `[modules]` speaks for modules by name; a pattern replaces the same one of the base.
-    - `[measured]` is of the file that has it, not of files that have this one as their base: they have other rules.
-    - A row for other versions of PyTorch is ignored; in a preset that is pinned to a release, that release counts.
+    - `[ops]` applies to every device type; `[ops.cuda]` to one, where its rows replace those of `[ops]`.
+    - The rows of a file replace those of its `base`; a chain of bases may have any length, and must end.
+    - `[modules]` has rules for modules by name; a pattern replaces the same one of the base.
+    - `[measured]` applies to the file itself, not to files with it as their base: they have other rules.
+    - A row for other versions of PyTorch is ignored; a preset that is pinned to a release is read for that release.
     - Every problem is one `PolicyError` with the file, the line or key, the value, and what is allowed.
 """
 
@@ -52,9 +52,9 @@ from precast.policy.values import (
 
 __all__ = [
     "MIXED",
-    "Contents",
     "Mixed",
     "Modules",
+    "PolicyContents",
     "Tables",
     "read",
     "render",
@@ -70,8 +70,8 @@ _KEYS = ("name", "summary", "base", "mixed", "measured", "ops", "modules")
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What a policy file and its bases contain."""
+class PolicyContents:
+    """The contents of a policy file and its bases."""
 
     name: str = ""
     summary: str = ""
@@ -81,29 +81,29 @@ class Contents:
     measured: Measured = field(default_factory=dict)
 
 
-def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> Contents:
-    """The contents of a preset or a file.
+def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> PolicyContents:
+    """Return the contents of a preset or a file.
 
     Args:
-        name_or_path: which.
-        version: the version of PyTorch for which it is read; another one than the installed only to show what it gets.
-            A preset that is pinned to a release, as in `torch@2.11`, is read for that one.
+        name_or_path: name of the preset, or path of the file.
+        version: the version of PyTorch to read it for; another one than the installed only to show its rules. A preset
+            that is pinned to a release, as in `torch@2.11`, is read for that one.
 
     Raises:
         PolicyError: there is no such preset or file, or it is not valid.
     """
     chain = _chain(name_or_path)
-    contents = Contents()
+    contents = PolicyContents()
     for depth in reversed(range(len(chain))):
         try:
-            contents = _laid_over(contents, chain[depth], version)
+            contents = _overlaid(contents, chain[depth], version)
         except PolicyError as error:
             raise PolicyError(f"{_bases(chain[:depth])}{error}") from error
     return contents
 
 
-def render(contents: Contents) -> str:
-    """The TOML text of a policy, one line an operation; it stands alone, without a base."""
+def render(contents: PolicyContents) -> str:
+    """Return the TOML text of a policy without a base, one line for each operation."""
     lines = [_line("name", contents.name), _line("summary", contents.summary)]
     lines.append(_line("mixed", contents.mixed))
     lines += ["", "[measured]"] if contents.measured else []
@@ -119,10 +119,10 @@ def render(contents: Contents) -> str:
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Puts a text into a file, whole or not at all.
+    """Write a text to a file, completely or not at all.
 
     Raises:
-        PolicyError: `path` is no path, or the file cannot be written; this one is an `OSError` too.
+        PolicyError: `path` is not a path, or the file cannot be written; the latter is an `OSError` too.
     """
     target = Path(_path_text(path, "dump takes the path of a file"))
     try:
@@ -132,16 +132,16 @@ def write(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _NotWrittenError(OutputError, PolicyError):
-    """A policy that could not be written to a file; `OutputError` first, as an `OSError` is made in its own way."""
+    """A failure to write a policy file; `OutputError` is the first base because `OSError` has its own constructor."""
 
 
-def _path_text(given: object, takes: str) -> str:
+def _path_text(value: object, expected: str) -> str:
     try:
-        path = os.fspath(given)  # type: ignore[call-overload]
-    except Exception:  # any: what a path is may be code of its own
+        path = os.fspath(value)  # type: ignore[call-overload]
+    except Exception:  # any: `__fspath__` is the value's own code
         path = None
     if not isinstance(path, str):
-        raise PolicyError(f"{shown(given)} is no path: {takes}, as text or a pathlib.Path")
+        raise PolicyError(f"{shown(value)} is not a path: {expected}, as text or a pathlib.Path")
     return path
 
 
@@ -149,21 +149,20 @@ def _locate(name_or_path: str | os.PathLike[str], folder: Path) -> Preset:
     preset = preset_files.find(name_or_path)
     if preset is not None:
         return preset
-    takes = "a policy is the name of a preset or the path of a TOML file"
-    given = _path_text(name_or_path, takes)
-    path = folder / given
+    text = _path_text(name_or_path, "a policy is the name of a preset or the path of a TOML file")
+    path = folder / text
     # `Path.is_file` would raise an error for a name that is too long.
     if not os.path.isfile(path):
-        hint = nearest(given, preset_files.names())
+        hint = nearest(text, preset_files.names())
         raise PolicyError(
-            f"no policy {shown(given)}: neither a preset nor a file{hint} "
+            f"no policy {shown(text)}: neither a preset nor a file{hint} "
             f"Allowed: {', '.join(preset_files.names())}, or the path of a TOML file"
         )
     return Preset(path)
 
 
 class _Link(NamedTuple):
-    """A file, its contents, and the release of PyTorch that it is pinned to: a preset alone can be."""
+    """A file, its contents, and the release of PyTorch that it is pinned to (presets only)."""
 
     path: Path
     document: dict[str, object]
@@ -171,21 +170,21 @@ class _Link(NamedTuple):
 
 
 def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
-    """The file, its base, the base of that ..., each with its contents."""
+    """Return the file, its base, the base of that ..., each with its contents."""
     chain: list[_Link] = []
-    seen: set[Path] = set()
-    asked, folder = name_or_path, Path()
+    visited: set[Path] = set()
+    target, folder = name_or_path, Path()
     release: Version | None = None
     while True:
         try:
-            path, named = _locate(asked, folder)
-            release = named or release  # the base of a pinned preset is pinned with it
-            _refuse_circle(path, chain, seen)
+            path, own_release = _locate(target, folder)
+            release = own_release or release  # the base of a pinned preset is pinned with it
+            _refuse_circle(path, chain, visited)
             document = _parse(path)
             chain.append(_Link(path, document, release))
             if "base" not in document:
                 return chain
-            asked, folder = _base(document["base"], path), path.parent
+            target, folder = _base(document["base"], path), path.parent
         except PolicyError as error:
             raise PolicyError(f"{_bases(chain)}{error}") from error
 
@@ -196,35 +195,35 @@ def _base(base: object, path: Path) -> str:
     return base
 
 
-def _refuse_circle(path: Path, chain: list[_Link], seen: set[Path]) -> None:
+def _refuse_circle(path: Path, chain: list[_Link], visited: set[Path]) -> None:
     try:
         real = path.resolve()
     except (OSError, RuntimeError) as error:
         raise PolicyError(f"{path}: cannot be read: {error}") from error
-    if real in seen:
-        links = " -> ".join(_some([link.path.name for link in chain] + [path.name]))
-        raise PolicyError(f"{path}: base: the files lead back to themselves: {links}")
-    seen.add(real)
+    if real in visited:
+        links = " -> ".join(_abbreviated([link.path.name for link in chain] + [path.name]))
+        raise PolicyError(f"{path}: base: the files form a circle: {links}")
+    visited.add(real)
 
 
 def _bases(chain: list[_Link]) -> str:
-    """How the files of a chain led to the one behind it, as the beginning of a message."""
+    """Return the path through a chain of files, as the beginning of a message."""
     links = [f"{path}: base = {shown(document['base'])}" for path, document, _ in chain]
-    return "".join(f"{link}: " for link in _some(links))
+    return "".join(f"{link}: " for link in _abbreviated(links))
 
 
-def _some(links: list[str]) -> list[str]:
+def _abbreviated(links: list[str]) -> list[str]:
     if len(links) <= 6:
         return links
-    return [*links[:3], f"({len(links) - 5} files more)", *links[-2:]]
+    return [*links[:3], f"({len(links) - 5} more files)", *links[-2:]]
 
 
-def _laid_over(base: Contents, link: _Link, version: Version) -> Contents:
+def _overlaid(base: PolicyContents, link: _Link, version: Version) -> PolicyContents:
     path, document, release = link
     at = f"@{torch_versions.spell(release)}" if release else ""
     mixed = document.get("mixed", base.mixed)
     modules = check_mapping(document.get("modules", {}), f"{path}: modules", "the table [modules]")
-    return Contents(
+    return PolicyContents(
         name=check_text(document.get("name", path.stem), f"{path}: name") + at,
         summary=check_text(document.get("summary", ""), f"{path}: summary"),
         mixed=cast("Mixed", check_choice(mixed, MIXED, f"{path}: mixed is ")),
@@ -273,14 +272,14 @@ def _rows(table: object, link: _Link, section: str, version: Version) -> dict[st
     table = check_mapping(table, f"{path}: {section}", "a table of rules")
     is_preset = path.parent == preset_files.FOLDER
     section = f"{path.name if is_preset else path}: {section}"
-    known: set[str] = set()
+    keys: set[str] = set()
     for name, value in table.items():
         where = f"{section} {clipped(name)}"
         _refuse_device_typo(name, value, where)
         key = canonical(name, where)
-        if key in known:
+        if key in keys:
             raise PolicyError(f"{where}: the same operation is already in this table as {key}")
-        known.add(key)
+        keys.add(key)
     if link.release is not None:
         return _rows_in_release(table, section, link.release)
     return parse_rows(table, section, version, check=not is_preset)
@@ -289,12 +288,13 @@ def _rows(table: object, link: _Link, section: str, version: Version) -> dict[st
 def _rows_in_release(
     table: Mapping[str, object], section: str, release: Version
 ) -> dict[str, Entry]:
-    """The rows of a preset that is pinned to a release of PyTorch, as they are to be followed on the installed one."""
-    written = {
-        canonical(name): parse_entry(value, f"{section} {name}") for name, value in table.items()
+    """Return the rows to follow on the installed PyTorch for a preset that is pinned to a release."""
+    rows = {
+        key: row_in_release(key, parse_entry(value, f"{section} {name}"), release)
+        for name, value in table.items()
+        for key in [canonical(name)]
     }
-    found = {key: row_in_release(key, entry, release) for key, entry in written.items()}
-    return {key: entry for key, entry in found.items() if entry is not None}
+    return {key: entry for key, entry in rows.items() if entry is not None}
 
 
 def _refuse_device_typo(name: str, value: object, where: str) -> None:
@@ -305,7 +305,7 @@ def _refuse_device_typo(name: str, value: object, where: str) -> None:
 
 
 def _shared_rows(tables: Tables) -> dict[str, Entry]:
-    """The rows that are the same for every device type, taken operation by operation."""
+    """Return the rows that are the same for every device type, compared operation by operation."""
     by_device = [_by_operation(tables.get(device, {})) for device in DEVICE_TYPES]
     first, *others = by_device
     return {
@@ -336,25 +336,25 @@ def _row(key: str, entry: Entry) -> str:
     if entry == Entry(entry.rule):
         return _line(short(key), entry.rule)
     parts = {name: getattr(entry, name) for name in ROW_KEYS}
-    given = [_line(name, value) for name, value in parts.items() if value]
+    fields = [_line(name, value) for name, value in parts.items() if value]
     # tomli_w writes a table over several lines; a row is one line.
-    return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+    return _line(short(key), "").removesuffix('""') + "{ " + ", ".join(fields) + " }"
 
 
 def _module_row(pattern: str, rule: ModuleRule) -> str:
     dtype, ops = rule.dtype or rule.float8, rule.ops
-    if rule.float8:  # the name stands for rows that it gives the same reason
+    if rule.float8:  # the name includes these rows, unless they have another reason
         ops = {key: entry for key, entry in ops.items() if entry != Entry(rule.float8)}
-    given = [_line("dtype", dtype)] if dtype else []
-    if len(given) == 1 and not ops and not rule.reason:
+    fields = [_line("dtype", dtype)] if dtype else []
+    if len(fields) == 1 and not ops and not rule.reason:
         return _line(pattern, str(dtype))
     if ops:
         rows = ", ".join(_row(key, entry) for key, entry in ops.items())
-        given.append(f"ops = {{ {rows} }}")
-    given += [_line("reason", rule.reason)] if rule.reason else []
-    return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(given) + " }"
+        fields.append(f"ops = {{ {rows} }}")
+    fields += [_line("reason", rule.reason)] if rule.reason else []
+    return _line(pattern, "").removesuffix('""') + "{ " + ", ".join(fields) + " }"
 
 
 def _line(key: str, value: Value) -> str:
-    plain = str(value) if isinstance(value, str) else value  # the name of a rule is more than text
+    plain = str(value) if isinstance(value, str) else value  # tomli_w refuses a Rule
     return tomli_w.dumps({key: plain}).rstrip("\n")

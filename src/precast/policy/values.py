@@ -1,8 +1,8 @@
-"""Shows values in error messages about policies, and checks the texts, choices, dtypes and mappings that users give.
+"""Values in messages about policies, and checks of texts, choices, dtypes and mappings that users pass.
 
 Invariants:
     - Showing a value never fails and gives a short text, also for a value that is nested as deeply as Python allows or
-      whose `repr` raises an error.
+      has a `repr` that raises an error.
     - Text that UTF-8 cannot encode is refused, because it could not be written to a policy file.
 """
 
@@ -34,23 +34,23 @@ DTYPES: Final = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-"""Each spelling of a dtype -> PyTorch's name."""
+"""Maps each spelling of a dtype to PyTorch's name."""
 
 _LONGEST: Final = 200
-"""How much of a text is shown; also the longest text for which similar names are looked for, since comparing two texts
-takes time in proportion to the product of their lengths, and names are shorter."""
+"""Maximum length of a text in a message, and of a text that similar names are searched for: comparing two texts takes
+time in proportion to the product of their lengths, and names are shorter."""
 
 
 def shown(value: object) -> str:
-    """The `repr` of a value, shortened where it is long; the name of its type where `repr` fails."""
+    """Return the `repr` of a value, shortened if it is long; the name of its type if `repr` fails."""
     try:
         return clipped(repr(value))
-    except Exception:  # `repr` is code of the value's own, which may raise anything
+    except Exception:  # `repr` is the value's own code, which may raise anything
         return f"<a {type(value).__name__} that cannot be shown>"
 
 
 def clipped(text: object) -> str:
-    """A text for a message: its beginning where it is too long, and the `repr` of a value that is no text."""
+    """Return a text for a message, shortened if it is long; the `repr` of a value that is not text."""
     if not isinstance(text, str):
         return shown(text)
     if len(text) <= _LONGEST:
@@ -59,7 +59,7 @@ def clipped(text: object) -> str:
 
 
 def dtype_name(value: object) -> str | None:
-    """Return PyTorch's name of a dtype, written in any of the ways in `DTYPES` or given as a `torch.dtype`.
+    """Return PyTorch's name of a dtype, which is a spelling in `DTYPES` or a `torch.dtype`.
 
     Returns:
         "float32", "float16" or "bfloat16"; None for all other values.
@@ -75,11 +75,11 @@ def dtype_name(value: object) -> str | None:
 
 
 def nearest(word: str, words: Iterable[str] | Mapping[str, str]) -> str:
-    """The end of a sentence: `; did you mean ...?` with up to three words alike, or a full stop.
+    """Return the end of a sentence: `; did you mean ...?` with up to three similar words, or a full stop.
 
     Args:
-        word: what was written.
-        words: the words that may have been meant; of a mapping, its values are named for its keys.
+        word: the unknown word.
+        words: the allowed words; of a mapping, the message has the values of similar keys.
     """
     if len(word) > _LONGEST:
         return "."
@@ -98,15 +98,15 @@ def check_choice(
     dtypes: Mapping[str, str] | None = None,
     hints: Mapping[str, str] | None = None,
 ) -> str:
-    """Returns `value`, if it is one of `choices`, or the choice for the dtype that it names.
+    """Return `value` if it is one of `choices`, or the choice for the dtype that it names.
 
     Args:
-        value: what was written.
-        choices: the words that are allowed.
-        before: what the message says before the value.
-        after: what it says after the value.
-        dtypes: PyTorch's name of a dtype -> the choice that it means.
-        hints: PyTorch's name of a dtype that is not allowed -> the choice that the message names for it.
+        value: the value to check.
+        choices: the allowed words.
+        before: the message's text before the value.
+        after: its text after the value.
+        dtypes: maps PyTorch's name of a dtype to a choice.
+        hints: maps PyTorch's name of a dtype that is not allowed to the choice that the message suggests.
 
     Raises:
         PolicyError: it is none of them.
@@ -126,10 +126,10 @@ def check_choice(
 
 
 def check_text(value: object, where: str) -> str:
-    """Returns `value`, if it is text that can be written to a file.
+    """Return `value` if it is text that can be written to a file.
 
     Raises:
-        PolicyError: it is no text, or contains lone surrogates.
+        PolicyError: it is not text, or contains lone surrogates.
     """
     if not isinstance(value, str):
         raise PolicyError(f"{where} is {shown(value)}; it must be text")
@@ -143,10 +143,10 @@ def check_text(value: object, where: str) -> str:
 
 
 def check_mapping(value: object, where: str, example: str) -> Mapping[Any, Any]:
-    """Returns `value`, if it is a mapping.
+    """Return `value` if it is a mapping.
 
     Raises:
-        PolicyError: it is none; the message gives `example` as what would be right.
+        PolicyError: it is not; the message contains `example` as a valid one.
     """
     if not isinstance(value, Mapping):
         raise PolicyError(f"{where} is {shown(value)}; it must be a mapping, such as {example}")

@@ -20,7 +20,7 @@ from precast.policy import toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import TUNED, Policy, Rule
 from precast.policy.rows import Entry, canonical
-from precast.policy.toml_file import Contents
+from precast.policy.toml_file import PolicyContents
 from precast.tuning.fewest_rows import Row, fewest_rows, will_do
 from precast.tuning.sites import Choice, Program, Site
 
@@ -105,7 +105,7 @@ def text_of(
         if row.place is not None:
             entry = Entry(row.rule, reason(row))
             modules.setdefault(row.place, {})[canonical(row.op)] = entry
-    contents = Contents(
+    contents = PolicyContents(
         tables={program.device: outside} if outside else {},
         modules={place: ModuleRule(None, entries) for place, entries in modules.items()},
     )

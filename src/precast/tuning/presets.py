@@ -35,7 +35,7 @@ def says_as(policy: Policy | None, other: Policy) -> bool:
         policy is not None
         and policy.fingerprint == other.fingerprint
         and policy.modules.keys() == other.modules.keys()
-        and all(rule.says_as(other.modules[name]) for name, rule in policy.modules.items())
+        and all(rule.agrees_with(other.modules[name]) for name, rule in policy.modules.items())
     )
 
 

@@ -25,7 +25,7 @@ from precast.errors import MissingExtraError
 from precast.policy import toml_file
 from precast.policy.policy import Entry, Policy
 from precast.policy.shortest_text import whole_file
-from precast.policy.toml_file import Contents
+from precast.policy.toml_file import PolicyContents
 from precast.tuning import evidence as files
 from precast.tuning.evidence import Between, Compared, Evidence, ProofEvidence, Search, Trial
 from precast.tuning.words import words_for
@@ -91,7 +91,7 @@ class TuningResult(Displayed):
         lines = [line for each in head for line in textwrap.wrap(each, 117)]
         comment = "\n".join(f"# {line}" for line in lines)
         mine = self.policy
-        named = toml_file.render(Contents(mine.name, mine.summary)).splitlines()[: _HEAD - 1]
+        named = toml_file.render(PolicyContents(mine.name, mine.summary)).splitlines()[: _HEAD - 1]
         body = _short(mine, asked.base)
         return "\n".join([comment, "", *(line for line in named if line != 'summary = ""'), body])
 
@@ -252,7 +252,7 @@ def _short(policy: Policy, base_name: str) -> str:
         if changed:
             tables[device] = changed
     lines = toml_file.render(
-        Contents(tables=tables, modules=policy.modules, measured=policy.measured)
+        PolicyContents(tables=tables, modules=policy.modules, measured=policy.measured)
     ).splitlines()
     head = f'base = "{base_name}"'
     return "\n".join([head, *lines[_HEAD:]]).strip() + "\n"

@@ -316,7 +316,7 @@ def _module_changes(first: Policy, second: Policy) -> Iterator[ModuleChange]:
 def _say_the_same(first: ModuleRule | None, second: ModuleRule | None) -> bool:
     if first is None or second is None:
         return first is second
-    return first.says_as(second)
+    return first.agrees_with(second)
 
 
 def _indented(text: str) -> RenderableType:

@@ -23,7 +23,7 @@ from precast.diagnostics.explain.example import Ran, ran_in
 from precast.errors import PrecastError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
-from precast.policy.module_rules import Inside
+from precast.policy.module_rules import ModuleContext
 from precast.policy.policy import ModuleRule, Policy, Precision
 
 __all__ = [
@@ -218,7 +218,7 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
     return ModelReport(planned, counts, known, ran)
 
 
-def _runs_in(policy: Policy, inside: Inside, op: str, device: str) -> str:
+def _runs_in(policy: Policy, inside: ModuleContext, op: str, device: str) -> str:
     """What an operation runs in, in a region on a device type."""
     if not inside.enabled:
         return "float32"

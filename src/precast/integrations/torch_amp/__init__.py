@@ -1,1 +1,1 @@
-"""PyTorch's own names of automatic mixed precision, served by precast."""
+"""PyTorch's own names of automatic mixed precision, implemented by precast."""

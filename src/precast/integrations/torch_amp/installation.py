@@ -1,13 +1,13 @@
-"""`install`: PyTorch's own regions, whoever opens them, run on precast's engine, policy and weight cache.
+"""`install`: PyTorch's own regions, in all code of the process, run on precast's engine, policy and weight cache.
 
 Invariants:
 
-- a region of PyTorch's stays what it is: its flags say *enabled* and *dtype*; what is installed adds the policy and the
-  cache, in every thread that is in no region of precast's;
-- the policy's rules for modules act on the models that the program calls, found when it first does;
-- what is installed last is in force; each installation ends by itself, and `uninstall` ends all of them;
-- when the last one ends every name of PyTorch's is what it was, unless a thread is still in a region of precast's; so
-  is the dispatcher, unless there are other threads, which may be calling a kernel: what stays hands on to PyTorch's.
+- a region of PyTorch's keeps its flags *enabled* and *dtype*; the installation adds the policy and the cache, in every
+  thread that is in no region of precast's;
+- the policy's rules for modules act on the models that the program calls, from their first call;
+- the latest installation is in force; each installation ends separately, and `uninstall` ends all of them;
+- the end of the last one restores every name of PyTorch's, unless a thread is still in a region of precast's. It also
+  restores the dispatcher, unless other threads may be calling a kernel: kernels that stay call PyTorch's.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["Installation", "install", "install_to_observe", "uninstall"]
 _lock = survives_fork(threading.RLock())
 _installations: list[Installation] = []
 _replaced: Final[list[Callable[[], None]]] = []
-"""What puts back each name of PyTorch's that was replaced."""
+"""Functions that restore the names of PyTorch's that were replaced."""
 
 
 class Installation:
-    """One call of `install`; in a ``with`` it ends there."""
+    """One call of `install`; a context manager, too."""
 
     def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
         self.policy = policy
@@ -52,29 +52,29 @@ class Installation:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends this installation; the one before it is in force again, if there is one."""
+        """End this installation; the previous one is in force again, if there is one."""
         with _lock:
             if self in _installations:
                 _installations.remove(self)
-                self._find_models(wanted=False)
+                self._find_models(False)
                 _put_in_force()
 
     @property
     def rules(self) -> Rules:
-        """What became of the policy's rules for modules: the models that were found, and what does not act."""
+        """The effect of the policy's rules for modules: the models they act on, and the rules without effect."""
         return self._rules if self._models is None else self._models.rules()
 
-    def _find_models(self, wanted: bool) -> None:
-        """Has the policy's rules act on the models that are called from now on, or ends that."""
-        if wanted and self._models is None and self.policy.modules:
+    def _find_models(self, enabled: bool) -> None:
+        """Start or stop applying the policy's rules to the models that are called."""
+        if enabled and self._models is None and self.policy.modules:
             self._models = FoundModels(self.policy, self._refused)
-        elif not wanted and self._models is not None:
+        elif not enabled and self._models is not None:
             self._rules = self._models.rules()
             self._models.close()
             self._models = None
 
     def _refused(self, sentence: str) -> None:
-        if self.replaces_scalers:  # else a report says it
+        if self.replaces_scalers:  # otherwise a report contains the sentence
             warnings.warn(
                 f"install({self.policy.name!r}): {sentence}", PrecastWarning, stacklevel=6
             )
@@ -85,25 +85,25 @@ class Installation:
 
 
 def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
-    """Puts PyTorch's own autocast regions on precast's engine, in the whole process and in all threads, now.
+    """Run PyTorch's own autocast regions on precast's engine, in the whole process and in all threads, from now on.
 
     Every `torch.autocast`, `torch.amp.autocast`, `torch.cuda.amp.autocast` and `torch.cpu.amp.autocast` region,
-    however it was imported and also those already open, runs on the policy and the weight cache of precast. For code
-    imported from now on `torch.amp.GradScaler` is `precast.GradScaler`, `custom_fwd` and `custom_bwd` are precast's,
-    and so are their old spellings in `torch.cuda.amp`; a subclass of PyTorch's scaler stays one of PyTorch's.
+    however it was imported, including open ones, uses the policy and the weight cache of precast. In code that is
+    imported later, `torch.amp.GradScaler` is `precast.GradScaler`, `custom_fwd` and `custom_bwd` are precast's, and
+    so are their old spellings in `torch.cuda.amp`; a subclass of PyTorch's scaler keeps PyTorch's base class.
 
-    The policy's rules for modules act on every model with parameters that is called from now on, by the names inside of
-    the outermost module that is called. `Installation.rules` says what became of them.
+    The policy's rules for modules act on every model with parameters that is called from now on, by the names inside
+    the outermost module that is called. `Installation.rules` reports their effect.
 
     Args:
         policy: a `Policy`, the name of a preset or the path of a policy file. "torch" gives PyTorch's own results, to
             the bit, except where `docs/differences.md` says otherwise.
 
     Returns:
-        The installation, to be ended by ``with`` or by `uninstall`.
+        The installation, which ends with its ``with`` block or by `uninstall`.
 
     Raises:
-        PolicyError: a policy that cannot be read; nothing has changed then.
+        PolicyError: the policy cannot be read; then nothing has changed.
 
     Examples:
         >>> with install("default"), torch.autocast("cpu"):
@@ -114,7 +114,7 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
 
 
 def install_to_observe(policy: Policy) -> Installation:
-    """As `install`, but code that is imported later gets PyTorch's scalers, which do what they do without precast."""
+    """Install the policy, but keep PyTorch's scalers and their behaviour."""
     return _begin(Installation(policy, replaces_scalers=False))
 
 
@@ -126,26 +126,26 @@ def _begin(installation: Installation) -> Installation:
 
 
 def uninstall() -> None:
-    """Ends every installation: PyTorch's regions run on PyTorch's engine again. Does nothing where there is none."""
+    """End every installation: PyTorch's regions run on PyTorch's engine again. Without an installation, do nothing."""
     with _lock:
         for installation in _installations:
-            installation._find_models(wanted=False)
+            installation._find_models(False)
         _installations.clear()
         _put_in_force()
 
 
 def _put_in_force() -> None:
     for installation in _installations:
-        installation._find_models(wanted=installation is _installations[-1])
+        installation._find_models(installation is _installations[-1])
     policy = _installations[-1].policy if _installations else None
     before = _meanings()
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).follow(None if policy is None else registration.bind(policy, device))
     has_pending = any(bound and bound.pending for bound in _bound_policies())
-    ours = {unversioned_writes.check_at_exit: policy is not None, _look_again: has_pending}
+    ours = {unversioned_writes.check_at_exit: policy is not None, _bind_again: has_pending}
     hooks = registration.cache_clear_hooks
     hooks[:] = [act for act in hooks if act not in ours]
-    hooks += [act for act, wanted in ours.items() if wanted]
+    hooks += [act for act, is_needed in ours.items() if is_needed]
     _restore_names()
     if policy is None:
         registration.unregister(kernels=threading.active_count() == 1)
@@ -156,12 +156,12 @@ def _put_in_force() -> None:
 
 
 def _bound_policies() -> list[BoundPolicy | None]:
-    """What is installed for each device type."""
+    """Return the installed policy of each device type."""
     return [installed(device).bound_policy for device in DEVICE_TYPES]
 
 
 def _meanings() -> list[str | None]:
-    """What compiled graphs depend on, for each device type; None for PyTorch's own policy."""
+    """Return the key of compiled graphs for each device type; None for PyTorch's own policy."""
     return [None if bound is None else bound.meaning for bound in _bound_policies()]
 
 
@@ -182,7 +182,7 @@ def _restore_names() -> None:
 
 @functools.wraps(_torch.enter_region)
 def _enter(region: torch.autocast) -> Any:
-    """Enters a region with TorchScript's optimiser off, which knows PyTorch's policy alone and would follow that."""
+    """Enter a region with TorchScript's optimizer off: it knows only PyTorch's policy, and would apply that."""
     _optimized.outside.append(_torch.optimizes_torchscript())
     _torch.optimize_torchscript(False)
     return _torch.enter_region(region)
@@ -190,22 +190,22 @@ def _enter(region: torch.autocast) -> Any:
 
 @functools.wraps(_torch.exit_region)
 def _exit(region: torch.autocast, *exc_info: Any) -> Any:
-    if _optimized.outside:  # a region may be older than the installation
+    if _optimized.outside:  # empty for a region that is older than the installation
         _torch.optimize_torchscript(_optimized.outside.pop())
     return _torch.exit_region(region, *exc_info)
 
 
-class _Optimized(threading.local):
-    """Whether this thread's scripted functions were optimised outside of each open region of PyTorch's."""
+class _OptimizerFlags(threading.local):
+    """This thread's flags of TorchScript's optimizer outside of each open region of PyTorch's."""
 
     def __init__(self) -> None:
         self.outside: list[bool] = []
 
 
-_optimized = _Optimized()
+_optimized = _OptimizerFlags()
 
 
-def _look_again() -> None:
-    """Binds the policies anew, as an operation that they have a rule for may have been defined meanwhile."""
+def _bind_again() -> None:
+    """Bind the policies again: an operation that they have a rule for may have been defined since."""
     with _lock:
         _put_in_force()

@@ -1,13 +1,13 @@
-"""What replaces PyTorch's scalers and the decorators of custom functions while precast is installed.
+"""Replacements of PyTorch's scalers and decorators of custom functions while precast is installed.
 
 Invariants:
 
-- calling the replacement of a scaler's class makes a `precast.GradScaler`, which is a scaler of PyTorch's, too;
-- an instance of PyTorch's class is one of its replacement, so that checks in libraries hold, whichever came first;
-- a subclass of a replacement is a subclass of PyTorch's class, as it uses that class's private parts;
-- the old spellings warn as PyTorch's do, in their words, and at the line of the program that calls them;
-- a pickle of a scaler of PyTorch's loads as a `precast.GradScaler`; a scaler of PyTorch's is pickled as it is without
-  precast, and loads as that in a process that has no precast.
+- calling the replacement of a scaler's class creates a `precast.GradScaler`, which is a subclass of PyTorch's;
+- an instance of PyTorch's class is an instance of its replacement, so checks in libraries hold for both;
+- a subclass of a replacement is a subclass of PyTorch's class, because it uses that class's private parts;
+- the old spellings warn as PyTorch's do, with the same text, and at the program's line that calls them;
+- a pickle of a PyTorch scaler loads as a `precast.GradScaler`; a PyTorch scaler is pickled as without precast, and
+  loads in a process without precast.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ __all__ = ["FUNCTIONS", "SCALERS"]
 
 
 class _Replacement(type):
-    """The class of classes that stand for one of PyTorch's scalers."""
+    """The metaclass of the replacements of PyTorch's scalers."""
 
-    stands_for: type
+    original: type
     old_device: str | None
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **named: Any
     ) -> type:
-        if "stands_for" in namespace:
+        if "original" in namespace:
             return super().__new__(cls, name, bases, namespace)
-        bases = tuple(b.stands_for if isinstance(b, _Replacement) else b for b in bases)
-        return type(name, bases, namespace, **named)  # a subclass, which a program writes
+        bases = tuple(b.original if isinstance(b, _Replacement) else b for b in bases)
+        return type(name, bases, namespace, **named)  # a subclass in a program
 
     def __call__(cls, *args: Any, **kwargs: Any) -> GradScaler:
         if cls.old_device is None:
             return GradScaler(*args, **kwargs)
-        _warn_old(vars(cls.stands_for)["__init__"])
+        _warn_old(vars(cls.original)["__init__"])
         return GradScaler(cls.old_device, *args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, (cls.stands_for, GradScaler))
+        return isinstance(instance, (cls.original, GradScaler))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, (cls.stands_for, GradScaler))
+        return issubclass(subclass, (cls.original, GradScaler))
 
 
-def _scaler(stands_for: type, old_device: str | None = None) -> Any:
+def _scaler(original: type, old_device: str | None = None) -> Any:
     namespace = {
         "__module__": GradScaler.__module__,
         "__doc__": GradScaler.__doc__,
-        "__signature__": inspect.signature(stands_for),
+        "__signature__": inspect.signature(original),
         "__new__": _new,
-        "__setstate__": _go_on,
-        "stands_for": stands_for,
+        "__setstate__": _restore_state,
+        "original": original,
         "old_device": old_device,
     }
     return _Replacement("GradScaler", (GradScaler,), namespace)
@@ -72,14 +72,14 @@ def _new(cls: type, *_: Any, **__: Any) -> Any:  # noqa: ARG001 -- a pickle of P
     return object.__new__(GradScaler)
 
 
-def _go_on(self: Any, state: dict[str, Any]) -> None:
-    """As `GradScaler.__setstate__`, for an object that a pickle of an old protocol has made."""
+def _restore_state(self: Any, state: dict[str, Any]) -> None:
+    """Call `GradScaler.__setstate__` for an object created by a pickle of an old protocol."""
     self.__class__ = GradScaler
     self.__setstate__(state)
 
 
-class _Name:
-    """Stands in a pickle for what is found at a place when that is loaded; precast need not be there then."""
+class _PickledName:
+    """Pickles as a name that is looked up when the pickle is loaded; precast need not be installed then."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -88,8 +88,8 @@ class _Name:
         return pkgutil.resolve_name, (self._place,)
 
 
-class _Empty:
-    """Makes an empty object of one of PyTorch's classes; in a pickle, of what has its name."""
+class _ScalerConstructor:
+    """Creates an empty object of one of PyTorch's classes; pickles without a reference to precast."""
 
     def __init__(self, kind: type) -> None:
         self._kind = kind
@@ -99,20 +99,20 @@ class _Empty:
 
     def __reduce__(self) -> tuple[Any, ...]:
         place = f"{self._kind.__module__}:{self._kind.__qualname__}"
-        return functools.partial, (object.__new__, _Name(place))
+        return functools.partial, (object.__new__, _PickledName(place))
 
 
 def _reduced(scaler: Any) -> tuple[Any, ...]:
-    return _Empty(type(scaler)), (), scaler.__getstate__()
+    return _ScalerConstructor(type(scaler)), (), scaler.__getstate__()
 
 
 def let_be_pickled(installed: bool) -> None:
-    """Has scalers of PyTorch's be pickled while another class has their name; `installed` says whether it has."""
-    for stand_in in _STANDING:
+    """Let PyTorch's scalers be pickled while their names refer to replacements, if `installed`."""
+    for replacement in _REPLACEMENTS:
         if installed:
-            copyreg.pickle(stand_in.stands_for, _reduced)
-        elif copyreg.dispatch_table.get(stand_in.stands_for) is _reduced:
-            del copyreg.dispatch_table[stand_in.stands_for]
+            copyreg.pickle(replacement.original, _reduced)
+        elif copyreg.dispatch_table.get(replacement.original) is _reduced:
+            del copyreg.dispatch_table[replacement.original]
 
 
 _CUSTOM_FWD, _CUSTOM_BWD = torch.cuda.amp.custom_fwd, torch.cuda.amp.custom_bwd
@@ -131,7 +131,7 @@ def _old_custom_bwd(bwd: Any) -> Any:
 
 
 def _warn_old(function: Any) -> None:
-    """Warns as a deprecated function of PyTorch's does, in its words."""
+    """Warn with the text of PyTorch's deprecated function."""
     text = getattr(function, "__deprecated__", None)
     if text is not None:
         warnings.warn(text, FutureWarning, stacklevel=callers_level())
@@ -140,25 +140,25 @@ def _warn_old(function: Any) -> None:
 _Places = list[tuple[Any, dict[str, Any]]]
 
 
-def _under(*modules: Any, **stand_ins: Any) -> _Places:
-    return [(module, stand_ins) for module in modules]
+def _under(*modules: Any, **replacements: Any) -> _Places:
+    return [(module, replacements) for module in modules]
 
 
-_STANDING: Final = (
+_REPLACEMENTS: Final = (
     _scaler(torch.amp.GradScaler),
     _scaler(torch.cuda.amp.grad_scaler.GradScaler, "cuda"),
     _scaler(torch.cpu.amp.grad_scaler.GradScaler, "cpu"),
 )
 SCALERS: Final[_Places] = [
-    *_under(torch, torch.amp, torch.amp.grad_scaler, GradScaler=_STANDING[0]),
-    *_under(torch.cuda.amp, torch.cuda.amp.grad_scaler, GradScaler=_STANDING[1]),
-    *_under(torch.cpu.amp, torch.cpu.amp.grad_scaler, GradScaler=_STANDING[2]),
+    *_under(torch, torch.amp, torch.amp.grad_scaler, GradScaler=_REPLACEMENTS[0]),
+    *_under(torch.cuda.amp, torch.cuda.amp.grad_scaler, GradScaler=_REPLACEMENTS[1]),
+    *_under(torch.cpu.amp, torch.cpu.amp.grad_scaler, GradScaler=_REPLACEMENTS[2]),
 ]
-"""The modules with a scaler of PyTorch's, each with its name and what stands there while precast is installed."""
+"""The modules with a scaler of PyTorch's; for each, its name there and the replacement."""
 
 _OLD: Final = {"custom_fwd": _old_custom_fwd, "custom_bwd": _old_custom_bwd}
 FUNCTIONS: Final[_Places] = [
     *_under(torch.amp, torch.amp.autocast_mode, custom_fwd=custom_fwd, custom_bwd=custom_bwd),
     *_under(torch.cuda.amp, torch.cuda.amp.autocast_mode, **_OLD),
 ]
-"""The same of the decorators of custom functions."""
+"""The same for the decorators of custom functions."""
