@@ -256,11 +256,11 @@ def test_a_file_that_cannot_be_read_is_one_message(broken: str) -> None:
 
 def test_every_model_can_be_explained_from_its_program() -> None:
     from precast.shipping.exported import export
-    from precast.shipping.exported_reading import between, contents
+    from precast.shipping.exported_reading import contents, differences_between
 
     for made in MODELS.values():
         model, example = made.make().eval(), made.example()
         low = contents(export(model, example, check=False))
         full = contents(export(model, example, dtype=torch.float16, check=False))
-        assert between(low, low) == []
-        assert between(low, full)
+        assert differences_between(low, low) == []
+        assert differences_between(low, full)

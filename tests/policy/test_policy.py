@@ -64,7 +64,11 @@ def test_a_missing_row_is_said_to_be_missing(torch_policy):
 @pytest.mark.parametrize(
     ("op", "device", "message"),
     [
-        ("norm", "cuda", "the overloads of aten::norm differ; name one of them: norm.Scalar (fp32_app"),
+        (
+            "norm",
+            "cuda",
+            "the overloads of aten::norm differ; name one of them: norm.Scalar (fp32_app",
+        ),
         ("linaer", "cuda", "no operation aten::linaer; did you mean linear"),
         ("prod.nope", "cpu", "no overload 'nope'. Allowed: prod.default, prod.dim_int"),
         ("torch.nn.functional.linear", "cpu", "is not the name of an operation; write 'linear'"),

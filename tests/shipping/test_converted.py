@@ -385,7 +385,10 @@ def test_a_region_around_changes_nothing_and_one_that_disagrees_is_told() -> Non
         assert is_same(converted(x), expected)
     with precast.autocast("cpu", enabled=False):
         assert is_same(converted(x), expected)
-    with torch.autocast("cpu", F16), pytest.warns(PrecastWarning, match=r"says torch\.float16"):
+    with (
+        torch.autocast("cpu", F16),
+        pytest.warns(PrecastWarning, match=r"surrounding region has torch\.float16"),
+    ):
         assert is_same(converted(x), expected)
     with torch.autocast("cpu", F16):  # it is told once
         assert is_same(converted(x), expected)
@@ -520,8 +523,11 @@ def _bad() -> dict[str, tuple[Callable[[], Any], str]]:
             "is converted already",
         ),
         "scripted": (lambda: precast.convert(torch.jit.script(linear()), example=x), "is scripted"),
-        "wrapped": (lambda: precast.convert(nn.DataParallel(linear()).eval(), example=x), "wraps"),
-        "compiled": (lambda: precast.convert(torch.compile(linear()), example=x), "wraps a model"),
+        "wrapped": (
+            lambda: precast.convert(nn.DataParallel(linear()).eval(), example=x),
+            "a wrapper",
+        ),
+        "compiled": (lambda: precast.convert(torch.compile(linear()), example=x), "a wrapper"),
         "no weights": (lambda: precast.convert(nn.ReLU().eval(), example=x), "has no weights"),
         "on meta": (
             lambda: precast.convert(nn.Linear(8, 8, device="meta").eval(), example=x),
@@ -529,7 +535,7 @@ def _bad() -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "example elsewhere": (
             lambda: precast.convert(linear(), example=x.to("meta")),
-            "a tensor on meta, and the model is on cpu",
+            "a tensor on meta, but the model is on cpu",
         ),
         "no example": (lambda: precast.convert(linear(), example=[]), "at least one example"),
         "example that does not fit": (

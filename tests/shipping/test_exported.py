@@ -263,7 +263,7 @@ class _Decides(nn.Module):
         (nn.Linear(4, 2), (torch.ones(2, 3),), {}, "cannot record the model on this example"),
         (_Decides(), (X,), {}, "control flow depends on data; write it with torch.cond"),
         (_Compares(), (X,), {}, "control flow depends on data; write it with torch.cond"),
-        (_Data(), (X,), {}, r"`\.data`, most often\. Write `\.detach\(\)` in its place"),
+        (_Data(), (X,), {}, r"usually a tensor's `\.data`\. Write `\.detach\(\)` instead"),
         (
             nn.Linear(4, 2),
             (X,),

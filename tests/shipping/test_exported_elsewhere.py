@@ -347,5 +347,5 @@ def test_what_onnx_cannot_say_is_refused_and_nothing_is_written(tmp_path: Path) 
         write_onnx(program, tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
     (tmp_path / "model.txt").write_text("mine")
-    with pytest.raises(OutputError, match="is no model"):
+    with pytest.raises(OutputError, match="is not a model"):
         write_onnx(program, tmp_path / "model.txt")

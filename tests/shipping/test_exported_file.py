@@ -72,7 +72,7 @@ BROKEN: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     ),
     "a later precast": (
         _changed(FACTS, _json(format=2, precast="9.9")),
-        r"in format 2 by precast 9\.9; precast \S+ knows formats up to 1\. Export it again",
+        r"in format 2 of precast 9\.9; precast \S+ reads formats up to 1\. Export it again",
     ),
     "facts that are none": (_changed(FACTS, lambda _: b"["), r"damaged: precast\.json"),
     "facts that are missing": (_changed(FACTS, lambda _: b"{}"), r"damaged: precast\.json"),
@@ -102,6 +102,6 @@ def test_a_file_that_cannot_be_read_says_why_in_one_error(
 
 def test_what_a_file_says_of_itself(whole: Path) -> None:
     assert isinstance(exported_file.read(whole), torch.export.ExportedProgram)
-    said = exported_file.said_of(whole)
+    said = exported_file.policy_facts(whole)
     assert said["policy"] == "default"
     assert said["torch"] == torch.__version__

@@ -208,29 +208,29 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated header": (_rewrite(lambda data: data[:40]), "is truncated: it ends in its header"),
     "another format": (
         _rewrite(lambda _: b"GGUF" + b"\xff" * 100),
-        r"neither a safetensors file nor one of torch\.save",
+        r"neither a safetensors file nor a file of torch\.save",
     ),
     "not JSON": (
         _rewrite(lambda data: data[:8] + b"?" * (len(data) - 8)),
         "has no header of a safetensors file",
     ),
-    "empty": (_rewrite(lambda _: b""), "neither a safetensors file nor one"),
+    "empty": (_rewrite(lambda _: b""), "neither a safetensors file nor a file"),
     "truncated zip": (_truncated_zip, r"cannot be read as a file of torch\.save"),
-    "no tensors": (_no_tensors, "holds no state dict"),
+    "no tensors": (_no_tensors, "has no state dict"),
     "missing": (
         _other(lambda state: {n: v for n, v in state.items() if n != "body.bias"}),
         r"lacks body\.bias\.",
     ),
     "unexpected": (
         _other(lambda state: state | {"more.weight": torch.ones(2)}),
-        r"has more\.weight, which the model has not",
+        r"has more\.weight, which the model does not have",
     ),
     "shape": (
         _other(lambda state: state | {"body.bias": torch.ones(2)}),
         r"body\.bias has the shape \(2,\) there, and \(16,\) in the model",
     ),
-    "lost shard": (_lost_shard, r"names part-1\.safetensors, which is not beside it"),
-    "no index": (_no_index, "is no index of a checkpoint"),
+    "lost shard": (_lost_shard, r"names part-1\.safetensors, which is not in the same folder"),
+    "no index": (_no_index, "is not an index of a checkpoint"),
     "empty folder": (lambda folder: folder, "has none of the files"),
     "no file": (lambda folder: folder / "none.safetensors", "there is no checkpoint"),
 }
@@ -254,11 +254,11 @@ def test_what_no_checkpoint_has_must_not_stay_on_the_meta_device(tmp_path: Path)
 def test_other_mistakes_are_one_error(tmp_path: Path) -> None:
     _, tokens, state = _model()
     file = _write_torch(tmp_path, state)
-    with pytest.raises(ConversionError, match="all weights are float32, and no example"):
+    with pytest.raises(ConversionError, match="float32 weights only, and no example"):
         precast.load(Net, file)
-    with pytest.raises(ConversionError, match="takes a function that makes the model"):
+    with pytest.raises(ConversionError, match="Pass a function that creates the model"):
         precast.load("Net", file, example=tokens)  # type: ignore[arg-type]
-    with pytest.raises(ConversionError, match="returned int, and no model"):
+    with pytest.raises(ConversionError, match="returned int, not a model"):
         precast.load(lambda: 3, file, example=tokens)  # type: ignore[arg-type, return-value]
 
 

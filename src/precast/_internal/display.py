@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any, Final
 
-__all__ = ["Card", "Displayed", "milliseconds", "size"]
+__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "size"]
 
 _MOST_ROWS: Final = 10
 
@@ -70,6 +70,11 @@ def milliseconds(seconds: float) -> str:
 def size(count: int, one: str, many: str = "") -> str:
     """Return a number with its unit: "1 step", "2,000 steps"."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Return a dtype as text without "torch.": "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _row(cell: str, values: Iterable[Any]) -> str:

@@ -111,7 +111,7 @@ def export(
             dtype=dtype,
             strict=strict,
             check=check,
-            told=status.update,
+            progress=status.update,
         )
         status.update(f"writing {out}")
         more: dict[str, Any] = {}
@@ -169,7 +169,7 @@ def diff(first: Path | None, second: Path | None, as_json: bool) -> None:
     from precast.shipping import exported_display, exported_file, exported_reading
 
     one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
-    differences = exported_reading.between(one, other)
+    differences = exported_reading.differences_between(one, other)
     if as_json:
         click.echo(
             json.dumps(
@@ -218,7 +218,7 @@ def explain_file(path: Path, as_json: bool) -> None:
     from precast.shipping import exported_display, exported_file, exported_reading
 
     program = exported_file.read(path)
-    contents = exported_reading.contents(program, exported_file.said_of(path))
+    contents = exported_reading.contents(program, exported_file.policy_facts(path))
     if as_json:
         click.echo(json.dumps(contents.as_dict(), indent=2))
     else:

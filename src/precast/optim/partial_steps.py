@@ -93,7 +93,9 @@ def outside_autocast() -> Iterator[None]:
 def without_scaler(optimizer: Optimizer) -> Iterator[None]:
     """Hide the attributes that a scaler sets for a fused step, because the caller applies them."""
     attributes = vars(optimizer)
-    hidden = {name: attributes.pop(name) for name in _OF_SCALER if name in attributes}
+    hidden: dict[str, Any] = {
+        name: attributes.pop(name) for name in _OF_SCALER if name in attributes
+    }
     try:
         yield
     finally:

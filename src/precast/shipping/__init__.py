@@ -1,1 +1,1 @@
-"""A policy built into what is served: models whose weights are stored as they are used, and programs of graph nodes."""
+"""Models for serving with the policy built in: converted models, and exported programs."""

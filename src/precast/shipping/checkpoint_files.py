@@ -1,9 +1,9 @@
-"""Reads the tensors of a checkpoint where they lie on disk: safetensors files and those of `torch.save`, in shards too.
+"""Memory-mapped tensors of checkpoints: safetensors files and files of `torch.save`, also sharded ones.
 
 Invariants:
 
-- no tensor is copied: its numbers are pages of the file, which the system reads when they are used and may drop again;
-- a file that is not what it says, or not all there, is an error before any tensor is given out.
+- tensors are not copied: their values are pages of the file, which the system reads when they are used and may drop;
+- a file in a wrong format, or a truncated one, raises an error before any tensor is returned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES: Final = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""What a folder of a model is searched for."""
+"""The file names that a model's folder is searched for."""
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,24 +47,22 @@ _DTYPES: Final = {
     "C64": torch.complex64,
 }
 _LONGEST_HEADER: Final = 100_000_000
-"""What the format allows."""
+"""The limit of the format."""
 _ZIP: Final = b"PK\x03\x04"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Name -> tensor of a checkpoint: a file, the index of a sharded one, or a folder with one of these.
+    """Return the tensors of a checkpoint by name: a file, the index of a sharded one, or a folder with one of these.
 
     Raises:
-        ConversionError: there is no such file, or it is damaged, or of another format.
+        ConversionError: there is no such file, or it is damaged or in another format.
     """
-    found = _file(Path(path))
-    if found.name.endswith(".index.json"):
-        return _sharded(found)
-    with found.open("rb") as file:
+    source = _file(Path(path))
+    if source.name.endswith(".index.json"):
+        return _sharded(source)
+    with source.open("rb") as file:
         start = file.read(4)
-    if start == _ZIP:
-        return _saved_by_torch(found)
-    return _safetensors(found)
+    return _saved_by_torch(source) if start == _ZIP else _safetensors(source)
 
 
 def _file(path: Path) -> Path:
@@ -80,22 +78,22 @@ def _file(path: Path) -> Path:
 
 def _sharded(index: Path) -> dict[str, Tensor]:
     try:
-        placed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(placed.values()))
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(file_of.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(
-            f"{index} is no index of a checkpoint: it has no 'weight_map' of names to files"
+            f"{index} is not an index of a checkpoint: it has no 'weight_map' of names to files"
         ) from error
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         file = index.parent / shard
         if not file.is_file():
-            raise ConversionError(f"{index} names {shard}, which is not beside it")
+            raise ConversionError(f"{index} names {shard}, which is not in the same folder")
         tensors |= read_checkpoint(file)
-    missing = sorted(placed.keys() - tensors.keys())
+    missing = sorted(file_of.keys() - tensors.keys())
     if missing:
         raise ConversionError(
-            f"{index} says that {missing[0]} is in {placed[missing[0]]}; it is not"
+            f"{index} says that {missing[0]} is in {file_of[missing[0]]}; it is not"
         )
     return tensors
 
@@ -106,7 +104,7 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise ConversionError(
-            f"{path} cannot be read as a file of torch.save with tensors alone: {first}"
+            f"{path} cannot be read as a file of torch.save that contains only tensors: {first}"
         ) from error
     for key in ("state_dict", "model"):
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
@@ -114,7 +112,7 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     tensors = {k: v for k, v in saved.items() if isinstance(v, Tensor)} if _is_named(saved) else {}
     if not tensors:
         raise ConversionError(
-            f"{path} holds no state dict, of names to tensors. Save model.state_dict()."
+            f"{path} has no state dict, a mapping of names to tensors. Save model.state_dict()."
         )
     return tensors
 
@@ -130,7 +128,7 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
         if length > _LONGEST_HEADER:
             raise ConversionError(
-                f"{path} is neither a safetensors file nor one of torch.save in its present format"
+                f"{path} is neither a safetensors file nor a file of torch.save in its zip format"
             )
         if 8 + length > size:
             raise ConversionError(f"{path} is truncated: it ends in its header")
@@ -147,13 +145,13 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 raise ConversionError(
                     f"{path} is truncated: {name} ends at byte {8 + length + end:,} of {size:,}"
                 )
-        # Copied on write, so that what the program writes stays its own; the file is closed when all tensors are gone.
+        # Copy-on-write: the program's writes do not reach the file, which is closed when all tensors are freed.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return {name: _tensor(memory, 8 + length, *place) for name, place in places.items()}
 
 
 _Place = tuple[torch.dtype, tuple[int, ...], int, int]
-"""Dtype, shape, and where the numbers begin and end after the header."""
+"""Dtype, shape, and the first and last byte after the header."""
 
 
 def _place(entry: Any) -> _Place:
@@ -168,7 +166,7 @@ def _tensor(memory: mmap.mmap, start: int, *place: Any) -> Tensor:
     dtype, shape, begin, end = place
     if begin == end:
         return torch.empty(shape, dtype=dtype)
-    if (start + begin) % dtype.itemsize:  # kernels want numbers at multiples of their size
+    if (start + begin) % dtype.itemsize:  # kernels need aligned values
         return (
             _tensor_at(memory, start + begin, end - begin, torch.uint8)
             .clone()

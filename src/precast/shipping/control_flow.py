@@ -1,8 +1,6 @@
-"""Where branches and loops of an exported graph keep their bodies and operands.
+"""The positions of bodies and operands in the branches and loops of an exported graph.
 
-Invariants:
-
-- an operator that is not known here still has its bodies rewritten; only its operands stay as they are.
+Invariant: the bodies of an unknown operator are rewritten, too; its operands stay as they are recorded.
 """
 
 from __future__ import annotations
@@ -24,21 +22,21 @@ INLINED = {
     "wrap": 0,
     "strict_mode": 0,
 }
-"""Operators that call one body, whose results are those of the body: name -> position of the body.
+"""Operators that call one body and return its results: name -> position of the body.
 
-A program that serves computes no gradients, so nothing is lost where their bodies stand in their place.
+A program for serving computes no gradients, so the body can replace the operator.
 """
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where one branch or loop has its bodies and operands.
+    """The positions of the bodies and operands of one branch or loop.
 
     Attributes:
         bodies: the nodes that name the bodies.
-        fixed: the position of the argument with the operands that no iteration changes; None for none.
-        before: how many inputs the bodies take before those.
-        changing: the operands that the first of those inputs begin as.
+        fixed: the position of the argument with the operands that are constant over iterations; None for none.
+        before: the number of inputs of the bodies before those operands.
+        changing: the initial values of the first of those inputs.
     """
 
     bodies: tuple[fx.Node, ...]
@@ -48,7 +46,7 @@ class Layout:
 
 
 def layout_of(node: fx.Node) -> Layout:
-    """The layout of a node's operator (2.13)."""
+    """Return the layout of a node's operator (2.13)."""
     args = node.args
     bodies = tuple(arg for arg in args if isinstance(arg, fx.Node) and arg.op == "get_attr")
     name = _torch.higher_order_name(node.target)

@@ -1,4 +1,4 @@
-"""What `convert` did to a model: in which dtype it stored each weight, why, and how many bytes that takes."""
+"""The report of `convert`: the dtype in which each weight is stored, the reason, and the bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class StoredAs(NamedTuple):
     Attributes:
         name: its name; the first one of a tied weight.
         dtype: the dtype that it is stored in: "bfloat16".
-        bytes: the memory that it takes.
-        bytes_before: what it took before.
-        why: why it is stored so.
-        low: the 16-bit dtype that the policy uses it in, too, where it stays float32; None where it is not.
+        bytes: its memory.
+        bytes_before: its memory before the conversion.
+        why: the reason for the dtype.
+        low: the 16-bit dtype that a float32 weight is cast to at some uses; None if there is none.
     """
 
     name: str
@@ -33,7 +33,7 @@ class StoredAs(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Displayed):
-    """What became of each weight of a model; `print` shows all of it.
+    """The report of a converted model, with an entry for each weight; `print` shows all of it.
 
     Attributes:
         model: the name of the model's class.
@@ -51,23 +51,23 @@ class Conversion(Displayed):
 
     @property
     def bytes(self) -> int:
-        """What all weights take now."""
+        """The memory of all weights."""
         return sum(weight.bytes for weight in self.weights)
 
     @property
     def bytes_before(self) -> int:
-        """What all weights took before."""
+        """The memory of all weights before the conversion."""
         return sum(weight.bytes_before for weight in self.weights)
 
     @property
     def kept(self) -> tuple[StoredAs, ...]:
-        """The weights that stay as they were, those that take most memory first."""
-        kept = [weight for weight in self.weights if weight.bytes == weight.bytes_before]
-        return tuple(sorted(kept, key=lambda weight: -weight.bytes))
+        """The weights that do not take fewer bytes than before, largest first."""
+        same = [weight for weight in self.weights if weight.bytes >= weight.bytes_before]
+        return tuple(sorted(same, key=lambda weight: -weight.bytes))
 
     @property
     def extra_bytes(self) -> int:
-        """What the policy's float32 costs: so many bytes fewer would be taken with every float32 weight in 16 bits."""
+        """The bytes that would be saved if every float32 weight were stored in 16 bits."""
         return sum(weight.bytes // 2 for weight in self.kept if weight.dtype == "float32")
 
     def _card(self) -> Card:

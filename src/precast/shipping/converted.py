@@ -1,11 +1,11 @@
-"""`convert` makes a model for inference whose weights are stored in the dtypes that a policy uses them in.
+"""`convert`: models for inference that store their weights in the dtypes in which a policy uses them.
 
 Invariants:
 
 - the results of the converted model are those of the float32 model in a region of the policy, bit for bit, or it
   raises an error that names the weight;
-- everything is checked and observed before anything is changed, so an error leaves the model as it was;
-- weights that shared memory share it afterwards.
+- the model is changed only after all checks and observations, so an error leaves it unchanged;
+- weights that shared memory still share it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 from precast.attachment.module_hooks import Applied, apply
 from precast.autocast_mode.region import autocast
@@ -29,15 +30,15 @@ from precast.policy.module_names import name_of_each, named_tensors, unwrapped
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
-from precast.shipping.converted_class import Carried, carry, is_converted
+from precast.shipping.converted_class import ConvertedState, is_converted, set_converted
 from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
 from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
 
-__all__ = ["convert", "finish"]
+__all__ = ["convert", "finish", "store"]
 
 _rules: Final = WeakIdKeyDictionary()
-"""Converted model -> its rules for modules, which act as long as it lives."""
+"""Maps a converted model to its rules for modules, which act as long as it exists."""
 
 
 def convert(
@@ -49,34 +50,34 @@ def convert(
     in_place: bool = False,
     methods: Sequence[str] = ("generate",),
 ) -> nn.Module:
-    """Makes a model for inference that stores its weights in the dtypes in which the policy uses them.
+    """Convert a model for inference to one that stores its weights in the dtypes in which the policy uses them.
 
-    The model is called once with the example in a region of the policy, which shows in which dtype each weight is used.
-    A weight that the region only ever casts to 16 bits is stored in these. All others stay as they are: those used in
-    float32 or in several dtypes, those that the example does not use, and buffers that the model writes.
+    The model is called with the example in a region of the policy, to observe the dtypes in which each weight is used.
+    A weight that the region only ever casts to 16 bits is stored in these. Weights that are used in float32 or in
+    several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
 
-    The converted model needs no region around it: its calls run under the policy. Their results are those of the
-    float32 model in a region, with its parameters frozen, bit for bit. Where a later call takes a path on which a
-    weight in 16 bits would be used in float32, it raises a `ConversionError` that names the weight.
+    The converted model needs no region: its calls run under the policy. Their results are those of the float32 model in
+    a region, with its parameters frozen, bit for bit. If a later call would use a 16-bit weight in float32, it raises a
+    `ConversionError` that names the weight.
 
     Args:
         model: the model, in evaluation mode, with its weights in float32.
-        policy: a `Policy`, the name of a preset or the path of a policy file; its rules for modules act, too.
+        policy: a `Policy`, the name of a preset or the path of a policy file, including its rules for modules.
         dtype: the lower precision, torch.bfloat16 or torch.float16. None is PyTorch's default for the model's device.
         example: the arguments of a call: its only argument, a tuple of positional arguments, or a dict of keyword
-            arguments. A list has one of these for each call, to show more than one path through the model.
-        in_place: whether `model` itself is converted. Its float32 weights are freed one by one. Otherwise it stays as
-            it is, and the converted model shares no memory with it.
-        methods: names of methods that run under the policy, too, where the model has them.
+            arguments. A list has one of these for each call, to cover several paths through the model.
+        in_place: convert `model` itself; its float32 weights are freed one by one. Otherwise it is not changed, and the
+            converted model shares no memory with it.
+        methods: names of other methods that run under the policy, if the model has them.
 
     Returns:
-        The converted model: of a subclass of its class. `precast_report` says what became of each weight. Its
-        parameters require no gradient.
+        The converted model, of a subclass of its class. `precast_report` has an entry for each weight. Its parameters
+        require no gradient.
 
     Raises:
-        ConversionError: the model cannot be converted. Nothing has changed.
-        PolicyError: the policy cannot be read or carried out.
-        RegionError: the device has no such dtype.
+        ConversionError: the model cannot be converted; it has not changed.
+        PolicyError: the policy cannot be read or applied.
+        RegionError: the device does not support the dtype.
 
     Examples:
         >>> import precast
@@ -94,22 +95,22 @@ def convert(
     region = autocast(device.type, dtype, policy=policy)
     if not region.policy or not policy.tables.get(device.type):
         raise ConversionError(
-            f"convert(policy=...) got {policy.name!r}, which has no rules for {device.type}, where the model is. Move "
-            "the model to a device that the policy is for, or give the policy rules for this one."
+            f"convert(policy=...) got {policy.name!r}, which has no rules for {device.type}, the device of the model. "
+            "Move the model to a device that the policy has rules for, or give the policy rules for this one."
         )
     planned = plan(model, policy)
     examples = _examples(example, device)
     for complaint in planned.complaints():
         warnings.warn(complaint, PrecastWarning, stacklevel=2)
     weights = weights_of(model)
-    with _following(model, planned):
+    with _with_rules(model, planned):
         # Without its cache, a region has one 16-bit copy at a time beside the float32 weights.
         uncached = autocast(device.type, dtype, cache_enabled=False, policy=policy)
         observe_uses(model, weights, uncached, examples)
     report = Conversion(
         type(model).__name__,
         policy.name,
-        _name(region.fast_dtype),
+        dtype_name(region.fast_dtype),
         device.type,
         tuple(map(_stored_as, weights)),
     )
@@ -131,17 +132,17 @@ def finish(
     report: Conversion,
     methods: Sequence[str],
 ) -> nn.Module:
-    """Has a model with stored weights run under the policy from now on; returns the model."""
+    """Make a model with stored weights run under the policy, and return it."""
     model.requires_grad_(False)
     use_stored_weights(model)
-    named = tuple(method for method in methods if hasattr(type(model), method))
-    carry(model, Carried(region, report, named))
+    existing = tuple(method for method in methods if hasattr(type(model), method))
+    set_converted(model, ConvertedState(region, report, existing))
     _rules[model] = apply(model, planned)
     return model
 
 
 def _low_dtype(weight: Weight) -> torch.dtype | None:
-    """The 16-bit dtype that a weight is to be stored in; None where it stays as it is."""
+    """Return the 16-bit dtype to store a weight in; None to leave it unchanged."""
     uses = weight.uses
     if weight.fixed is not None or uses.computed or len(uses.dtypes) != 1:
         return None
@@ -152,8 +153,9 @@ def _stored_as(weight: Weight) -> StoredAs:
     before, uses = weight.bytes, weight.uses
     low = _low_dtype(weight)
     if low is not None:
-        return StoredAs(weight.name, _name(low), before // 2, before, f"used in {_name(low)} only")
-    names = sorted(map(_name, uses.dtypes))
+        name = dtype_name(low)
+        return StoredAs(weight.name, name, before // 2, before, f"used in {name} only")
+    names = sorted(map(dtype_name, uses.dtypes))
     if weight.fixed is not None:
         why = weight.fixed
     elif uses.computed:
@@ -162,27 +164,27 @@ def _stored_as(weight: Weight) -> StoredAs:
         why = f"used in {' and '.join(names)}"
     else:
         why = "the example did not use it"
-    again = " and ".join(names) or None
-    return StoredAs(weight.name, _name(weight.dtype), before, before, why, again)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    low_names = " and ".join(names) or None
+    return StoredAs(weight.name, dtype_name(weight.dtype), before, before, why, low_names)
 
 
 def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
-    """Gives tensors 16-bit memory; what they had before is freed if nothing else uses it."""
+    """Replace the memory of tensors by 16-bit memory; the old memory is freed if nothing else uses it."""
     for tensor, low in _lowered(weight, dtype):
-        name, device = weight.name, tensor.device.type
         tensor.requires_grad_(False)
-        tensor.data = low
-        example = _stored(low, tensor, name, device)
-        tensor.__class__ = type(example)
-        vars(tensor).update(vars(example))
+        store(tensor, low, weight.name, tensor.device.type)
+
+
+def store(tensor: Tensor, low: Tensor, name: str, device: str) -> None:
+    """Make a tensor a stored weight with other memory, in place."""
+    tensor.data = low
+    stored = _stored(low, tensor, name, device)
+    tensor.__class__ = type(stored)
+    vars(tensor).update(vars(stored))
 
 
 def _lowered(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor of a weight with its 16-bit numbers; what shared memory shares it."""
+    """Yield each tensor of a weight with its 16-bit values; tensors that share memory still share it."""
     tensors = weight.tensors
     with torch.no_grad():
         if len(tensors) == 1 and tensors[0].untyped_storage().nbytes() == tensors[0].nbytes:
@@ -204,7 +206,7 @@ def _stored(low: Tensor, original: Tensor, name: str, device: str) -> Any:
 
 
 def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: str) -> nn.Module:
-    """A copy of the model with 16-bit weights, of which no float32 copy is made.
+    """Return a copy of the model with 16-bit weights; their float32 values are not copied.
 
     Raises:
         ConversionError: the model cannot be copied.
@@ -223,8 +225,8 @@ def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: 
 
 
 @contextmanager
-def _following(model: nn.Module, planned: Plan) -> Iterator[Applied]:
-    """Has the modules of a model follow their rules for a while."""
+def _with_rules(model: nn.Module, planned: Plan) -> Iterator[Applied]:
+    """Apply the rules for the modules of a model in a block."""
     applied = apply(model, planned)
     try:
         yield applied
@@ -233,7 +235,7 @@ def _following(model: nn.Module, planned: Plan) -> Iterator[Applied]:
 
 
 def _check(model: object) -> torch.device:
-    """Refuses what cannot be converted, and returns the device of the model."""
+    """Check that a model can be converted; return its device."""
     if not isinstance(model, nn.Module):
         raise ConversionError(
             f"convert(model) got {type(model).__name__}. It takes a torch.nn.Module."
@@ -243,12 +245,12 @@ def _check(model: object) -> torch.device:
         raise ConversionError(f"this {kind} is converted already. Convert the float32 model.")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError(
-            f"this {kind} is scripted: TorchScript uses its weights where nothing can see it. Convert the model "
-            "that it was scripted from."
+            f"this {kind} is scripted: uses of its weights inside TorchScript cannot be observed. Convert the model "
+            "that was scripted."
         )
     if unwrapped(model) is not model:
         raise ConversionError(
-            f"convert(model) got a {kind}, which wraps a model. Convert the model inside, and wrap or compile that."
+            f"convert(model) got a {kind}, a wrapper. Convert the model inside, then wrap or compile that."
         )
     training = [name or "the model" for name, module in name_of_each(model) if module.training]
     if training:
@@ -265,7 +267,7 @@ def _device(model: nn.Module) -> torch.device:
     for name, tensor in named:
         if tensor.device.type == "meta":
             raise ConversionError(
-                f"{name} is on the meta device: it has no numbers. Load them first; precast.load does both."
+                f"{name} is on the meta device and has no values. Load them first; precast.load does both."
             )
     devices = {tensor.device.type: name for name, tensor in named}
     if len(devices) > 1:
@@ -277,12 +279,12 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _examples(example: Any, device: torch.device) -> list[Example]:
-    """The calls that an example stands for."""
-    given = example if isinstance(example, list) else [example]
-    if not given:
-        raise ConversionError("convert(example=[]): give at least one example of a call.")
+    """Return the arguments of each call in an example."""
+    several = example if isinstance(example, list) else [example]
+    if not several:
+        raise ConversionError("convert(example=[]): pass at least one example of a call.")
     calls: list[Example] = []
-    for each in given:
+    for each in several:
         if isinstance(each, Mapping):
             calls.append(((), dict(each)))
         else:
@@ -290,7 +292,7 @@ def _examples(example: Any, device: torch.device) -> list[Example]:
     for tensor in tensors_in(calls):
         if tensor.device.type != device.type:
             raise ConversionError(
-                f"convert(example=...) has a tensor on {tensor.device.type}, and the model is on {device.type}. Move "
+                f"convert(example=...) has a tensor on {tensor.device.type}, but the model is on {device.type}. Move "
                 "one of them."
             )
     return calls

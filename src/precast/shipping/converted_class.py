@@ -1,11 +1,10 @@
-"""The class of a converted model: the model's own class, whose calls run under the policy that it was converted with.
+"""The class of a converted model: a subclass of the model's own class with calls that run under the policy.
 
 Invariants:
 
-- the class has the name of the model's own and is a subclass of it, so that libraries that ask for either go on;
-- a call runs in a region of the policy, whatever region is around it; where that one says something else, a warning
-  tells so once;
-- nothing is called in training mode, because the weights are for inference.
+- the class has the name of the model's own class and is a subclass of it, so checks in libraries hold for both;
+- a call runs in a region of the policy, whatever region surrounds it; a different surrounding region gives one warning;
+- calls in training mode raise an error, because the weights are for inference.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from precast.errors import ConversionError, PrecastWarning
 from precast.shipping.conversion import Conversion
 from precast.shipping.stored_weights import inside
 
-__all__ = ["Carried", "carried_by", "converted_class", "is_converted"]
+__all__ = ["ConvertedState", "converted_class", "is_converted", "set_converted", "state_of"]
 
 _KEY = "_precast_carried"
 
 
 @dataclass(eq=False)
-class Carried:
-    """What a converted model carries with it.
+class ConvertedState:
+    """The policy and the report of a converted model.
 
     Attributes:
         region: the region that its calls run in.
-        report: what became of its weights.
-        methods: the names of the methods that run in the region, too.
-        told: what a region around said that was told of.
+        report: the report on its weights.
+        methods: the names of other methods that run in the region.
+        warned: the surrounding region that a warning was given for; empty if there was none.
     """
 
     region: autocast
     report: Conversion
     methods: tuple[str, ...]
-    told: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
 
     @functools.cached_property
     def device(self) -> str:
@@ -55,7 +54,7 @@ class Carried:
         return self.region.device
 
     def check(self, model: nn.Module) -> None:
-        """Refuses training, and tells of a region around that says something else.
+        """Raise an error in training mode, and warn about a different surrounding region.
 
         Raises:
             ConversionError: the model is in training mode.
@@ -66,7 +65,7 @@ class Carried:
                 "or train the float32 model and convert it again."
             )
         device = self.device
-        if not self.told and is_autocast_enabled(device):
+        if not self.warned and is_autocast_enabled(device):
             self._compare(torch.get_autocast_dtype(device), device)
 
     def _compare(self, dtype: torch.dtype, device: str) -> None:
@@ -79,41 +78,42 @@ class Carried:
         )
         if dtype is self.region.fast_dtype and not other:
             return
-        around = f"{dtype}" + (f" and the policy {bound.policy.name!r}" if bound and other else "")
-        self.told.append(around)
+        region = f"{dtype}" + (f" and the policy {bound.policy.name!r}" if bound and other else "")
+        self.warned.append(region)
         warnings.warn(
-            f"the region around says {around}; the converted {self.report.model} follows what it was converted with: "
-            f"{self.region.fast_dtype} and the policy {self.report.policy!r}. Convert the model anew for the other.",
+            f"the surrounding region has {region}, but the converted {self.report.model} keeps "
+            f"{self.region.fast_dtype} and the policy {self.report.policy!r} of its conversion. Convert the float32 "
+            "model again for the other.",
             PrecastWarning,
             stacklevel=4,
         )
 
 
 def is_converted(model: nn.Module) -> bool:
-    """Whether `convert` made this model."""
+    """Return True for a model that was converted."""
     return _KEY in vars(model)
 
 
-def carried_by(model: nn.Module) -> Carried:
-    """What a converted model carries."""
-    carried: Carried = vars(model)[_KEY]
-    return carried
+def state_of(model: nn.Module) -> ConvertedState:
+    """Return the state of a converted model."""
+    state: ConvertedState = vars(model)[_KEY]
+    return state
 
 
 @functools.cache
 def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.Module]:
-    """The class of converted models of a class; the same one each time."""
+    """Return the class of converted models of a class; the same one each time."""
     forward = base.forward
     if inspect.isgeneratorfunction(forward) or inspect.iscoroutinefunction(forward):
-        carries = {"forward": _in_steps(forward)}
+        in_region = {"forward": _in_steps(forward)}
     else:
-        carries = {"forward": _in_region(forward), "__call__": _in_region(base.__call__)}
+        in_region = {"forward": _in_region(forward), "__call__": _in_region(base.__call__)}
     for name in methods:
-        carries[name] = _in_region(getattr(base, name))
+        in_region[name] = _in_region(getattr(base, name))
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(
-            carries,
+            in_region,
             __module__=base.__module__,
             __qualname__=base.__qualname__,
             __doc__=base.__doc__,
@@ -126,19 +126,19 @@ def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.
     return types.new_class(base.__name__, (base,), exec_body=body)
 
 
-def carry(model: nn.Module, carried: Carried) -> None:
-    """Has the calls of a model run under the policy."""
-    vars(model)[_KEY] = carried
-    model.__class__ = converted_class(type(model), carried.methods)  # type: ignore[arg-type]
+def set_converted(model: nn.Module, state: ConvertedState) -> None:
+    """Make the calls of a model run under the policy."""
+    vars(model)[_KEY] = state
+    model.__class__ = converted_class(type(model), state.methods)  # type: ignore[arg-type]
 
 
 def _report(model: nn.Module) -> Conversion:
-    return carried_by(model).report
+    return state_of(model).report
 
 
 def _repr(base: type[nn.Module]) -> Callable[[nn.Module], str]:
     def text(model: nn.Module) -> str:
-        """The base's text, in which each module with weights says in which dtype they are stored."""
+        """Return the base's text, with the stored dtypes in each module with weights."""
         modules = [m for m in model.modules() if _stored(m) and "extra_repr" not in vars(m)]
         for module in modules:
             vars(module)["extra_repr"] = functools.partial(_with_dtypes, module)
@@ -156,7 +156,7 @@ def _with_dtypes(module: nn.Module) -> str:
 
 
 def _stored(module: nn.Module) -> str:
-    """The dtypes that a module's own weights are stored in: "stored in bfloat16"; the empty text without weights."""
+    """Return the dtypes of a module's own weights: "stored in bfloat16"; an empty text without weights."""
     named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     by_dtype: dict[str, list[str]] = {}
     for name, tensor in named:
@@ -170,9 +170,9 @@ def _stored(module: nn.Module) -> str:
 
 
 def _not_scripted(model: nn.Module) -> nn.Module:
-    """What `torch.jit.script` asks a module for before it compiles it."""
+    """Refuse `torch.jit.script`, which calls this before it compiles a module."""
     raise ConversionError(
-        f"a converted {carried_by(model).report.model} cannot be compiled by torch.jit.script, which sees no region. "
+        f"a converted {state_of(model).report.model} cannot be compiled by torch.jit.script, which ignores regions. "
         "Record it with torch.jit.trace(model, example), or write a program with precast.export."
     )
 
@@ -180,18 +180,18 @@ def _not_scripted(model: nn.Module) -> nn.Module:
 def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        carried: Carried = self.__dict__[_KEY]
+        state: ConvertedState = self.__dict__[_KEY]
         if is_dynamo_compiling():
-            with carried.region.anew():
+            with state.region.anew():
                 return method(self, *args, **kwargs)
         models = inside.models
         if models and models[-1] is self:
             return method(self, *args, **kwargs)
-        if self.training or (not carried.told and is_autocast_enabled(carried.device)):
-            carried.check(self)
+        if self.training or (not state.warned and is_autocast_enabled(state.device)):
+            state.check(self)
         models.append(self)
         try:
-            with carried.region:
+            with state.region:
                 return method(self, *args, **kwargs)
         finally:
             models.pop()
@@ -202,9 +202,9 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
 def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        carried = carried_by(self)
-        carried.check(self)
-        return carried.region(forward)(self, *args, **kwargs)
+        state = state_of(self)
+        state.check(self)
+        return state.region(forward)(self, *args, **kwargs)
 
     return run
 

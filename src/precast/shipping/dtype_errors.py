@@ -1,13 +1,13 @@
-"""Finds out what an operation does with mixed dtypes: tensors without numbers do not say all that it refuses.
+"""The result of an operation on mixed dtypes: tensors without values do not raise all errors of real ones.
 
-Some say another dtype of the result, too, than tensors with numbers have.
+Some also have another dtype in the result than tensors with values have.
 
 Invariants:
 
-- the operation runs on zeros of the arguments' sizes, dtypes and devices, and nothing else is touched. A mask selects
-  as many elements as some argument has room for, since operations compare that number before dtypes;
+- the operation runs on zeros with the arguments' sizes, dtypes and devices, and nothing else is changed. A mask selects
+  as many elements as some argument has, because operations compare that number before dtypes;
 - an error is about dtypes if there is none when all floating tensors have the widest of them;
-- where a device is not there, nothing is known, and nothing is said.
+- without the device, no result is known, and no error is raised.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 from precast.shipping.graph_nodes import retyped
 
-__all__ = ["as_with_numbers", "error_of", "in_dtypes_of", "is_mixed", "tried"]
+__all__ = ["error_of", "fake_as_real", "in_dtypes_of", "is_mixed", "result_on_zeros"]
 
 
 @contextlib.contextmanager
-def as_with_numbers() -> Iterator[None]:
-    """Has operations on tensors without numbers do, in this thread, with mixed dtypes what they do on others.
+def fake_as_real() -> Iterator[None]:
+    """Make operations on fake tensors with mixed dtypes behave, in this thread, as on real tensors.
 
-    They refuse what those refuse, and their results have the dtypes of those.
-    A policy with `mixed = "promote"` acts where an operation raises, and a program may ask the result for its dtype.
+    They raise the same errors, and their results have the same dtypes. A policy with `mixed = "promote"` acts where an
+    operation raises, and a program may read the dtype of a result.
     """
     thread = threading.get_ident()
 
@@ -42,10 +42,10 @@ def as_with_numbers() -> Iterator[None]:
         if threading.get_ident() != thread or not is_mixed((args, kwargs)):
             return None
         with _torch.without_modes():
-            found = tried(overload, args, kwargs)
-        if isinstance(found, RuntimeError):
-            raise found
-        return lambda value: in_dtypes_of(found, value)
+            result = result_on_zeros(overload, args, kwargs)
+        if isinstance(result, RuntimeError):
+            raise result
+        return lambda value: in_dtypes_of(result, value)
 
     stop = _torch.on_fake_operation(check)
     try:
@@ -55,15 +55,15 @@ def as_with_numbers() -> Iterator[None]:
 
 
 def is_mixed(values: Any) -> bool:
-    """Whether there are tensors of several floating dtypes among values."""
+    """Return True if the values contain tensors of several floating dtypes."""
     return len({t.dtype for t in tensors_in(values) if t.is_floating_point()}) > 1
 
 
-def tried(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation for tensors like these, or the error that it raises on their dtypes.
+def result_on_zeros(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation on zeros like these tensors, or the error that it raises on their dtypes.
 
-    None where nothing is known: where the operation raises in one dtype, too, its error is about the zeros, or about
-    how many elements a mask selects.
+    Return None if neither is certain: the operation raises with one dtype, too, because of the zeros or of the number
+    of elements that a mask selects.
     """
     for count in _counts((args, kwargs)):
         result = _run(overload, (args, kwargs), count, None)
@@ -78,7 +78,7 @@ def tried(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _counts(values: Any) -> list[int]:
-    """Return how many elements masks may select: none, or as many as a tensor among values has in one dimension."""
+    """Return possible numbers of elements that masks select: none, or the size of a dimension of some tensor."""
     tensors = list(tensors_in(values))
     if not any(t.dtype is torch.bool for t in tensors):
         return [0]
@@ -86,13 +86,13 @@ def _counts(values: Any) -> list[int]:
 
 
 def _run(overload: OpOverload, call: Any, count: int, dtype: torch.dtype | None) -> Any:
-    """Run an operation on tensors with numbers; return its result or its error, None where a device is not there.
+    """Run an operation on real tensors; return its result or its error, and None if there is no such device.
 
     Args:
         overload: the operation.
         call: its arguments.
-        count: how many elements its masks select.
-        dtype: of all floating tensors; None is that of each.
+        count: the number of elements that its masks select.
+        dtype: the dtype of all floating tensors; None to keep the dtype of each.
     """
     try:
         args, kwargs = _torch.tree_map(lambda leaf: _real(leaf, count, dtype), call)
@@ -101,7 +101,7 @@ def _run(overload: OpOverload, call: Any, count: int, dtype: torch.dtype | None)
     try:
         with torch.no_grad():
             return overload(*args, **kwargs)
-    except Exception as error:  # any: zeros may be values that it does not take
+    except Exception as error:  # any: zeros may be invalid values
         return error
 
 
@@ -112,13 +112,13 @@ def _widest(values: Any) -> torch.dtype:
 
 
 def error_of(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> RuntimeError | None:
-    """The error that an operation raises on tensors like these; None where it runs."""
-    found = tried(overload, args, kwargs)
-    return found if isinstance(found, RuntimeError) else None
+    """Return the error that an operation raises on tensors like these; None if it runs."""
+    result = result_on_zeros(overload, args, kwargs)
+    return result if isinstance(result, RuntimeError) else None
 
 
 def in_dtypes_of(real: Any, value: Any) -> Any:
-    """A result without numbers, in the dtypes of one with numbers; some of PyTorch's say others (2.13)."""
+    """Return a fake result in the dtypes of a real one; some of PyTorch's differ (2.13)."""
     return value if real is None else retyped(value, real)
 
 
@@ -128,15 +128,15 @@ def _real(leaf: Any, count: int, dtype: torch.dtype | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     shape, stride = (tuple(map(_number, each)) for each in (leaf.shape, leaf.stride()))
-    its = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-    real = torch.empty_strided(shape, stride, dtype=its, device=leaf.device).zero_()
-    if its is torch.bool and count:
+    own_dtype = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+    real = torch.empty_strided(shape, stride, dtype=own_dtype, device=leaf.device).zero_()
+    if own_dtype is torch.bool and count:
         real.copy_(torch.arange(real.numel(), device=leaf.device).reshape(shape) < count)
     return real
 
 
 def _number(size: int | torch.SymInt) -> int:
-    """A size that the program has seen, or 2 where only the data says it."""
+    """Return a size: its value for the example, or 2 if it depends on data."""
     if isinstance(size, int):
         return size
     hint = size.node.hint

@@ -1,11 +1,11 @@
-"""`precast.export`: a model as a program of `torch.export` that has the policy's casts in its graph.
+"""`precast.export`: a model as a program of `torch.export` with the policy's casts in its graph.
 
 Invariants:
 
-- the program gives the bits that the model gives in a region with the policy; unless `check=False`, it is run on the
-  example to see that it does, before anybody gets it;
-- it has no region and no operator of precast's: it runs where precast is not installed;
-- the model is left as it was, also by an error.
+- the program has the same bits as the model in a region with the policy; unless `check=False`, both are run on the
+  example and compared before the program is returned;
+- it contains no region and no operator of precast's: it runs without precast;
+- the model is unchanged, also after an error.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from precast.autocast_mode.region import autocast, disable, rewriting_regions
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
-from precast.shipping.dtype_errors import as_with_numbers
-from precast.shipping.exported_weights import Weights, store_as_used
+from precast.shipping.dtype_errors import fake_as_real
+from precast.shipping.exported_weights import StoredInputs, store_as_used
 from precast.shipping.graph_nodes import placeholders
-from precast.shipping.graph_policy import InForce
+from precast.shipping.graph_policy import RegionState
 from precast.shipping.graph_rewriter import GraphRewriter
 
 __all__ = ["differences", "export"]
 
-Told = Callable[[str], None]
-_WITHOUT_NUMBERS = (
-    "torch.export cannot record the model, because it takes a tensor for a constant that it has no numbers of: a "
-    "tensor's `.data`, most often. Write `.detach()` in its place."
+Progress = Callable[[str], None]
+_FAKE_CONSTANT = (
+    "torch.export cannot record the model, because it treats a tensor without values as a constant: usually a "
+    "tensor's `.data`. Write `.detach()` instead."
 )
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
-"""A line of code in what PyTorch says of an error."""
+"""A line of code in the text of a PyTorch error."""
 
 
 def export(
@@ -60,34 +60,34 @@ def export(
     dynamic_shapes: Any = None,
     strict: bool = False,
     check: bool = True,
-    told: Told = lambda _: None,
+    progress: Progress = lambda _: None,
 ) -> torch.export.ExportedProgram:
-    """Exports a model for inference, with a policy's casts as nodes of the graph.
+    """Export a model for inference, with a policy's casts as nodes of the graph.
 
-    The program has no region and none of precast's operators: PyTorch alone runs it. Weights are stored in the dtypes
-    in which they are used. It computes what the model computes in `autocast(device_type, dtype, policy=policy)` under
-    `torch.no_grad()`, in the mode (training or evaluation) that the model is in; `nn.TransformerEncoderLayer` and
+    The program contains no region and no operator of precast's: PyTorch alone runs it. Weights are stored in the dtypes
+    in which they are used. It computes the same as the model in `autocast(device_type, dtype, policy=policy)` under
+    `torch.no_grad()`, in the model's current mode (training or evaluation); `nn.TransformerEncoderLayer` and
     `nn.MultiheadAttention` without their fused kernels, which `torch.export` never records.
 
     Args:
         model: the model. Its device is that of its parameters and of `args`.
         args: an example of its arguments.
         kwargs: an example of its keyword arguments.
-        policy: a `Policy`, the name of a preset or the path of a policy file; its rules for modules hold too.
+        policy: a `Policy`, the name of a preset or the path of a policy file, including its rules for modules.
         dtype: the lower precision, torch.bfloat16 or torch.float16; None is PyTorch's default for the device.
         dynamic_shapes: as in `torch.export.export`.
         strict: as in `torch.export.export`.
-        check: whether the model and the program are both run on the example, to compare their results bit by bit.
-        told: called with each step before it begins.
+        check: run the model and the program on the example, and compare their results bit by bit.
+        progress: called with a description of each step before it starts.
 
     Returns:
-        The program, as `torch.export.export` returns one.
+        The program, as from `torch.export.export`.
 
     Raises:
-        ExportError: `model` or the example does not fit; the policy has no rules for the device; `torch.export` cannot
+        ExportError: `model` or the example is invalid; the policy has no rules for the device; `torch.export` cannot
             record the model; or the program's results differ from the model's.
-        PolicyError: the policy cannot be read, or its rules for modules cannot be carried out.
-        RegionError: a dtype that the device does not have.
+        PolicyError: the policy cannot be read, or its rules for modules cannot be applied.
+        RegionError: the device does not support the dtype.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2).eval()
@@ -96,7 +96,7 @@ def export(
         torch.bfloat16
     """
     with warnings.catch_warnings():
-        # PyTorch's exporter uses what PyTorch has deprecated (2.13).
+        # PyTorch's exporter uses deprecated functions of PyTorch (2.13).
         warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
         return _export(
             model,
@@ -107,7 +107,7 @@ def export(
             dynamic_shapes,
             strict,
             check,
-            told,
+            progress,
         )
 
 
@@ -120,37 +120,37 @@ def _export(  # noqa: PLR0917 -- as `export`
     dynamic_shapes: Any,
     strict: bool,
     check: bool,
-    told: Told,
+    progress: Progress,
 ) -> torch.export.ExportedProgram:
     device = _checked(model, args, kwargs)
-    chosen = as_policy(policy)
-    _check_policy(chosen, device)
+    policy = as_policy(policy)
+    _check_policy(policy, device)
     lower = torch.get_autocast_dtype(device) if dtype is None else dtype_of(dtype)
     check_dtype(lower, device)
-    in_force = InForce(device, lower, True, chosen)
-    with torch.no_grad(), _in_region(model, in_force), rewriting_regions():
-        told("recording the model")
-        with _without_fused_transformers(), as_with_numbers():
+    state = RegionState(device, lower, True, policy)
+    with torch.no_grad(), _in_region(model, state), rewriting_regions():
+        progress("recording the model")
+        with _without_fused_transformers(), fake_as_real():
             recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
-    told("writing the casts")
+    progress("writing the casts")
     with disable():
-        program: torch.export.ExportedProgram = _with_policy(recorded, in_force)
+        program: torch.export.ExportedProgram = _with_policy(recorded, state)
     if check:
-        told("comparing the program with the model")
-        with torch.no_grad(), _in_region(model, in_force):
+        progress("comparing the program with the model")
+        with torch.no_grad(), _in_region(model, state):
             _compare(model, program, args, kwargs)
     return program
 
 
 def _checked(model: object, args: object, kwargs: object) -> str:
-    """The device type of a model and its example."""
+    """Check a model and its example; return their device type."""
     if not isinstance(model, nn.Module):
         raise ExportError(
             f"export(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(
-            "export(model, ...): torch.export records no TorchScript; export the module it was made of"
+            "export(model, ...): torch.export cannot record TorchScript; export the module that was scripted"
         )
     if not isinstance(args, tuple):
         raise ExportError(
@@ -179,17 +179,17 @@ def _check_policy(policy: Policy, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_region(model: nn.Module, here: InForce) -> Iterator[None]:
-    """The region that the program stands for, with the policy's rules for modules."""
+def _in_region(model: nn.Module, state: RegionState) -> Iterator[None]:
+    """Enter the region of the program, with the policy's rules for modules."""
     applied = None
-    if here.policy.modules:
-        planned = plan(model, here.policy)
+    if state.policy.modules:
+        planned = plan(model, state.policy)
         with warnings.catch_warnings():
             for complaint in planned.complaints():
                 warnings.warn(complaint, PrecastWarning, stacklevel=4)
         applied = module_hooks.apply(model, planned)
     try:
-        with autocast(here.device_type, here.dtype, policy=here.policy):
+        with autocast(state.device_type, state.dtype, policy=state.policy):
             yield
     finally:
         if applied is not None:
@@ -215,8 +215,8 @@ def _recorded(
 def _why_not_recorded(error: Exception) -> str:
     on_data = next(filter(_depends_on_data, _chain(error)), None)
     cause = error if on_data is None else on_data
-    said = f"{type(cause).__name__}: {str(cause).strip()}"
-    short = said.partition("\n\n")[0]  # what follows is advice on PyTorch's own settings
+    text = f"{type(cause).__name__}: {str(cause).strip()}"
+    short = text.partition("\n\n")[0]  # the rest is advice on PyTorch's own settings
     line = _line_of(error)
     if line is not None:
         short = f"{short}\n  {line}"
@@ -225,13 +225,13 @@ def _why_not_recorded(error: Exception) -> str:
             "torch.export cannot record the model, because its control flow depends on data; write it with torch.cond, "
             f"or make the decision outside of the model.\n{short}"
         )
-    if "fake tensor in the exported program constant" in said:
-        return _WITHOUT_NUMBERS
+    if "fake tensor in the exported program constant" in text:
+        return _FAKE_CONSTANT
     return f"torch.export cannot record the model on this example.\n{short}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those that it came from: a policy that promotes tries an operation again when it raises."""
+    """Yield an error and its causes: a policy that promotes repeats an operation that raises."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -245,15 +245,15 @@ def _depends_on_data(error: BaseException) -> bool:
 
 
 def _check_constants(program: torch.export.ExportedProgram) -> None:
-    """Refuses a program that cannot run, as `torch.export(strict=True)` makes some without an error (2.13)."""
+    """Raise an error for a program that cannot run: `torch.export(strict=True)` can return one (2.13)."""
     if any(map(_torch.is_fake, program.constants.values())):
-        raise ExportError(_WITHOUT_NUMBERS)
+        raise ExportError(_FAKE_CONSTANT)
 
 
 def _line_of(error: Exception) -> str | None:
-    """The line of the model's code that an error is from; None where all of it is from PyTorch."""
-    ran = traceback.extract_tb(error.__traceback__)[::-1]
-    places = [*_PLACE.findall(str(error))[::-1], *((f.filename, f.lineno, f.line) for f in ran)]
+    """Return the line of the model's code that raised an error; None if all lines are PyTorch's."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    places = [*_PLACE.findall(str(error))[::-1], *((f.filename, f.lineno, f.line) for f in frames)]
     for path, number, code in places:
         if code and _is_users(path):
             return f"{path}, line {number}: {code.strip()}"
@@ -261,17 +261,17 @@ def _line_of(error: Exception) -> str | None:
 
 
 def _is_users(path: str) -> bool:
-    """Whether a file is part of neither PyTorch nor precast nor Python's own library."""
+    """Return True if a file belongs neither to PyTorch nor to precast nor to Python's standard library."""
     packages = Path(torch.__file__).parent, Path(__file__).parents[1]
     if path.startswith(("<", *(f"{package}{os.sep}" for package in packages))):
         return False
     return not path.startswith(sysconfig.get_path("stdlib")) or "site-packages" in path
 
 
-def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:
+def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> Any:
     old = recorded.graph_module
     signature = recorded.graph_signature
-    weights = Weights(
+    weights = StoredInputs(
         list(signature.input_specs), dict(recorded.state_dict), dict(recorded.constants)
     )
     inputs = placeholders(old.graph)
@@ -280,7 +280,7 @@ def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:
         inputs,
         weights=[weights.is_weight(i) for i in range(len(inputs))],
     )
-    result = rewriter.write(old.graph, old, {here.device_type: here})
+    result = rewriter.write(old.graph, old, {state.device_type: state})
     rewriter.graph.output(result)
     graph_module = fx.GraphModule(dict(rewriter.modules), rewriter.graph)
     graph_module.meta.update(old.meta)
@@ -303,23 +303,23 @@ def _with_policy(recorded: torch.export.ExportedProgram, here: InForce) -> Any:
 
 
 def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
-    """Raises an error where the program's results differ from the model's, in any bit."""
+    """Raise an error if the program's results differ from the model's in any bit."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
     if any(tensor.device.type == "meta" for tensor in tensors):
         return
     accelerators = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
     device_type = next((device.type for device in accelerators), "cuda")
 
-    def result_of(run: nn.Module, what: str) -> Any:
+    def result_of(run: nn.Module, subject: str) -> Any:
         before = {buffer: buffer.clone() for buffer in run.buffers()}
-        given_args, given_kwargs = map_tensors((args, kwargs), torch.clone)
+        own_args, own_kwargs = map_tensors((args, kwargs), torch.clone)
         with torch.random.fork_rng(list(accelerators), device_type=device_type):
             torch.manual_seed(0)
             try:
-                return run(*given_args, **given_kwargs)
+                return run(*own_args, **own_kwargs)
             except Exception as error:
                 raise ExportError(
-                    f"{what} fails on the example: {type(error).__name__}: {error}"
+                    f"{subject} fails on the example: {type(error).__name__}: {error}"
                 ) from error
             finally:
                 for buffer, value in before.items():
@@ -328,8 +328,8 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
     with _without_fused_transformers():
         expected = result_of(model, "the model")
     with disable():
-        found = result_of(program.module(), "the exported program")
-    different = list(differences(expected, found))
+        actual = result_of(program.module(), "the exported program")
+    different = list(differences(expected, actual))
     if different:
         raise ExportError(
             "the exported program's results differ from the model's: " + "; ".join(different[:5])
@@ -338,7 +338,7 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
 
 @contextlib.contextmanager
 def _without_fused_transformers() -> Iterator[None]:
-    """Without PyTorch's fused kernels for `nn.TransformerEncoder`, which `torch.export` never records."""
+    """Disable PyTorch's fused kernels for `nn.TransformerEncoder`, which `torch.export` never records."""
     is_fused = mha.get_fastpath_enabled()
     mha.set_fastpath_enabled(False)
     try:
@@ -347,9 +347,9 @@ def _without_fused_transformers() -> Iterator[None]:
         mha.set_fastpath_enabled(is_fused)
 
 
-def differences(expected: Any, found: Any) -> Iterator[str]:
-    """What differs between two results, in any bit; the order of the tensors in them names them."""
-    ours, theirs = list(tensors_in(expected)), list(tensors_in(found))
+def differences(expected: Any, actual: Any) -> Iterator[str]:
+    """Yield the differences between two results, in any bit; tensors are named by their order."""
+    ours, theirs = list(tensors_in(expected)), list(tensors_in(actual))
     if len(ours) != len(theirs):
         yield f"{len(theirs)} tensors instead of {len(ours)}"
         return
@@ -365,7 +365,7 @@ def differences(expected: Any, found: Any) -> Iterator[str]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A tensor whose equality is that of numbers, but for NaN, which equals itself."""
+    """Return a tensor in which NaN equals itself, for a comparison by value."""
     return (
         torch.view_as_real(tensor.resolve_conj()).nan_to_num(0.123)
         if tensor.is_complex()

@@ -1,6 +1,6 @@
-"""Prints what a program computes as a tree of modules, and where two programs differ as a table.
+"""Display of an exported program as a tree of modules, and of the differences of two programs as a table.
 
-Invariants: nothing is added to what `exported_reading` found.
+Invariant: everything that is displayed comes from `exported_reading`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from precast.shipping.exported_reading import Contents, Difference, Part
+from precast.shipping.exported_reading import ModulePart, ProgramContents, ProgramDifference
 
 __all__ = ["differences_table", "tree"]
 
 
-def tree(contents: Contents) -> RenderableType:
-    """The modules of a program, each with what it computes in which dtype."""
+def tree(contents: ProgramContents) -> RenderableType:
+    """Return the modules of a program, each with its operations by dtype."""
     root = Tree(Text("exported program"))
     branches = {"": root}
     for name, part in contents.parts.items():
@@ -24,27 +24,27 @@ def tree(contents: Contents) -> RenderableType:
             _add(root, part)
             continue
         _add(_branch(name, branches, contents), part)
-    said, sizes = contents.said, contents.weight_bytes
+    facts, sizes = contents.facts, contents.weight_bytes
     lines = [
-        Text(f"policy {said['policy']} ({said['fingerprint']}), precast {said['precast']}")
-    ] * bool(said)
+        Text(f"policy {facts['policy']} ({facts['fingerprint']}), precast {facts['precast']}")
+    ] * bool(facts)
     stored = ", ".join(f"{size:,} bytes {dtype}" for dtype, size in sizes.items()) or "none"
     return Group(*lines, Text(f"weights: {stored}"), root)
 
 
-def _branch(name: str, branches: dict[str, Tree], contents: Contents) -> Tree:
+def _branch(name: str, branches: dict[str, Tree], contents: ProgramContents) -> Tree:
     if name not in branches:
-        around, _, own = name.rpartition(".")
-        outer = _branch(around, branches, contents)
+        parent, _, own = name.rpartition(".")
+        outer = _branch(parent, branches, contents)
         part = contents.parts.get(name)
         branches[name] = outer.add(Text(f"{own}  {part.kind if part else ''}".rstrip()))
     return branches[name]
 
 
-def _add(branch: Tree, part: Part) -> None:
-    for dtype, found in part.operations.items():
-        counted = (f"{op} x{n}" if n > 1 else op for op, n in found.items())
-        branch.add(Text(f"{dtype}: {', '.join(counted)}"))
+def _add(branch: Tree, part: ModulePart) -> None:
+    for dtype, operations in part.operations.items():
+        terms = (f"{op} x{n}" if n > 1 else op for op, n in operations.items())
+        branch.add(Text(f"{dtype}: {', '.join(terms)}"))
     for (before, after), count in part.casts.items():
         branch.add(Text(f"cast {before} -> {after}" + (f" x{count}" if count > 1 else "")))
     stored: dict[str, list[str]] = {}
@@ -54,11 +54,13 @@ def _add(branch: Tree, part: Part) -> None:
         branch.add(Text(f"weights in {dtype}: {', '.join(names)}"))
 
 
-def differences_table(found: list[Difference], first: str, second: str) -> RenderableType:
-    """Where two programs differ."""
-    if not found:
+def differences_table(
+    differences: list[ProgramDifference], first: str, second: str
+) -> RenderableType:
+    """Return a table of the differences of two programs."""
+    if not differences:
         return Text("the same operations and weights in the same dtypes")
     table = Table("module", "what", first, second)
-    for each in found:
+    for each in differences:
         table.add_row(each.module or "the model", each.what, each.first, each.second)
     return table

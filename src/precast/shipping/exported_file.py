@@ -2,10 +2,10 @@
 
 Invariants:
 
-- a file that is there stays until the new one is complete;
-- only an archive of PyTorch's is ever replaced, so that a wrong name destroys nothing;
-- a file says the policy that it was exported with; what it computes it says itself;
-- a file of another version, or one that is damaged anywhere, is one error that says so; nothing is logged beside it.
+- an existing file stays until the new one is complete;
+- only archives of PyTorch's are replaced, so a wrong name destroys nothing;
+- a file names the policy that it was exported with;
+- a file of another version, or one with any damage, raises one error; PyTorch's log messages are suppressed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from precast._internal.version import __version__
 from precast.errors import ExportError, OutputError, PrecastError
 from precast.policy.policy import Policy
 
-__all__ = ["check_replaceable", "folder_beside", "read", "replace_by", "said_of", "write"]
+__all__ = ["check_replaceable", "policy_facts", "read", "replace_by", "temporary_folder", "write"]
 
 _FACTS = "precast.json"
-_SAID = {"precast", "policy", "fingerprint"}
+_KEYS = {"precast", "policy", "fingerprint"}
 _FORMAT = 1
-"""What the facts in a file are written in; a higher number is that of a later precast."""
+"""The format of the facts in a file; a higher number belongs to a later precast."""
 
 
 def write(program: torch.export.ExportedProgram, path: Path, policy: Policy) -> None:
-    """Writes a program to a file that `torch.export.load` reads.
+    """Write a program to a file that `torch.export.load` reads.
 
     Args:
-        program: what `precast.export` returned.
-        path: of the file.
-        policy: the policy of the program, to be named in the file.
+        program: the result of `precast.export`.
+        path: path of the file.
+        policy: the policy of the program, which the file names.
 
     Raises:
-        OutputError: it could not be written, or another kind of file is there.
+        OutputError: it could not be written, or the path is a file of another kind.
     """
     facts = {
         "format": _FORMAT,
@@ -60,16 +60,16 @@ def write(program: torch.export.ExportedProgram, path: Path, policy: Policy) -> 
 
 
 def read(path: Path) -> torch.export.ExportedProgram:
-    """The program in a file.
+    """Return the program in a file.
 
     Raises:
-        ExportError: there is no such file, or no program can be read from it; says why.
+        ExportError: there is no such file, or no program can be read from it; the message has the reason.
     """
     if not path.is_file():
         raise ExportError(f"{path}: there is no such file")
     if not zipfile.is_zipfile(path):
         raise ExportError(
-            f"{path} is no exported program, or only a part of one: it does not end as an archive does. "
+            f"{path} is not an exported program, or only a part of one: it does not end like an archive. "
             "`precast export` and `torch.export.save` write such files"
         )
     with zipfile.ZipFile(path) as archive:
@@ -79,90 +79,94 @@ def read(path: Path) -> torch.export.ExportedProgram:
         raise ExportError(f"{path} is damaged: {damaged} in it cannot be read. Copy it again")
     if any("aotinductor" in name and name.endswith(".so") for name in names):
         raise ExportError(
-            f"{path} is a compiled package, which has no graph to read; name the program it was compiled from"
+            f"{path} is a compiled package, which has no graph to read; pass the program it was compiled from"
         )
-    writer = said_of(path).get("torch")
+    torch_version = policy_facts(path).get("torch")
     try:
-        with _logged_errors() as logged:
+        with _captured_errors() as errors:
             return torch.export.load(path)
     except Exception as error:
-        cause = logged[0] if logged else error
+        cause = errors[0] if errors else error
         first = str(cause).strip().partition("\n")[0].rstrip(".") or type(cause).__name__
         by = (
-            f"PyTorch {writer} has written it" if writer else "It does not say which has written it"
+            f"PyTorch {torch_version} has written it"
+            if torch_version
+            else "It does not name the version that has written it"
         )
         raise ExportError(
-            f"{path}: PyTorch {torch.__version__} cannot read this program: {first}. {by}; a program that another "
-            "version has written has to be exported again with this one"
+            f"{path}: PyTorch {torch.__version__} cannot read this program: {first}. {by}; a program of another "
+            "version has to be exported again with this one"
         ) from error
 
 
 def _damaged(archive: zipfile.ZipFile) -> str | None:
-    """The name of what is not as it was written; None where all is. PyTorch does not look at checksums."""
+    """Return the name of a damaged part; None if there is none. PyTorch does not check checksums."""
     for name in archive.namelist():
         try:
             with archive.open(name) as part:
-                while part.read(_AT_ONCE):
+                while part.read(_CHUNK):
                     pass
         except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, zlib.error):
             return name
     return None
 
 
-_AT_ONCE = 1 << 22  # bytes
+_CHUNK = 1 << 22  # bytes
 _MARKS = ("archive_format", "archive_version", "data.pkl")
-"""Parts that archives of `torch.export`, of AOTInductor and of `torch.save` have."""
+"""Parts of the archives of `torch.export`, of AOTInductor and of `torch.save`."""
 
 
 @contextlib.contextmanager
-def _logged_errors() -> Iterator[list[BaseException]]:
-    """The errors that PyTorch would log with their tracebacks, in the place of the log."""
-    found: list[BaseException] = []
+def _captured_errors() -> Iterator[list[BaseException]]:
+    """Yield a list that gets the errors that PyTorch would log with tracebacks; they are not logged."""
+    errors: list[BaseException] = []
 
     def take(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if error is not None:
-            found.append(error)
+            errors.append(error)
         return error is None
 
     logger = logging.getLogger("torch.export")
     logger.addFilter(take)
     try:
-        yield found
+        yield errors
     finally:
         logger.removeFilter(take)
 
 
-def said_of(path: Path) -> dict[str, Any]:
-    """What a file says of itself; empty for one that precast has not written.
+def policy_facts(path: Path) -> dict[str, Any]:
+    """Return the facts in a file: its policy and versions; empty for a file of another program.
 
     Raises:
-        ExportError: it is damaged, or a later precast has written it.
+        ExportError: the facts are damaged, or a later precast has written them.
     """
     with zipfile.ZipFile(path) as archive:
         parts = [name for name in archive.namelist() if name.endswith(_FACTS)]
         text = archive.read(parts[0]) if parts else b"{}"
     try:
-        found = json.loads(text)
+        facts = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or (parts and not found.keys() >= _SAID):
-        raise ExportError(f"{path} is damaged: {_FACTS} in it is not what precast writes")
-    written = found.pop("format", _FORMAT)
-    if not isinstance(written, int) or written > _FORMAT:
+        facts = None
+    if not isinstance(facts, dict) or (parts and not facts.keys() >= _KEYS):
         raise ExportError(
-            f"{path} is written in format {written} by precast {found.get('precast', '?')}; precast {__version__} "
-            f"knows formats up to {_FORMAT}. Export it again, or read it with that version"
+            f"{path} is damaged: its {_FACTS} has another content than precast writes"
         )
-    return found
+    file_format = facts.pop("format", _FORMAT)
+    if not isinstance(file_format, int) or file_format > _FORMAT:
+        raise ExportError(
+            f"{path} is in format {file_format} of precast {facts.get('precast', '?')}; precast {__version__} reads "
+            f"formats up to {_FORMAT}. Export it again, or read it with that version"
+        )
+    return facts
 
 
 def check_replaceable(path: Path) -> None:
-    """Refuses a place where no file can or may be written, before time is spent on it.
+    """Raise an error for a path that cannot or must not be written, before the program is exported.
 
     Raises:
-        OutputError: there is a folder, a device, a file that no model was written to or that is read-only; or the
-            place is in no folder, or in one that may not be written to.
+        OutputError: the path is a folder, a device, a read-only file or one without a model; or its folder does not
+            exist or is read-only.
     """
     folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
@@ -171,41 +175,41 @@ def check_replaceable(path: Path) -> None:
         raise OutputError(errno.ENODEV, "there is a device or a pipe of that name", str(path))
     if path.is_file() and path.stat().st_size and not _is_model(path):
         raise OutputError(
-            errno.EEXIST, "there is a file that is no model, and none is written over it", str(path)
+            errno.EEXIST, "there is a file that is not a model, which is not overwritten", str(path)
         )
     if path.is_file() and not path.stat().st_mode & 0o222:
-        raise OutputError(errno.EEXIST, "there is a file that is read-only", str(path))
+        raise OutputError(errno.EEXIST, "the file is read-only", str(path))
     if not folder.is_dir():
         number = errno.ENOTDIR if folder.exists() else errno.ENOENT
-        raise OutputError(number, f"there is no folder {folder}", str(path))
+        raise OutputError(number, f"the folder {folder} does not exist", str(path))
     if not os.access(folder, os.W_OK):
         raise OutputError(errno.EACCES, f"the folder {folder} is read-only", str(path))
 
 
 def replace_by(path: Path, save: Callable[[str], Any], suffix: str) -> None:
-    """Has a file written beside its place, and then puts it there in one step.
+    """Write a file under a temporary name, and then move it to its path in one step.
 
     Args:
-        path: where the file is to be.
-        save: writes it to the name that it is given.
-        suffix: how that name ends.
+        path: path of the file.
+        save: writes the file to the path in its argument.
+        suffix: the end of that path.
 
     Raises:
         OutputError: it could not be written.
     """
     check_replaceable(path)
-    with folder_beside(path) as (folder, target):
-        written = folder / f"model{suffix}"
-        save(str(written))
-        written.replace(target)
+    with temporary_folder(path) as (folder, target):
+        temporary = folder / f"model{suffix}"
+        save(str(temporary))
+        temporary.replace(target)
 
 
 @contextlib.contextmanager
-def folder_beside(path: Path) -> Iterator[tuple[Path, Path]]:
-    """A folder for files that are written, and the place of the whole file, to which a link of that name leads.
+def temporary_folder(path: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield a temporary folder for files, and the final path, with links resolved.
 
     Raises:
-        OutputError: an `OSError` was raised inside.
+        OutputError: an `OSError` was raised in the block.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -218,7 +222,7 @@ def folder_beside(path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether PyTorch has written an archive, or the name says ONNX, whose files have no mark."""
+    """Return True if PyTorch has written an archive, or the name ends in ".onnx": ONNX files have no signature."""
     if not zipfile.is_zipfile(path):
         return path.suffix == ".onnx"
     with zipfile.ZipFile(path) as archive:

@@ -1,12 +1,12 @@
-"""ONNX files of exported programs, checked node by node against the dtypes of the program.
+"""ONNX files of exported programs, with the dtypes of their nodes checked against the program.
 
 Invariants:
 
-- PyTorch's exporter writes the file, without its optimizer, which joins normalisations into float32 weights of
-  convolutions whose policy is another (2.13);
-- every value of the file that a node of the program has must have that node's dtype, every operator must take the
-  dtypes that it gets, and no weight is stored in float32 only to be cast;
-- a file is written completely or not at all. Weights of more than 2 GB lie beside it.
+- PyTorch's exporter writes the file, without its optimizer, which folds normalisations into float32 weights of
+  convolutions in spite of their policy (2.13);
+- every value in the file that corresponds to a node of the program has that node's dtype, every operator supports the
+  dtypes of its arguments, and no weight is stored in float32 only to be cast;
+- a file is written completely or not at all. Weights of more than 2 GB are in a separate file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from precast.shipping.graph_nodes import CAST, placeholders, value_of
 __all__ = ["OPSET", "OnnxFile", "write_onnx"]
 
 OPSET = 23
-"""The first in which attention and normalisations are operators, and convolutions take bfloat16."""
+"""The first version with operators for attention and normalisations, and convolutions in bfloat16."""
 _NORMS = tuple(
     getattr(torch.ops.aten, name).default for name in ("layer_norm", "group_norm", "rms_norm")
 )
@@ -46,19 +46,19 @@ _SPLITS = tuple(
 )
 _AMAX, _VIEW_AS = torch.ops.aten.amax.default, torch.ops.aten.view.dtype
 _EXPONENT_BITS = 0x7F800000
-"""The bits of a float32 number that are left of it where it is rounded down to a power of two."""
-_LARGE = 2_000_000_000  # bytes; protobuf ends at 2 GiB
+"""A mask of the exponent of a float32 value, which rounds it down to a power of two."""
+_LARGE = 2_000_000_000  # bytes; the limit of protobuf is 2 GiB
 
 
 @dataclass(frozen=True)
 class OnnxFile:
-    """What was written.
+    """A written ONNX file.
 
     Attributes:
-        path: of the file.
-        nodes: how many operators it has.
-        compared: how many of their results have a node of the program to be compared with.
-        weights_beside: the file of the weights; None where they are inside.
+        path: path of the file.
+        nodes: number of its operators.
+        compared: number of their results that were compared with nodes of the program.
+        weights_beside: the file of the weights; None if they are in the file itself.
     """
 
     path: Path
@@ -74,66 +74,60 @@ def write_onnx(
     opset: int = OPSET,
     beside_from: int = _LARGE,
 ) -> OnnxFile:
-    """Writes a program as ONNX.
+    """Write a program as ONNX.
 
     Args:
-        program: what `precast.export` returned.
-        path: of the file.
+        program: the result of `precast.export`.
+        path: path of the file.
         opset: the version of ONNX's operators.
-        beside_from: from how many bytes on weights lie in a file of their own.
+        beside_from: size of the weights, in bytes, from which they are in a separate file.
 
     Raises:
         MissingExtraError: onnx or onnxscript is not installed.
-        ExportError: the exporter cannot convert an operation, or the file would not follow the policy; nothing is
-            written then.
+        ExportError: the exporter cannot convert an operation, or the file would not follow the policy; then nothing is
+            written.
         OutputError: it could not be written.
     """
     onnx = _onnx()
     exported_file.check_replaceable(path)
     size = sum(t.nbytes for t in program.state_dict.values() if isinstance(t, Tensor))
     is_large = size > beside_from
-    _check_beside(path, is_large)
-    converted = _converted(_as_onnx_takes_it(program), opset)
-    with exported_file.folder_beside(path) as (folder, target):
-        written = folder / target.name
-        converted.save(str(written), external_data=is_large)
-        model = onnx.load(str(written), load_external_data=False)
+    weights = _weights_of(path)
+    if is_large and weights.exists() and not path.exists():
+        raise OutputError(
+            errno.EEXIST, f"{weights.name} exists, and belongs to no {path.name}", str(path)
+        )
+    converted = _converted(_for_onnx(program), opset)
+    with exported_file.temporary_folder(path) as (folder, target):
+        temporary = folder / target.name
+        converted.save(str(temporary), external_data=is_large)
+        model = onnx.load(str(temporary), load_external_data=False)
         compared = _check(onnx, model, converted.exported_program)
         beside = _weights_of(target) if is_large else None
         if beside is not None:
             (folder / beside.name).replace(beside)
-        written.replace(target)
+        temporary.replace(target)
     return OnnxFile(path, len(model.graph.node), compared, beside)
 
 
 def _weights_of(path: Path) -> Path:
-    """The file of the weights of one that would be too large with them."""
+    """Return the path of the separate file of weights."""
     return path.with_name(f"{path.name}.data")
-
-
-def _check_beside(path: Path, is_large: bool) -> None:
-    beside = _weights_of(path)
-    if is_large and beside.exists() and not path.exists():
-        raise OutputError(
-            errno.EEXIST,
-            f"its weights are to lie in {beside.name}, which is there and belongs to no {path.name}",
-            str(path),
-        )
 
 
 def _onnx() -> Any:
     for package in ("onnxscript", "onnx"):
         try:
-            found = __import__(package)
+            module = __import__(package)
         except ModuleNotFoundError as error:
             raise missing_extra("ONNX", package, "onnx") from error
-    return found
+    return module
 
 
-def _as_onnx_takes_it(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program in operations that ONNX has for its dtypes; their results are the same."""
+def _for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Return the program with operations that ONNX has for its dtypes; their results are equal."""
     with warnings.catch_warnings():
-        # PyTorch's copies use what PyTorch has deprecated (2.13).
+        # PyTorch's copies use deprecated functions of PyTorch (2.13).
         warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
         module, signature = (
             copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
@@ -145,23 +139,20 @@ def _as_onnx_takes_it(program: torch.export.ExportedProgram) -> torch.export.Exp
             _widen_norm(module.graph, node, signature)
         elif node.target in _SPLITS:
             _slice(module.graph, node)
-        elif (
-            node.target is _AMAX and len(node.args) < 2
-        ):  # the exporter has it with dimensions only
+        elif node.target is _AMAX and len(node.args) < 2:  # the exporter needs dimensions
             node.args = (node.args[0], list(range(value_of(node.all_input_nodes[0]).dim())))
         elif node.target is _VIEW_AS:
             _power_of_two(module.graph, node)
     module.recompile()
-    found: torch.export.ExportedProgram = _torch.updated_program(
+    return _torch.updated_program(  # type: ignore[no-any-return]
         program, graph_module=module, graph_signature=signature
     )
-    return found
 
 
 def _widen_norm(graph: fx.Graph, node: fx.Node, signature: Any) -> None:
-    """Puts a norm of a 16-bit value and float32 weights in float32, and casts its result back.
+    """Compute a norm of a 16-bit value with float32 weights in float32, and cast its result back.
 
-    ONNX's take one dtype for all arguments. PyTorch's compute in float32, too, and round their result once.
+    ONNX's norms need one dtype for all arguments. PyTorch's compute in float32, too, and round their result once.
     """
     source = node.args[0]
     if not isinstance(source, fx.Node) or len(_floating(node)) < 2:
@@ -182,7 +173,7 @@ def _widen_norm(graph: fx.Graph, node: fx.Node, signature: Any) -> None:
 
 
 def _slice(graph: fx.Graph, node: fx.Node) -> None:
-    """Takes the parts of a split by slices, because ONNX's sequences of tensors have no bfloat16."""
+    """Replace a split by slices, because ONNX's sequences of tensors do not support bfloat16."""
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     sizes = [part.shape[dim] for part in node.meta["val"]]
     users = list(node.users)
@@ -207,11 +198,11 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _power_of_two(graph: fx.Graph, node: fx.Node) -> None:
-    """Rounds numbers down to a power of two by arithmetic, where the program clears bits of theirs.
+    """Round values down to a power of two by arithmetic, where the program clears bits.
 
-    ONNX has no operator that reads a number's bits before opset 26. Dekker's splitting leaves one bit of a number,
-    rounded to the nearest, and where that is above the number its half is at or below. Nothing of it is rounded twice
-    or overflows between 2 ** -126 and 2 ** 100, where the scales of the float8 rules are.
+    ONNX has no operator that reads the bits of a value before opset 26. Dekker's splitting leaves one bit of a value,
+    rounded to the nearest power of two; if that is above the value, half of it is not. Between 2 ** -126 and 2 ** 100,
+    the range of the scales of the float8 rules, no step rounds twice or overflows.
     """
     masked = _before_detach(node)
     bits = _before_detach(masked) if masked.target is _MASK else masked
@@ -219,18 +210,18 @@ def _power_of_two(graph: fx.Graph, node: fx.Node) -> None:
         return
     number = bits.all_input_nodes[0]
 
-    def written(name: str, *args: Any) -> fx.Node:
+    def call(name: str, *args: Any) -> fx.Node:
         operation = getattr(torch.ops.aten, name.partition(".")[0])
-        made = graph.call_function(getattr(operation, name.partition(".")[2]), args)
-        made.meta["val"] = value_of(number) if name != "gt.Tensor" else value_of(number).bool()
-        return made
+        result = graph.call_function(getattr(operation, name.partition(".")[2]), args)
+        result.meta["val"] = value_of(number) if name != "gt.Tensor" else value_of(number).bool()
+        return result
 
     with graph.inserting_before(node):
-        large = written("mul.Tensor", number, float(2**23 + 1))
-        nearest = written("add.Tensor", large, written("sub.Tensor", number, large))
-        half = written("mul.Tensor", nearest, 0.5)
-        is_above = written("gt.Tensor", nearest, number)
-        power = written("where.self", is_above, half, nearest)
+        large = call("mul.Tensor", number, float(2**23 + 1))
+        nearest = call("add.Tensor", large, call("sub.Tensor", number, large))
+        half = call("mul.Tensor", nearest, 0.5)
+        is_above = call("gt.Tensor", nearest, number)
+        power = call("where.self", is_above, half, nearest)
     node.replace_all_uses_with(power)
     unused = node
     while not unused.users and unused is not number:
@@ -243,7 +234,7 @@ _MASK = torch.ops.aten.bitwise_and.Scalar
 
 
 def _before_detach(node: fx.Node) -> fx.Node:
-    """What a node is computed from, without what only detaches it."""
+    """Return the argument of a node, without operations that only detach it."""
     source = node.all_input_nodes[0]
     return _before_detach(source) if source.target is torch.ops.aten.detach.default else source
 
@@ -267,20 +258,20 @@ def _converted(program: torch.export.ExportedProgram, opset: int) -> Any:
 
 
 def _root(error: BaseException) -> str:
-    """The first cause of an error, without what the exporter says to its own developers."""
+    """Return the first cause of an error, without the exporter's hints for its developers."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _check(onnx: Any, model: Any, program: torch.export.ExportedProgram) -> int:
-    """Compares the file with the program; returns how many values were compared."""
+    """Compare the dtypes of the file with the program; return the number of compared values."""
     try:
         inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except onnx.shape_inference.InferenceError as error:
         first = str(error).strip().splitlines()[-1]
         raise ExportError(
-            f"ONNX has no operator for what the policy asks, so that no file was written: {first}"
+            f"ONNX has no operator for a dtype of the policy, so no file was written: {first}"
         ) from error
     graph = inferred.graph
     of_type = {torch.float32: 1, torch.float16: 10, torch.float64: 11, torch.bfloat16: 16}
@@ -289,11 +280,11 @@ def _check(onnx: Any, model: Any, program: torch.export.ExportedProgram) -> int:
     compared = 0
     for node in program.graph.nodes:
         value = node.meta.get("val")
-        wanted = of_type.get(value.dtype) if isinstance(value, Tensor) else None
-        if node.op != "call_function" or wanted is None or node.name not in types:
+        expected = of_type.get(value.dtype) if isinstance(value, Tensor) else None
+        if node.op != "call_function" or expected is None or node.name not in types:
             continue
         compared += 1
-        if types[node.name] != wanted:
+        if types[node.name] != expected:
             raise ExportError(
                 f"the exporter gives {node.name} ({node.target}) another dtype than the policy's {value.dtype}"
             )

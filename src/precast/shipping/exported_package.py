@@ -2,8 +2,7 @@
 
 Invariants:
 
-- every result that the program rounds to 16 bits is rounded in the package, too, also where the compiler joins
-  operations into one loop;
+- each result that the program rounds to 16 bits is rounded in the package, also if the compiler fuses operations;
 - a package is written completely or not at all.
 """
 
@@ -22,11 +21,11 @@ __all__ = ["write_package"]
 
 
 def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
-    """Compiles a program, and writes the package that `torch._inductor.aoti_load_package` loads.
+    """Compile a program, and write the package that `torch._inductor.aoti_load_package` loads.
 
     Args:
-        program: what `precast.export` returned.
-        path: of the package.
+        program: the result of `precast.export`.
+        path: path of the package.
 
     Raises:
         ExportError: there is no compiler, or the program cannot be compiled.
@@ -36,7 +35,7 @@ def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
     def save(name: str) -> None:
         try:
             with torch.no_grad(), warnings.catch_warnings():
-                # PyTorch's compiler uses what PyTorch has deprecated (2.13).
+                # PyTorch's compiler uses deprecated functions of PyTorch (2.13).
                 warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
                 _torch.compile_package(program, name)
         except (PrecastError, OSError):

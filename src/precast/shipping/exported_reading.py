@@ -1,9 +1,9 @@
-"""What an exported program computes in which dtype, read from its graph alone; and where two programs differ.
+"""The operations of an exported program by module and dtype, read from its graph; and the differences of two programs.
 
 Invariants:
 
-- nothing is run, and the model that was exported is not needed: modules are named as the file names them;
-- an operation counts by the dtype of its result; casts are counted by themselves.
+- nothing is run, and the exported model is not needed: module names are those in the file;
+- an operation is visited under the dtype of its result; casts are visited separately.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, fx
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast._torch import OpOverload
 
-__all__ = ["Contents", "Difference", "Part", "between", "contents"]
+__all__ = ["ModulePart", "ProgramContents", "ProgramDifference", "contents", "differences_between"]
 
 _NOT_COMPUTED = ("aten::view", "aten::transpose", "aten::t", "aten::permute", "aten::reshape", "aten::expand",
                  "aten::unsqueeze", "aten::squeeze", "aten::slice", "aten::select", "aten::detach", "aten::alias",
@@ -28,14 +29,14 @@ _CASTS = ("aten::to", "aten::_to_copy")
 
 
 @dataclass
-class Part:
-    """What one module of a program computes.
+class ModulePart:
+    """The operations and weights of one module of a program.
 
     Attributes:
-        name: of the module, as in the model; "" is the model itself.
+        name: name of the module; "" is the model itself.
         kind: the name of its class.
-        operations: dtype -> operation -> how often its result has that dtype.
-        casts: (from, to) -> how often a value is converted.
+        operations: dtype -> operation -> number of results with that dtype.
+        casts: (from, to) -> number of casts.
         weights: name of each stored tensor -> its dtype.
     """
 
@@ -46,42 +47,42 @@ class Part:
     weights: dict[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """Return plain values for JSON."""
         return {
             "module": self.name,
             "kind": self.kind,
-            "operations": {dtype: dict(found) for dtype, found in self.operations.items()},
+            "operations": {dtype: dict(counts) for dtype, counts in self.operations.items()},
             "casts": [{"from": a, "to": b, "count": n} for (a, b), n in self.casts.items()],
             "weights": self.weights,
         }
 
 
 @dataclass
-class Contents:
-    """All that a program computes, by module.
+class ProgramContents:
+    """The contents of a program, by module.
 
     Attributes:
-        parts: the modules that compute something or have weights, in the order of their names.
-        said: what the file says of its policy.
+        parts: the modules with operations or weights, in the order of their names.
+        facts: the facts on the policy in the file.
         weight_bytes: dtype -> the bytes of the tensors that are stored in it.
     """
 
-    parts: dict[str, Part]
-    said: dict[str, Any]
+    parts: dict[str, ModulePart]
+    facts: dict[str, Any]
     weight_bytes: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON has it."""
+        """Return plain values for JSON."""
         return {
-            **self.said,
+            **self.facts,
             "weight_bytes": self.weight_bytes,
             "modules": [part.as_dict() for part in self.parts.values()],
         }
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Where two programs differ: the module, what is compared there, and what each of the two has."""
+class ProgramDifference:
+    """A difference of two programs: the module, the operation or weight, and the dtypes in both."""
 
     module: str
     what: str
@@ -89,54 +90,59 @@ class Difference:
     second: str
 
 
-def contents(program: torch.export.ExportedProgram, said: dict[str, Any] | None = None) -> Contents:
-    """What a program computes.
+def contents(
+    program: torch.export.ExportedProgram, facts: dict[str, Any] | None = None
+) -> ProgramContents:
+    """Return the contents of a program.
 
     Args:
         program: the program.
-        said: what its file says of itself.
+        facts: the facts in its file.
     """
-    parts: dict[str, Part] = {"": Part("", "model")}
+    parts: dict[str, ModulePart] = {"": ModulePart("", "model")}
     for node in _calls(program.graph_module):
         _count(node, parts)
     sizes: Counter[str] = Counter()
-    known: set[int] = set()
+    visited: set[int] = set()
     for name, tensor in [*program.state_dict.items(), *program.constants.items()]:
         if isinstance(tensor, Tensor):
-            owner, dtype = name.rpartition(".")[0], _short(tensor.dtype)
-            parts.setdefault(owner, Part(owner, "")).weights[name] = dtype
-            if id(tensor) not in known:
-                known.add(id(tensor))
+            owner, dtype = name.rpartition(".")[0], dtype_name(tensor.dtype)
+            parts.setdefault(owner, ModulePart(owner, "")).weights[name] = dtype
+            if id(tensor) not in visited:
+                visited.add(id(tensor))
                 sizes[dtype] += tensor.nbytes
-    return Contents(dict(sorted(parts.items(), key=_by_components)), said or {}, dict(sizes))
+    in_order = dict(sorted(parts.items(), key=_by_components))
+    return ProgramContents(in_order, facts or {}, dict(sizes))
 
 
-def between(first: Contents, second: Contents) -> list[Difference]:
-    """Where two programs differ, in the order of the modules."""
-    found: list[Difference] = []
+def differences_between(first: ProgramContents, second: ProgramContents) -> list[ProgramDifference]:
+    """Return the differences of two programs, in the order of the modules."""
+    differences: list[ProgramDifference] = []
     for name in sorted(first.parts.keys() | second.parts.keys(), key=lambda n: n.split(".")):
-        one, other = (each.parts.get(name, Part(name, "")) for each in (first, second))
+        one, other = (each.parts.get(name, ModulePart(name, "")) for each in (first, second))
         for operation in sorted(_operations(one) | _operations(other)):
             mine, theirs = (_dtypes_of(part, operation) for part in (one, other))
             if mine != theirs:
-                found.append(Difference(name, operation, mine, theirs))
+                differences.append(ProgramDifference(name, operation, mine, theirs))
         for weight in sorted(one.weights.keys() | other.weights.keys()):
             mine, theirs = (part.weights.get(weight, "-") for part in (one, other))
             if mine != theirs:
-                found.append(Difference(name, f"weight {weight}", mine, theirs))
-        if one.casts != other.casts and not any(each.module == name for each in found):
-            found.append(Difference(name, "casts", *(str(p.casts.total()) for p in (one, other))))
-    return found
+                differences.append(ProgramDifference(name, f"weight {weight}", mine, theirs))
+        if one.casts != other.casts and not any(each.module == name for each in differences):
+            differences.append(
+                ProgramDifference(name, "casts", *(str(p.casts.total()) for p in (one, other)))
+            )
+    return differences
 
 
 def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Every call in a graph and in its branches and loops."""
+    """Yield every call in a graph and in its branches and loops."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             yield from (node for node in part.graph.nodes if node.op == "call_function")
 
 
-def _count(node: fx.Node, parts: dict[str, Part]) -> None:
+def _count(node: fx.Node, parts: dict[str, ModulePart]) -> None:
     if not isinstance(node.target, OpOverload):
         return
     operation = _torch.schema_of(node.target).name
@@ -144,15 +150,15 @@ def _count(node: fx.Node, parts: dict[str, Part]) -> None:
     if dtype is None or operation in _NOT_COMPUTED:
         return
     name, kind = _module_of(node)
-    part = parts.setdefault(name, Part(name, kind))
+    part = parts.setdefault(name, ModulePart(name, kind))
     part.kind = part.kind or kind
     short = operation.removeprefix("aten::")
     if operation in _CASTS:
         before = next((_result_dtype(each) for each in node.all_input_nodes), None)
         if before is not None and before is not dtype:
-            part.casts[_short(before), _short(dtype)] += 1
+            part.casts[dtype_name(before), dtype_name(dtype)] += 1
         return
-    part.operations.setdefault(_short(dtype), Counter())[short] += 1
+    part.operations.setdefault(dtype_name(dtype), Counter())[short] += 1
 
 
 def _result_dtype(node: fx.Node) -> torch.dtype | None:
@@ -162,7 +168,7 @@ def _result_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
-    """The innermost module that a node is from, by the name that it has in the model, and its class."""
+    """Return the name and the class of the innermost module that a node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "", "model"
@@ -173,18 +179,14 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
     return name, kind.rpartition(".")[2]
 
 
-def _operations(part: Part) -> set[str]:
-    return {operation for found in part.operations.values() for operation in found}
+def _operations(part: ModulePart) -> set[str]:
+    return {operation for counts in part.operations.values() for operation in counts}
 
 
-def _dtypes_of(part: Part, operation: str) -> str:
-    counts = {d: found[operation] for d, found in part.operations.items() if operation in found}
+def _dtypes_of(part: ModulePart, operation: str) -> str:
+    counts = {d: ops[operation] for d, ops in part.operations.items() if operation in ops}
     return ", ".join(f"{n} x {d}" if n > 1 else d for d, n in sorted(counts.items())) or "-"
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _by_components(item: tuple[str, Part]) -> list[str]:
+def _by_components(item: tuple[str, ModulePart]) -> list[str]:
     return item[0].split(".")

@@ -1,10 +1,10 @@
-"""Stores each weight of an exported program in the dtypes in which its graph uses it.
+"""Storage of each weight of an exported program in the dtypes in which its graph uses it.
 
 Invariants:
 
-- a cast whose result is the same at each call is computed here once, with the same operations, and leaves the graph;
-- a weight that the graph writes stays as it is;
-- a weight is stored once for each dtype, under as many names as it may have; one that nothing uses is not stored.
+- a cast with the same result at each call is computed once, with the same operations, and leaves the graph;
+- a weight that the graph writes is not changed;
+- a weight is stored once for each dtype, even if it has several names; an unused weight is not stored.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast._torch import OpOverload
 from precast.shipping.graph_nodes import cast_source, placeholders, writes
 
-__all__ = ["Weights", "store_as_used"]
+__all__ = ["StoredInputs", "store_as_used"]
 
 _KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass
-class Weights:
+class StoredInputs:
     """The inputs of an exported graph that are stored with it.
 
     Attributes:
-        specs: what each input of the graph is.
+        specs: the kind of each input of the graph.
         state_dict: parameters and buffers by name.
-        constants: all else that the graph needs, by name.
+        constants: all other stored objects, by name.
     """
 
     specs: list[InputSpec]
@@ -42,15 +43,15 @@ class Weights:
     constants: dict[str, Any]
 
     def is_weight(self, index: int) -> bool:
-        """Whether an input of the graph is stored with it."""
+        """Return True if an input of the graph is stored with it."""
         return self.specs[index].kind in _KINDS
 
     def of(self, spec: InputSpec) -> Any:
-        """The stored tensor of an input."""
+        """Return the stored tensor of an input."""
         return self._home(spec)[str(spec.target)]
 
     def put(self, spec: InputSpec, tensor: Tensor) -> None:
-        """Stores a tensor for an input."""
+        """Store a tensor for an input."""
         self._home(spec)[str(spec.target)] = tensor
 
     def _home(self, spec: InputSpec) -> dict[str, Any]:
@@ -60,32 +61,34 @@ class Weights:
         )
 
 
-def store_as_used(graph: fx.Graph, weights: Weights) -> Weights:
-    """Takes casts of weights out of a graph, whose inputs change with that.
+def store_as_used(graph: fx.Graph, weights: StoredInputs) -> StoredInputs:
+    """Remove casts of weights from a graph, and return its new inputs.
 
     Args:
-        graph: the graph; it is changed.
-        weights: what its inputs are; not changed.
+        graph: the graph, which is changed.
+        weights: its inputs, which are not changed.
 
     Returns:
-        What its inputs are then.
+        The inputs of the changed graph.
     """
-    folding = _Folding(graph, weights)
+    folding = _WeightFolding(graph, weights)
     folding.tie()
     folding.fold()
     return folding.remaining()
 
 
 @dataclass
-class _Folding:
+class _WeightFolding:
+    """The casts of weights that are moved from the graph to its inputs."""
+
     graph: fx.Graph
-    weights: Weights
+    weights: StoredInputs
     inputs: dict[fx.Node, InputSpec] = field(default_factory=dict)
     added: dict[fx.Node, list[tuple[fx.Node, InputSpec, Tensor]]] = field(default_factory=dict)
-    """Stored input -> inputs that come after it from now on."""
+    """Maps a stored input to the new inputs after it."""
     replaced: dict[fx.Node, Tensor] = field(default_factory=dict)
-    """Stored input -> what it is from now on."""
-    written: set[fx.Node] = field(default_factory=set)
+    """Maps a stored input to its new tensor."""
+    outputs: set[fx.Node] = field(default_factory=set)
     """Stored inputs that the graph writes."""
 
     def __post_init__(self) -> None:
@@ -99,7 +102,7 @@ class _Folding:
         ]
 
     def tie(self) -> None:
-        """Has the graph use tied weights under the first of their names."""
+        """Use tied weights under the first of their names."""
         first: dict[int, fx.Node] = {}
         for node in self._stored():
             other = first.setdefault(id(self.weights.of(self.inputs[node])), node)
@@ -107,33 +110,33 @@ class _Folding:
                 node.replace_all_uses_with(other)
 
     def fold(self) -> None:
-        """Computes the casts of what is the same at each call."""
+        """Compute casts whose results are the same at each call."""
         stored = self._stored()
-        sources, self.written = _constant_nodes(self.graph, stored)
+        sources, self.outputs = _constant_nodes(self.graph, stored)
         for node in list(self.graph.nodes):
             if node.target is _torch.DTYPE_CHECK and node.args[0] in {*sources, *stored}:
-                self.graph.erase_node(node)  # what is stored has the dtype that it has
-        made: dict[fx.Node, Tensor] = {}
+                self.graph.erase_node(node)  # the dtype of a stored tensor is fixed
+        computed: dict[fx.Node, Tensor] = {}
         for node in [n for n in sources if _narrows(n)]:
             of = sources[node]
             if node.meta["val"].numel() > sum(each.meta["val"].numel() for each in of):
                 continue
-            tensor = self._computed(node, made)
-            made[self._replace(node, tensor, of)] = tensor  # a cast of this cast begins here
+            tensor = self._computed(node, computed)
+            computed[self._replace(node, tensor, of)] = tensor  # for a cast of this cast
         self._erase(sources)
 
-    def _computed(self, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
-        if node not in known:
+    def _computed(self, node: fx.Node, cache: dict[fx.Node, Any]) -> Any:
+        if node not in cache:
             if node in self.inputs:
-                known[node] = self.weights.of(self.inputs[node])
+                cache[node] = self.weights.of(self.inputs[node])
             else:
-                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._computed(n, known))
+                args, kwargs = map_arg((node.args, node.kwargs), lambda n: self._computed(n, cache))
                 with torch.no_grad():
-                    known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[node]
+                    cache[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return cache[node]
 
     def _replace(self, node: fx.Node, tensor: Tensor, of: list[fx.Node]) -> fx.Node:
-        """Puts a stored tensor in the place of a node that computed it; returns the input that it is."""
+        """Replace a node by a stored tensor; return the input of the tensor."""
         source, spec = of[0], self.inputs[of[0]]
         tensor = tensor.detach()
         if not tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.nbytes:
@@ -148,7 +151,7 @@ class _Folding:
             self.graph.erase_node(node)
             return source
         before = self.added.setdefault(source, [])
-        suffix = f"_{str(tensor.dtype).removeprefix('torch.')}"
+        suffix = f"_{dtype_name(tensor.dtype)}"
         names = {str(other.target) for other in self.inputs.values()}
         names |= {str(other.target) for several in self.added.values() for _, other, _ in several}
         target, count = f"{spec.target}{suffix}", 1
@@ -166,40 +169,40 @@ class _Folding:
         return new
 
     def _erase(self, sources: Iterable[fx.Node]) -> None:
-        """Takes out what nothing uses any more."""
+        """Erase unused nodes."""
         for node in [n for n in reversed(self.graph.nodes) if n in set(sources)]:
             if not node.users and node.op == "call_function":
                 self.graph.erase_node(node)
 
-    def remaining(self) -> Weights:
-        """The inputs that are left, once those that nothing uses are taken out of the graph."""
-        found = Weights([], {}, {})
+    def remaining(self) -> StoredInputs:
+        """Return the remaining inputs, and erase unused ones from the graph."""
+        remaining = StoredInputs([], {}, {})
         for node, spec in self.inputs.items():
             if spec.kind not in _KINDS:
-                found.specs.append(spec)
+                remaining.specs.append(spec)
                 if spec.kind is InputKind.CUSTOM_OBJ:
-                    found.constants[str(spec.target)] = self.weights.constants[str(spec.target)]
+                    remaining.constants[str(spec.target)] = self.weights.constants[str(spec.target)]
                 continue
             added = self.added.get(node, [])
             if node.users or self._is_returned(node):
-                found.specs.append(spec)
-                found.put(spec, self._kept(node, spec))
+                remaining.specs.append(spec)
+                remaining.put(spec, self._tensor_to_store(node, spec))
             else:
                 self.graph.erase_node(node)
             for new, other, tensor in added:
                 if new.users:
-                    found.specs.append(other)
-                    found.put(other, tensor)
+                    remaining.specs.append(other)
+                    remaining.put(other, tensor)
                 else:
                     self.graph.erase_node(new)
-        return found
+        return remaining
 
-    def _kept(self, node: fx.Node, spec: InputSpec) -> Any:
-        """What is stored for an input: a parameter has no gradient, and what the graph writes is not the model's."""
+    def _tensor_to_store(self, node: fx.Node, spec: InputSpec) -> Any:
+        """Return the tensor of an input: parameters have no gradient, and tensors that the graph writes are copied."""
         tensor = self.replaced.get(node, self.weights.of(spec))
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(tensor.detach(), requires_grad=False)
-        return tensor.clone() if node in self.written else tensor
+        return tensor.clone() if node in self.outputs else tensor
 
     def _is_returned(self, node: fx.Node) -> bool:
         return any(user.op == "output" for user in node.users)
@@ -208,17 +211,17 @@ class _Folding:
 def _constant_nodes(
     graph: fx.Graph, stored: list[fx.Node]
 ) -> tuple[dict[fx.Node, list[fx.Node]], set[fx.Node]]:
-    """Every node whose value is the same at each call -> the stored inputs that it is made of; and the written inputs.
+    """Return the nodes with the same value at each call, with their stored inputs; and the inputs that are written.
 
-    What the graph writes, and what may share memory with that, is not among the first.
+    Nodes that the graph writes, or that may share memory with such nodes, are not constant.
     """
     sources: dict[fx.Node, list[fx.Node]] = {node: [node] for node in stored}
-    written: set[fx.Node] = set()
+    outputs: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if writes(node) or _writes_statistics(node):
-            written |= {source for arg in _written(node) for source in sources.get(arg, [])}
+            outputs |= {source for arg in _written(node) for source in sources.get(arg, [])}
             continue
         inputs = node.all_input_nodes
         if inputs and _is_pure(node) and all(each in sources for each in inputs):
@@ -226,9 +229,9 @@ def _constant_nodes(
     constant = {
         node: of
         for node, of in sources.items()
-        if node.op == "call_function" and not written.intersection(of)
+        if node.op == "call_function" and not outputs.intersection(of)
     }
-    return constant, written
+    return constant, outputs
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -241,7 +244,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes that a node may write to."""
+    """Return the nodes that a node may write."""
     if not isinstance(node.target, OpOverload):
         return _written_in_bodies(node)
     if _writes_statistics(node):
@@ -254,7 +257,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
-    """A branch or loop is taken to write what it is given, if anything in it writes."""
+    """Return all arguments of a branch or loop if any operation in it writes."""
     owner = node.graph.owning_module
     bodies = [n for n in node.all_input_nodes if n.op == "get_attr"]
     graphs = [getattr(owner, str(body.target), None) for body in bodies] if owner else []
@@ -271,12 +274,12 @@ def _written_in_bodies(node: fx.Node) -> list[fx.Node]:
 
 
 def _writes_statistics(node: fx.Node) -> bool:
-    """Whether a node is a normalisation that writes running statistics, which its schema does not say."""
+    """Return True for a normalisation that writes running statistics, which its schema does not declare."""
     return isinstance(node.target, OpOverload) and "batch_norm" in node.target.name()
 
 
 def _narrows(node: fx.Node) -> bool:
-    """Whether a node casts to a dtype that is no wider."""
+    """Return True if a node casts to a dtype that is not wider."""
     source = cast_source(node)
     if source is None:
         return False

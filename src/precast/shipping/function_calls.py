@@ -1,12 +1,12 @@
-"""What one call of a PyTorch function does with weights: casts them, makes views of them, or computes with them.
+"""Observation of the weights in one call of a PyTorch function: casts, views, and other uses.
 
 Invariants:
 
-- a function that is an operation with the rule `lower` casts every weight, whatever its other arguments are, so it is
-  known by its name alone. Every other function is watched while it runs once for each kind of arguments;
-- a weight counts as cast only if nothing but casts to 16 bits read its numbers, and if the function gives the same bits
-  and dtypes when it is given the 16-bit weight itself;
-- the arguments of the program are never written twice.
+- a function that is an operation with the rule `lower` casts every weight, whatever its other arguments are, so its
+  name is enough. Every other function is observed once for each kind of arguments;
+- a weight counts as cast only if all reads of its values are casts to 16 bits, and the function gives the same bits and
+  dtypes with the 16-bit weight;
+- the arguments of the program are not written twice.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
     "LOW",
-    "Uses",
+    "WeightUses",
     "address",
     "casts_by_rule",
+    "counted",
     "describe",
+    "has_float8_rule",
     "is_same",
     "lowers",
-    "quantises",
+    "observed_call",
     "region_dtype",
-    "watched",
 ]
 
 LOW: Final = frozenset({torch.bfloat16, torch.float16})
@@ -48,48 +49,48 @@ _BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 @dataclass
-class Uses:
-    """What happened to a weight.
+class WeightUses:
+    """The uses of one weight.
 
     Attributes:
         dtypes: the 16-bit dtypes that it was cast to.
-        computed: what used its float32 numbers otherwise.
-        refused: what could not have taken 16-bit numbers, although it only cast these.
+        computed: the operations that read its float32 values otherwise.
+        refused: the functions that only cast it, but behave differently with 16-bit weights.
     """
 
     dtypes: set[torch.dtype] = field(default_factory=set)
     computed: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
-    def note(self, what: str) -> None:
-        """Notes something that computes in float32."""
-        if what not in self.computed:
-            self.computed.append(what)
+    def add_computed(self, operation: str) -> None:
+        """Add an operation that computes in float32."""
+        if operation not in self.computed:
+            self.computed.append(operation)
 
 
 def region_dtype(device_type: str) -> torch.dtype | None:
-    """What the region in force casts to on a device type; None where autocast is off."""
+    """Return the lower precision of the region in force on a device type; None if autocast is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def lowers(func: Any, device_type: str) -> bool:
-    """Whether a function is an operation that casts its arguments to 16 bits under the policy in force."""
-    known = _LOWERS.get((func, thread_state(device_type).state.number.value))
-    if known is None:
-        known = _is_lowered_here(func, device_type)
-    # Transforms take operations apart before autocast sees them (2.13).
-    return known and not _torch.is_functorch_active()
+    """Return True if a function is an operation that casts its arguments to 16 bits under the policy in force."""
+    is_lowered = _LOWERS.get((func, thread_state(device_type).state.number.value))
+    if is_lowered is None:
+        is_lowered = _look_up(func, device_type)
+    # Transforms decompose operations before autocast handles them (2.13).
+    return is_lowered and not _torch.is_functorch_active()
 
 
 _LOWERS: Final[dict[tuple[Any, ...], bool]] = {}
-"""A function and the policy in force -> whether it lowers the function. No two bound policies have the same number."""
-_MOST_KNOWN: Final = 4096
+"""Maps a function and the policy in force to True if the policy lowers it. Bound policies have different numbers."""
+_MOST_ENTRIES: Final = 4096
 
 
-def _is_lowered_here(func: Any, device_type: str) -> bool:
-    """The same, for a policy of which it may not be known yet."""
+def _look_up(func: Any, device_type: str) -> bool:
+    """Return the same for a policy that may be new."""
     bound = thread_state(device_type).state.bound_policy
     outside = installed(device_type).bound_policy
     key: tuple[Any, ...]
@@ -98,38 +99,37 @@ def _is_lowered_here(func: Any, device_type: str) -> bool:
     else:
         policy = Policy.load("torch") if outside is None else outside.policy
         key = func, device_type, policy.fingerprint
-    known = _LOWERS.get(key)
-    if known is None:
-        if len(_LOWERS) >= _MOST_KNOWN:
+    is_lowered = _LOWERS.get(key)
+    if is_lowered is None:
+        if len(_LOWERS) >= _MOST_ENTRIES:
             _LOWERS.clear()
-        known = _LOWERS[key] = _is_lowered(policy, func, device_type)
-    return known
+        is_lowered = _LOWERS[key] = _rule(policy, func, device_type) is Rule.LOWER
+    return is_lowered
 
 
 def casts_by_rule(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
 ) -> bool:
-    """Whether a function is an operation that casts its eligible arguments, all of which are tensors of their own."""
+    """Return True if a function is an operation that casts its eligible arguments, which are plain tensors."""
     if not lowers(func, device_type) or "out" in kwargs:
         return False
     return all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
 
 
-def _is_lowered(policy: Policy, func: Any, device_type: str) -> bool:
-    return _rule(policy, func, device_type) is Rule.LOWER
-
-
-def quantises(func: Any, device_type: str) -> bool:
-    """Whether a function is an operation that the policy in force has in 8 bits."""
+def has_float8_rule(func: Any, device_type: str) -> bool:
+    """Return True if a function is an operation with a float8 rule in the policy in force."""
     bound = thread_state(device_type).state.bound_policy
     return bound is not None and _rule(bound.policy, func, device_type) in FLOAT8_RULES
 
 
 def _rule(policy: Policy, func: Any, device_type: str) -> Rule | None:
-    """The rule of the operation that a function is; None where it is none, or its overloads differ."""
+    """Return the rule for a function; None if it is not an operation, or its overloads have different rules."""
     if type(func) not in _BUILT_IN:
         return None
-    for name in (func.__name__, f"{func.__name__}.default"):  # other overloads take a dtype more
+    for name in (
+        func.__name__,
+        f"{func.__name__}.default",
+    ):  # other overloads have a dtype argument
         try:
             return policy.resolve(name, device_type).rule
         except PolicyError:
@@ -138,7 +138,7 @@ def _rule(policy: Policy, func: Any, device_type: str) -> Rule | None:
 
 
 def _is_plain(argument: Any) -> bool:
-    """Whether an argument leaves a rule as it is: a list may hold tensors, and float64 is never cast."""
+    """Return True if an argument does not change a rule: a list may hold tensors, and float64 is never cast."""
     if isinstance(argument, Tensor):
         return argument.dtype is not torch.float64
     if isinstance(argument, list | dict):
@@ -146,36 +146,37 @@ def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, torch.dtype)
 
 
-class _Watch(ObservingMode):
-    """Sees which operations read the memory of some tensors."""
+class _UseRecorder(ObservingMode):
+    """Records the operations that read the memory of some tensors."""
 
-    def __init__(self, watched_tensors: dict[int, Uses]) -> None:
+    def __init__(self, uses: dict[int, WeightUses]) -> None:
         super().__init__()
-        self._watched = watched_tensors
+        self._uses = uses
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        found = [t for t in tensors_in((args, kwargs)) if address(t) in self._watched]
-        for tensor in found:
-            _classify(self._watched[address(tensor)], func, tensor, out)
+        for tensor in tensors_in((args, kwargs)):
+            uses = self._uses.get(address(tensor))
+            if uses is not None:
+                _classify(uses, func, tensor, out)
         return out
 
 
-def _classify(uses: Uses, func: Any, tensor: Tensor, out: Any) -> None:
+def _classify(uses: WeightUses, func: Any, tensor: Tensor, out: Any) -> None:
     kind = kind_of(func)
     if kind.is_view:
         return
     if kind.base == "_to_copy" and out.dtype in LOW and out.stride() == tensor.stride():
         uses.dtypes.add(out.dtype)
     else:
-        uses.note(kind.name)
+        uses.add_computed(kind.name)
 
 
 def address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory; 0 where it has none of its own."""
+    """Return the address of a tensor's memory; 0 if it has none."""
     if not _torch.is_plain(type(tensor)) or _torch.is_functorch_wrapper(tensor):
         return 0
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
@@ -183,38 +184,39 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def watched(
+def observed_call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     weights: list[Tensor],
-) -> tuple[Any, dict[int, Uses], bool]:
-    """Calls a function with float32 weights, and sees what it does with each.
+) -> tuple[Any, dict[int, WeightUses], bool]:
+    """Call a function with float32 weights, and record the uses of each.
 
     Args:
         func: the function.
-        args: its arguments, with the weights in their places.
+        args: its arguments, including the weights.
         kwargs: its keyword arguments, likewise.
-        weights: the float32 tensors that are watched.
+        weights: the float32 tensors to observe.
 
     Returns:
-        What it returned; for the address of each weight's memory what was done with it; and whether all that it
-        returned are views of these weights.
+        The function's result; the uses by the address of each weight's memory; and True if all tensors in the result
+        are views of these weights.
     """
-    by_address = {address(t): Uses() for t in weights}
-    # A dispatch mode sees composite operations of inference tensors whole, and not the casts in them (2.13).
-    with torch.inference_mode(False), torch.no_grad(), _Watch(by_address):
-        args, kwargs = map_tensors(args, _counted), map_tensors(kwargs, _counted)
+    by_address = {address(t): WeightUses() for t in weights}
+    # A dispatch mode gets composite operations of inference tensors as a whole, without their casts (2.13).
+    with torch.inference_mode(False), torch.no_grad(), _UseRecorder(by_address):
+        args, kwargs = map_tensors(args, counted), map_tensors(kwargs, counted)
         result = func(*args, **kwargs)
-    uses = {place: found for place, found in by_address.items() if place}
+    uses = {place: use for place, use in by_address.items() if place}
     returned = tensors_in(result)
     is_view = bool(returned) and all(address(t) in uses for t in returned)
-    if not is_view and not any(found.computed for found in uses.values()):
+    if not is_view and not any(use.computed for use in uses.values()):
         _check_low(func, args, kwargs, result, uses)
     return result, uses, is_view
 
 
-def _counted(tensor: Tensor) -> Tensor:
+def counted(tensor: Tensor) -> Tensor:
+    """Return a tensor with a version counter: inference tensors are copied."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -223,10 +225,10 @@ def _check_low(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     result: Any,
-    uses: dict[int, Uses],
+    uses: dict[int, WeightUses],
 ) -> None:
-    """Notes where the function does not do the same with weights that are cast already."""
-    dtypes = set().union(*(found.dtypes for found in uses.values()))
+    """Add the function to `refused` if its result differs with weights that are cast already."""
+    dtypes = set().union(*(use.dtypes for use in uses.values()))
     name = describe(func)
     if len(dtypes) > 1 or name.endswith("_") or "out" in kwargs:
         problem: str | None = "which casts to several dtypes or writes to its arguments"
@@ -235,8 +237,8 @@ def _check_low(
         low = _lowering(set(uses), dtype)
         problem = _difference(func, (map_tensors(args, low), map_tensors(kwargs, low)), result)
     if problem is not None:
-        for found in uses.values():
-            found.refused.append(f"{name}, {problem}")
+        for use in uses.values():
+            use.refused.append(f"{name}, {problem}")
 
 
 def _lowering(places: set[int], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -246,7 +248,7 @@ def _lowering(places: set[int], dtype: torch.dtype) -> Callable[[Tensor], Tensor
 def _difference(
     func: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]], result: Any
 ) -> str | None:
-    """How a call with weights that are cast already differs from its result; None where it does not."""
+    """Return the difference of a call with weights that are cast already; None if there is none."""
     args, kwargs = call
     try:
         low = func(*args, **kwargs)
@@ -256,7 +258,7 @@ def _difference(
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two results have the same tensors, bit for bit, or are the same values."""
+    """Return True if two results have the same tensors, bit for bit, or are equal values."""
     ours, theirs = tensors_in(one), tensors_in(other)
     if not ours and not theirs:
         return bool(one == other)
@@ -266,14 +268,14 @@ def is_same(one: Any, other: Any) -> bool:
 def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
-    if one.is_floating_point():  # NaN is equal to itself here, and 0 is not -0
+    if one.is_floating_point():  # compares bits: NaN equals itself, and 0 differs from -0
         size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
         one, other = one.contiguous().view(size), other.contiguous().view(size)
     return torch.equal(one, other)
 
 
 def describe(func: Any) -> str:
-    """A function's name for people."""
+    """Return a function's name for messages."""
     owner = getattr(func, "__self__", None)
     name = getattr(func, "__name__", None) or str(func)
     return getattr(owner, "__name__", name) if name in ("__get__", "__set__") else str(name)

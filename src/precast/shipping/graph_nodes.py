@@ -1,6 +1,6 @@
-"""What the nodes of exported graphs say: casts, writes, and values without numbers.
+"""Properties of the nodes of exported graphs: casts, writes, and fake values.
 
-Invariants: nothing here changes a graph.
+Invariant: nothing here changes a graph.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ __all__ = [
 ]
 
 CAST: Final = torch.ops.aten.to.dtype
-"""The operation that a cast in a graph is."""
+"""The operation of a cast in a graph."""
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a graph."""
+    """Return the inputs of a graph."""
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def cast_source(node: fx.Node) -> fx.Node | None:
-    """The node whose value a cast converts; None for a node that is no cast."""
+    """Return the node that a cast converts; None if the node is not a cast."""
     is_cast = node.op == "call_function" and node.target is CAST and len(node.args) == 2
     source = node.args[0] if is_cast and not node.kwargs else None
     return source if isinstance(source, fx.Node) else None
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node may write to one of its arguments."""
+    """Return True if a node may write to one of its arguments."""
     if isinstance(node.target, OpOverload):
         return _torch.schema_of(node.target).is_mutable
     return _torch.higher_order_name(node.target) is not None
 
 
 def value_of(node: fx.Node) -> Any:
-    """The value of a node, without numbers."""
+    """Return the fake value of a node."""
     return node.meta["val"]
 
 
 def filled(argument: Any) -> Any:
-    """An argument with values in the place of nodes; lists can be changed, as those of a call can."""
+    """Return an argument with nodes replaced by their values; its lists are new, so that a call may change them."""
     if isinstance(argument, fx.Node):
         return argument.meta["val"]
     if isinstance(argument, (tuple, list)):
@@ -65,23 +65,23 @@ def filled(argument: Any) -> Any:
 
 
 def dtypes_of(node: Any) -> list[Any]:
-    """The dtypes of the tensors in a node's value, or in the values of several; None for what is no tensor."""
+    """Return the dtypes of the tensors in the value of a node, or in those of several; None for other values."""
     value = value_of(node) if isinstance(node, fx.Node) else map_arg(node, value_of)
     return [getattr(leaf, "dtype", None) for leaf in _torch.tree_leaves(value)]
 
 
-def retyped(known: Any, value: Any) -> Any:
-    """A known value, whose tensors get the dtypes of those in another."""
-    known_leaves, spec = _torch.tree_flatten(known)
-    leaves = _torch.tree_leaves(value)
-    if len(leaves) != len(known_leaves):
-        return known
+def retyped(value: Any, like: Any) -> Any:
+    """Return a value with the dtypes of the tensors in another."""
+    leaves, spec = _torch.tree_flatten(value)
+    others = _torch.tree_leaves(like)
+    if len(leaves) != len(others):
+        return value
     return _torch.tree_unflatten(
         [
             old.to(new.dtype)
             if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype is not new.dtype
             else old
-            for old, new in zip(known_leaves, leaves, strict=True)
+            for old, new in zip(leaves, others, strict=True)
         ],
         spec,
     )

@@ -1,10 +1,10 @@
-"""Says what a policy does with one operation of an exported graph, by the kernels that run it in a region.
+"""The treatment of one operation of an exported graph by a policy, with the kernels that run it in a region.
 
 Invariants:
 
-- the rules are those of `engine/reference_kernels.py`: the same functions run here, on tensors without numbers, with
-  operations that are written into a graph instead of computed;
-- nothing here looks at the flags of the thread: what is in force is given.
+- the rules are those of `engine/reference_kernels.py`: the same functions run here, on fake tensors, with operations
+  that are written into a graph instead of computed;
+- the flags of the thread are not read: the state of the regions is an argument.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
-    "InForce",
     "Precisions",
+    "RegionState",
     "Treatment",
-    "in_force_for",
+    "acting_region",
     "in_regions",
     "treatment",
     "written_operation",
 ]
 
 Run = Callable[[OpOverload, Any, dict[str, Any]], Any]
-"""Writes one operation into the graph: ``run(overload, args, kwargs)`` returns its result, without numbers."""
+"""Writes one operation into the graph: ``run(overload, args, kwargs)`` returns its fake result."""
 
 
 @dataclass(frozen=True)
-class InForce:
-    """What is in force on one device type at one place of a graph."""
+class RegionState:
+    """The state of the region for one device type at one place of a graph."""
 
     device_type: str
     dtype: torch.dtype
@@ -49,35 +49,35 @@ class InForce:
     policy: Policy
 
 
-Precisions = Mapping[str, InForce]
-"""What is in force at one place of a graph, by device type."""
+Precisions = Mapping[str, RegionState]
+"""The state of the regions at one place of a graph, by device type."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Written(Operation):
-    """An operation whose calls are written into a graph, under the dtype of a region."""
+class _WrittenOperation(Operation):
+    """An operation with calls that are written into a graph, under the dtype of a region."""
 
     run: Run
     dtype: torch.dtype
 
     def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Writes the operation."""
+        """Write the operation."""
         return self.run(self.overload, args, kwargs)
 
     def lower_dtype(self) -> torch.dtype:
-        """The lower precision of the region that is written down."""
+        """Return the lower precision of the region."""
         return self.dtype
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """What a policy does with an operation.
+    """The treatment of an operation by a policy.
 
     Attributes:
-        kernel: writes the operation as the rule says; None for an operation at whose autocast key there is nothing, so
-            that it runs as it is, and what it calls follows the policy.
-        retries: whether an operation that raises on mixed floating dtypes runs once more in the widest of them.
-        computes: whether the kernel computes by operations of its own, each of which is to be written.
+        kernel: writes the operation according to the rule; None for an operation without a kernel at its autocast key,
+            which runs unchanged, while the policy acts on the operations that it calls.
+        retries: True if an operation that raises on mixed floating dtypes is repeated in the widest of them.
+        computes: True if the kernel consists of other operations, each of which is written.
     """
 
     kernel: Kernel | None
@@ -85,10 +85,10 @@ class Treatment:
     computes: bool = False
 
 
-def in_force_for(precisions: Precisions, args: Any) -> InForce | None:
-    """What acts on an operation with these arguments; None where autocast is off for their devices.
+def acting_region(precisions: Precisions, args: Any) -> RegionState | None:
+    """Return the region that acts on an operation with these arguments; None if autocast is off for their devices.
 
-    PyTorch asks the autocast kernels of accelerators before that of the CPU.
+    PyTorch calls the autocast kernels of accelerators before that of the CPU.
     """
     devices = {tensor.device.type for tensor in tensors_in(args)}
     acting = (precisions.get(device) for device in _BY_PRIORITY if device in devices)
@@ -100,7 +100,7 @@ _BY_PRIORITY: Final = tuple(sorted(DEVICE_TYPES, key=lambda device: device == "c
 
 @contextlib.contextmanager
 def in_regions(precisions: Precisions) -> Iterator[None]:
-    """The regions that are in force at one place of a graph; their casts are not kept."""
+    """Enter the regions at one place of a graph, with their caches off."""
     with contextlib.ExitStack() as regions:
         for device, here in precisions.items():
             regions.enter_context(
@@ -115,11 +115,11 @@ def in_regions(precisions: Precisions) -> Iterator[None]:
         yield
 
 
-def treatment(here: InForce, overload: OpOverload, run: Run) -> Treatment:
-    """What the policy in force does with an operation.
+def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
+    """Return the treatment of an operation by the policy in force.
 
     Args:
-        here: what is in force.
+        here: the state of the region.
         overload: the operation.
         run: writes an operation into the graph.
     """
@@ -138,14 +138,14 @@ def treatment(here: InForce, overload: OpOverload, run: Run) -> Treatment:
     return Treatment(reference_kernels.kernel_for(rule, op), retries, rule in FLOAT8_RULES)
 
 
-def written_operation(here: InForce, overload: OpOverload, run: Run) -> Operation:
-    """The operation for which `run` is called where it would be computed."""
-    return _Written(overload.name(), here.device_type, overload, run, here.dtype)
+def written_operation(here: RegionState, overload: OpOverload, run: Run) -> Operation:
+    """Return an operation that calls `run` where it would be computed."""
+    return _WrittenOperation(overload.name(), here.device_type, overload, run, here.dtype)
 
 
 def _table(policy: Policy, device_type: str) -> dict[str, Entry]:
     key = "exported table", device_type
-    known: dict[str, Entry] | None = policy.made_of.get(key)
-    if known is None:
-        known = policy.made_of[key] = policy.expand(device_type)[0]
-    return known
+    table: dict[str, Entry] | None = policy.derived.get(key)
+    if table is None:
+        table = policy.derived[key] = policy.expand(device_type)[0]
+    return table

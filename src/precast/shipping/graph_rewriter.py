@@ -1,16 +1,16 @@
-"""Writes an exported graph anew, with a policy's casts as nodes and without regions.
+"""Rewriting of an exported graph, with a policy's casts as nodes and without regions.
 
 `torch.export` records operations above the autocast keys: a graph exported in a region has the operations of the
-program, and none of the casts. Here every operation is run once more, on tensors without numbers, as the kernel of the
-policy would run it, and what that kernel does is written down.
+program, but no casts. Here every operation runs once more, on fake tensors, in the policy's kernel, and the operations
+of that kernel are written into a new graph.
 
 Invariants:
 
-- what a region says is in force for its part of the graph, also inside branches and loops; no region is left;
-- an operation that the policy does not touch stays the node that it was;
-- an operation without a rule that calls some with one is replaced by what it calls, and only then; what it calls is
-  recorded in the regions in force, where its values have the dtypes that they will have;
-- a value that the graph writes is never taken for what it was before.
+- each region applies to its part of the graph, also inside branches and loops; the new graph has no regions;
+- an operation that the policy does not change keeps its node;
+- an operation without a rule is replaced by the operations that it calls if one of those has a rule, and only then;
+  these are recorded in the regions in force, where their values have their final dtypes;
+- a cast of a value is not reused after the graph writes the value.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 from precast.autocast_mode.region import policy_said
@@ -43,10 +44,10 @@ from precast.shipping.graph_nodes import (
     writes,
 )
 from precast.shipping.graph_policy import (
-    InForce,
     Precisions,
+    RegionState,
     Treatment,
-    in_force_for,
+    acting_region,
     in_regions,
     treatment,
     written_operation,
@@ -57,7 +58,7 @@ __all__ = ["GraphRewriter"]
 
 _aten: Final = torch.ops.aten
 _COPIED: Final = ("nn_module_stack", "stack_trace", "source_fn_stack", "from_node", "custom")
-"""What a cast says of the place in the program that it comes from."""
+"""The metadata that a cast gets from the node of the program that needs it."""
 
 
 def _unsafe_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
@@ -66,17 +67,17 @@ def _unsafe_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 _WITHOUT_SYMBOLS: Final = {_aten.unsafe_chunk.default: _unsafe_chunk}
-"""What PyTorch computes in C++ for sizes with numbers only, although sizes without numbers would do (2.13)."""
+"""Fake versions of operations that PyTorch implements in C++ for static sizes only (2.13)."""
 
 
 class GraphRewriter:
-    """Writes one graph; each graph of a branch or loop inside it gets an object of its own.
+    """Writes one graph; each graph of a branch or loop inside it gets a separate object.
 
     Args:
-        fake_mode: the mode that the graph's tensors without numbers belong to.
+        fake_mode: the mode of the graph's fake tensors.
         inputs: the inputs of the old graph.
-        values: their values, without numbers, if they are others than before.
-        weights: which of them are the same at each call: parameters, buffers and constants.
+        values: their fake values, if they have changed.
+        weights: True for inputs that are the same at each call: parameters, buffers and constants.
     """
 
     def __init__(
@@ -91,33 +92,32 @@ class GraphRewriter:
         """The bodies of the new graph's branches and loops."""
         self._fake_mode = fake_mode
         self._changes = 0
-        """How often an operation has been written otherwise than it was."""
+        """The number of operations that were changed."""
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._untouched: set[object] = set()
-        """Composite operations, with what they are called on, that call nothing with a rule."""
+        """Composite operations, with the kinds of their arguments, that call no operation with a rule."""
         self._env: dict[fx.Node, Any] = {}
         self._weights: set[fx.Node] = set()
         values = [node.meta.get("val") for node in inputs] if values is None else values
         for index, (node, value) in enumerate(zip(inputs, values, strict=True)):
             new = self.graph.placeholder(node.name)
-            new.name = new.target = (
-                node.name
-            )  # a signature knows it by that; a graph would rename `input`
+            # The signature uses this name; a graph would rename `input`.
+            new.name = new.target = node.name
             new.meta = {**node.meta, "val": value}
             self._env[node] = new
             if index < len(weights) and weights[index]:
                 self._weights.add(new)
 
     def write(self, graph: fx.Graph, owner: fx.GraphModule, precisions: Precisions) -> Any:
-        """Writes all that a graph computes.
+        """Write all operations of a graph.
 
         Args:
-            graph: the graph; its inputs are written already.
+            graph: the graph; its inputs exist already.
             owner: the module that has the bodies of its branches and loops.
-            precisions: what is in force where it begins.
+            precisions: the state of the regions where it begins.
 
         Returns:
-            What the graph gives back, in nodes of the new graph.
+            The results of the graph, as nodes of the new graph.
         """
         result: Any = None
         for node in graph.nodes:
@@ -130,7 +130,7 @@ class GraphRewriter:
         return result
 
     def new(self, old: Any) -> Any:
-        """The new nodes in the place of the old ones in an argument."""
+        """Return an argument with old nodes replaced by new ones."""
         return map_arg(old, self._env.__getitem__)
 
     def _call(self, node: fx.Node, precisions: Precisions) -> Any:
@@ -143,7 +143,7 @@ class GraphRewriter:
             return self._branch_or_loop(node, precisions)
         if isinstance(node.target, OpOverload):
             return self._operation(node, node.target, precisions)
-        return self._as_it_was(node)
+        return self._copy_node(node)
 
     def _item(self, node: fx.Node) -> Any:
         whole, index = self.new(node.args)
@@ -158,60 +158,62 @@ class GraphRewriter:
 
     def _operation(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         if overload is _torch.DTYPE_CHECK:
-            return self._checked_dtype(node)
+            return self._dtype_check(node)
         args, kwargs = self._values(node)
-        here = in_force_for(precisions, (args, kwargs))
+        here = acting_region(precisions, (args, kwargs))
         if here is None:
-            return self._as_it_was(node)
+            return self._copy_node(node)
         writer = OperationWriter(self, node)
-        found = treatment(here, overload, writer.run)
-        writer.writes_all = found.computes
-        if found.retries and _is_mixed(here, (args, kwargs)):
-            return self._retried(node, here, found, writer, precisions)
-        if found.kernel is None:
+        planned = treatment(here, overload, writer.run)
+        writer.writes_all = planned.computes
+        if planned.retries and _is_mixed(here, (args, kwargs)):
+            return self._retried(node, here, planned, writer, precisions)
+        if planned.kernel is None:
             if _torch.calls_within(overload):
                 _check_writable(here, overload, (args, kwargs))
-            return self._what_it_calls(node, overload, precisions)
+            return self._write_composite(node, overload, precisions)
         with writer:
-            return writer.nodes(found.kernel(None, args, kwargs))
+            return writer.nodes(planned.kernel(None, args, kwargs))
 
     def _retried(
         self,
         node: fx.Node,
-        here: InForce,
-        found: Treatment,
+        here: RegionState,
+        planned: Treatment,
         writer: OperationWriter,
         precisions: Precisions,
     ) -> Any:
-        """Writes an operation on mixed dtypes: as it runs, or in the widest where it would raise an error."""
+        """Write an operation on mixed dtypes: unchanged, or in the widest one if it would raise an error."""
         overload = node.target
         assert isinstance(overload, OpOverload)
         args, kwargs = self._values(node)
         op = written_operation(here, overload, writer.run)
-        if found.kernel is not None:
+        if planned.kernel is not None:
             writer.finds_errors = True
-            kernel = reference_kernels.promoting(op, found.kernel)
+            kernel = reference_kernels.promoting(op, planned.kernel)
             with writer:
                 return writer.nodes(kernel(None, args, kwargs))
         error = dtype_errors.error_of(overload, args, kwargs)
         if error is None:
-            return self._what_it_calls(node, overload, precisions)
+            return self._write_composite(node, overload, precisions)
         with writer:
             return writer.nodes(reference_kernels.retry_promoted(op, error, args, kwargs))
 
-    def _what_it_calls(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
-        """Writes an operation without a rule; where rules act on what it calls, all of that in its place."""
+    def _write_composite(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
+        """Write an operation without a rule; if rules act on the operations that it calls, write these instead."""
         if not _torch.calls_others(overload):
-            return self._as_it_was(node)
-        key = self._called_on(node, overload)
-        opened = None if key in self._untouched else self._opened(node, overload, precisions)
-        if opened is None:
+            return self._copy_node(node)
+        key = self._composite_key(node, overload)
+        recording = (
+            None if key in self._untouched else self._recorded_composite(node, overload, precisions)
+        )
+        if recording is None:
             self._untouched.add(key)
-            return self._as_it_was(node)
-        graph, given = opened
+            return self._copy_node(node)
+        graph, operands = recording
         length, changes = len(self.graph.nodes), self._changes
         casts, env = dict(self._casts), dict(self._env)
-        self._env.update(zip(placeholders(graph.graph), given, strict=True))
+        self._env.update(zip(placeholders(graph.graph), operands, strict=True))
         result = self.write(graph.graph, graph, precisions)
         self._env = env
         if self._changes != changes:
@@ -220,26 +222,26 @@ class GraphRewriter:
         for new in list(self.graph.nodes)[: length - 1 : -1]:
             self.graph.erase_node(new)
         self._untouched.add(key)
-        return self._as_it_was(node)
+        return self._copy_node(node)
 
-    def _called_on(self, node: fx.Node, overload: OpOverload) -> object:
-        """What says whether rules act on what a composite operation calls: the operation and its arguments' kinds."""
+    def _composite_key(self, node: fx.Node, overload: OpOverload) -> object:
+        """Return the operation and its arguments' kinds, which decide if rules act on the operations that it calls."""
         leaves = _torch.tree_leaves(self._values(node))
         kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else repr(v) for v in leaves]
         return overload, tuple(kinds)
 
-    def _opened(
+    def _recorded_composite(
         self, node: fx.Node, overload: OpOverload, precisions: Precisions
     ) -> tuple[fx.GraphModule, list[Any]] | None:
-        """The graph of what a composite operation calls, and the nodes that are its inputs.
+        """Return the graph of the operations that a composite operation calls, and the nodes of its inputs.
 
-        It is recorded in the regions that are in force: some operations look at the dtypes that casts have given to
-        their values, and choose by them what to call next.
+        It is recorded in the regions in force, because some operations choose the next ones by the dtypes that casts
+        have given their values.
         """
         from torch.fx.experimental.proxy_tensor import make_fx
 
         leaves, spec = _torch.tree_flatten(self.new((node.args, node.kwargs)))
-        given = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        operands = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
         def calls(*inputs: Any) -> Any:
             rest = iter(inputs)
@@ -247,26 +249,26 @@ class GraphRewriter:
             args, kwargs = _torch.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
-        numberless = _torch.without_numbers(self._fake_mode)
-        with in_regions(precisions), dtype_errors.as_with_numbers(), numberless:
+        fake = _torch.without_numbers(self._fake_mode)
+        with in_regions(precisions), dtype_errors.fake_as_real(), fake:
             record = make_fx(calls, _WITHOUT_SYMBOLS, pre_dispatch=True)
-            traced = record(*[leaf.meta["val"] for leaf in given])
+            traced = record(*[leaf.meta["val"] for leaf in operands])
         traced.graph.eliminate_dead_code()
         for inner in traced.graph.nodes:
             inner.meta |= {key: node.meta[key] for key in _COPIED if key in node.meta}
         called = [inner.target for inner in traced.graph.nodes if inner.op == "call_function"]
         constants = [inner for inner in traced.graph.nodes if inner.op == "get_attr"]
         if constants:
-            raise ExportError(f"{overload} makes constants of its own, which a graph cannot hold")
-        return None if overload in called else (traced, given)
+            raise ExportError(f"{overload} creates constants, which this graph cannot contain")
+        return None if overload in called else (traced, operands)
 
-    def _as_it_was(self, node: fx.Node) -> fx.Node:
-        """Writes a node as it was, on what its arguments have become."""
+    def _copy_node(self, node: fx.Node) -> fx.Node:
+        """Write a node unchanged, with the new arguments."""
         args, kwargs = self.new((node.args, node.kwargs))
-        return self.add(node.target, args, kwargs, node, recorded=self._recorded(node))
+        return self.add(node.target, args, kwargs, node, recorded=self._has_same_dtypes(node))
 
-    def _checked_dtype(self, node: fx.Node) -> fx.Node:
-        """Writes a check of a tensor's dtype for the dtype that it has; strict export records some without casts."""
+    def _dtype_check(self, node: fx.Node) -> fx.Node:
+        """Write a check of a tensor's dtype with its new dtype; strict export records some dtypes without casts."""
         (source, *rest), kwargs = self.new((node.args, node.kwargs))
         if kwargs.get("dtype") is not None:
             kwargs = {**kwargs, "dtype": source.meta["val"].dtype}
@@ -280,14 +282,14 @@ class GraphRewriter:
     def add(
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
     ) -> fx.Node:
-        """Writes one call with its value.
+        """Write one call with its fake value.
 
         Args:
-            target: what is called.
+            target: the function to call.
             args: its arguments.
             kwargs: its named arguments.
             place: the node of the old graph that is being written.
-            recorded: whether the value is that of `place`.
+            recorded: True if the value is that of `place`.
         """
         new = self.graph.create_node("call_function", target, args, kwargs, name=place.name)
         new.meta = {**place.meta}
@@ -301,29 +303,29 @@ class GraphRewriter:
         return new
 
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
-        known = place.meta.get("val")
+        old_value = place.meta.get("val")
         args, kwargs = filled((new.args, new.kwargs))
         with _torch.without_numbers(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(new.target, OpOverload) and dtype_errors.is_mixed((args, kwargs)):
-            value = self._as_with_numbers(new.target, args, kwargs, value)
+            value = self._as_real(new.target, args, kwargs, value)
         if new.target is place.target and place.meta.get("unbacked_bindings"):
-            # The sizes that only the data says have names already: the dtype alone is new.
-            return retyped(known, value)
+            # Sizes that depend on data have names already: only the dtype is new.
+            return retyped(old_value, value)
         return value
 
-    def _as_with_numbers(self, overload: OpOverload, args: Any, kwargs: Any, value: Any) -> Any:
-        """The value of an operation on mixed dtypes, in the dtypes that tensors with numbers have."""
-        real = dtype_errors.tried(overload, args, kwargs)
-        if isinstance(real, RuntimeError):  # it is the program's to raise it
+    def _as_real(self, overload: OpOverload, args: Any, kwargs: Any, value: Any) -> Any:
+        """Return the fake value of an operation on mixed dtypes, with the dtypes of a real result."""
+        real = dtype_errors.result_on_zeros(overload, args, kwargs)
+        if isinstance(real, RuntimeError):  # the program will raise it
             return value
         with _torch.without_numbers(self._fake_mode):
             return dtype_errors.in_dtypes_of(real, value)
 
-    def _recorded(self, node: fx.Node) -> bool:
-        """Whether what was recorded of a node without a rule still holds: its arguments have the dtypes of then.
+    def _has_same_dtypes(self, node: fx.Node) -> bool:
+        """Return True if the recorded value of a node without a rule is still valid: its arguments' dtypes are equal.
 
-        Where strict export records a region inside the model, dtypes are those that hold without it.
+        Where strict export records a region inside the model, the recorded dtypes are those without the region.
         """
         if "val" not in node.meta:
             return True
@@ -335,12 +337,12 @@ class GraphRewriter:
         )
 
     def cast(self, source: fx.Node, dtype: torch.dtype, place: fx.Node) -> fx.Node:
-        """The node that converts a value; one that nothing writes in between is converted once."""
+        """Return the node that casts a value; repeated casts share one node until something writes."""
         self._changes += 1
-        known = self._casts.get((source, dtype))
-        if known is not None:
-            return known
-        name = f"{source.name}_{str(dtype).removeprefix('torch.')}"
+        existing = self._casts.get((source, dtype))
+        if existing is not None:
+            return existing
+        name = f"{source.name}_{dtype_name(dtype)}"
         new = self.graph.create_node("call_function", CAST, (source, dtype), name=name)
         new.meta = {key: place.meta[key] for key in _COPIED if key in place.meta}
         with _torch.without_numbers(self._fake_mode):
@@ -349,23 +351,23 @@ class GraphRewriter:
         return new
 
     def changed(self) -> None:
-        """Notes that an operation was written otherwise than it was."""
+        """Record that an operation was changed."""
         self._changes += 1
 
     # Regions, branches and loops
 
     def _inlined(self, node: fx.Node, position: int, precisions: Precisions) -> Any:
-        """Writes the body of a region, or of what else calls one, in the place of the call."""
+        """Write the body of a region, or of another operator with one body, in place of the operator."""
         args = self.new(node.args)
         body = args[position]
         if position == INLINED["wrap_with_autocast"]:
-            precisions = _inside(precisions, *args[:4])
+            precisions = _inside_region(precisions, *args[:4])
             self.changed()
         operands = [arg for arg in args[position + 1 :] if not isinstance(arg, (str, type(None)))]
-        given = placeholders(body.graph)
-        operands = operands[len(operands) - len(given) :]
+        inputs = placeholders(body.graph)
+        operands = operands[len(operands) - len(inputs) :]
         env = dict(self._env)
-        self._env.update(zip(given, operands, strict=True))
+        self._env.update(zip(inputs, operands, strict=True))
         result = self.write(body.graph, body, precisions)
         self._env = env
         return result
@@ -376,11 +378,11 @@ class GraphRewriter:
         fixed = [] if layout.fixed is None else list(args[layout.fixed])
         changing = list(self.new(layout.changing))
         bodies = [self._env[body] for body in layout.bodies]
-        written = [self._body(body, precisions, changing, fixed, layout.before) for body in bodies]
-        results = [body.result for body in written]
-        fixed = self._hoisted(written, fixed, layout, node)
+        new_bodies = [self._body(b, precisions, changing, fixed, layout.before) for b in bodies]
+        results = [body.result for body in new_bodies]
+        fixed = self._hoisted(new_bodies, fixed, layout, node)
         replaced: dict[int, fx.Node] = {}
-        for old, new_body in zip(bodies, written, strict=True):
+        for old, new_body in zip(bodies, new_bodies, strict=True):
             name = self._add_module(new_body)
             replaced[id(old)] = self.graph.get_attr(name)
         new_args = [replaced.get(id(arg), arg) for arg in args]
@@ -402,7 +404,7 @@ class GraphRewriter:
         changing: list[Any],
         fixed: list[Any],
         before: int,
-    ) -> _Body:
+    ) -> _NewBody:
         inputs = placeholders(body.graph)
         values = [node.meta.get("val") for node in inputs]
         weights = [False] * len(inputs)
@@ -413,12 +415,12 @@ class GraphRewriter:
         writer = GraphRewriter(self._fake_mode, inputs, values, weights)
         result = writer.write(body.graph, body, precisions)
         writer.graph.output(result)
-        return _Body(writer, result)
+        return _NewBody(writer, result)
 
     def _hoisted(
-        self, bodies: list[_Body], fixed: list[Any], layout: Layout, place: fx.Node
+        self, bodies: list[_NewBody], fixed: list[Any], layout: Layout, place: fx.Node
     ) -> list[Any]:
-        """Casts weights before a branch or loop instead of in its bodies, and returns its operands then."""
+        """Move casts of weights from the bodies to before a branch or loop; return its new operands."""
         added: list[Any] = []
         for index, operand in enumerate(fixed):
             if not isinstance(operand, fx.Node) or operand not in self._weights:
@@ -428,7 +430,7 @@ class GraphRewriter:
                 added.append(self.cast(operand, dtype, place))
                 for each, body in zip(inputs, bodies, strict=True):
                     body.take_cast(each, dtype, added[-1])
-        kept = [
+        used = [
             index
             for index in range(len(fixed))
             if any(placeholders(b.writer.graph)[layout.before + index].users for b in bodies)
@@ -436,50 +438,50 @@ class GraphRewriter:
         ]
         for body in bodies:
             for index in reversed(range(len(fixed))):
-                if index not in kept:
+                if index not in used:
                     node = placeholders(body.writer.graph)[layout.before + index]
                     body.writer.graph.erase_node(node)
-        return [fixed[index] for index in kept] + added
+        return [fixed[index] for index in used] + added
 
-    def _add_module(self, body: _Body) -> str:
+    def _add_module(self, body: _NewBody) -> str:
         body.writer.graph.lint()
         name = f"body_{len(self.modules)}"
         self.modules[name] = fx.GraphModule(dict(body.writer.modules), body.writer.graph)
         return name
 
 
-class _Body:
-    """The new graph of a branch or a loop, and what it gives back."""
+class _NewBody:
+    """The new graph of a branch or a loop, and its result."""
 
     def __init__(self, writer: GraphRewriter, result: Any) -> None:
         self.writer = writer
         self.result = result
 
     def take_cast(self, weight: fx.Node, dtype: torch.dtype, operand: fx.Node) -> None:
-        """Takes a cast weight as one more input, in the place of the casts of that weight."""
+        """Add a cast weight as an input, and replace the casts of that weight by it."""
         graph = self.writer.graph
         with graph.inserting_after(placeholders(graph)[-1]):
-            new = graph.placeholder(f"{weight.name}_{str(dtype).removeprefix('torch.')}_given")
+            new = graph.placeholder(f"{weight.name}_{dtype_name(dtype)}_given")
         new.meta = {**weight.meta, "val": operand.meta["val"]}
         for cast in [user for user in weight.users if _casts_to(user, weight) is dtype]:
             cast.replace_all_uses_with(new)
             graph.erase_node(cast)
 
 
-def _inside(
-    precisions: Precisions, device: str, dtype: torch.dtype | None, enabled: bool, said: Any
+def _inside_region(
+    precisions: Precisions, device: str, dtype: torch.dtype | None, enabled: bool, policy_text: Any
 ) -> Precisions:
-    """What is in force inside a region of the graph."""
+    """Return the state of the regions inside a region of the graph."""
     from precast.policy.policy import Policy
 
-    around = precisions.get(device)
-    lower = dtype or (around.dtype if around else torch.get_autocast_dtype(device))
-    policy = policy_said(said) or (around.policy if around else Policy.load("torch"))
-    return {**precisions, device: InForce(device, lower, enabled, policy)}
+    outer = precisions.get(device)
+    lower = dtype or (outer.dtype if outer else torch.get_autocast_dtype(device))
+    policy = policy_said(policy_text) or (outer.policy if outer else Policy.load("torch"))
+    return {**precisions, device: RegionState(device, lower, enabled, policy)}
 
 
-def _check_writable(here: InForce, overload: OpOverload, values: Any) -> None:
-    """Refuses an operation without a rule whose kernel calls operations with rules, as the numbers decide.
+def _check_writable(here: RegionState, overload: OpOverload, values: Any) -> None:
+    """Refuse an operation without a rule whose kernel calls operations with rules, depending on values.
 
     Raises:
         ExportError: rules may act on `values`.
@@ -487,26 +489,26 @@ def _check_writable(here: InForce, overload: OpOverload, values: Any) -> None:
     if any(is_eligible(tensor, here.device_type) for tensor in tensors_in(values)):
         name = overload.name().removeprefix("aten::")
         raise ExportError(
-            f"{name} calls operations that the policy {here.policy.name!r} has rules for, and which of them it calls "
-            "depends on its numbers: no graph can say that. Give it a rule of its own, as in "
+            f"{name} calls operations that the policy {here.policy.name!r} has rules for, and its values decide which: "
+            "a graph cannot contain that. Give it a rule, as in "
             f'policy.replace(ops={{"{name}": "fp32"}}), or call it outside of regions'
         )
 
 
-def _is_mixed(here: InForce, values: Any) -> bool:
+def _is_mixed(here: RegionState, values: Any) -> bool:
     own = (t for t in tensors_in(values) if t.device.type == here.device_type)
     return len({t.dtype for t in own if t.is_floating_point()}) > 1
 
 
 def _casts_to(node: fx.Node, source: fx.Node) -> torch.dtype | None:
-    """The dtype that a node casts a value to; None where it does something else with it."""
+    """Return the dtype that a node casts a value to; None if it is not a cast of the value."""
     return node.args[1] if cast_source(node) is source else None  # type: ignore[return-value]
 
 
 def _dtypes_of_casts(inputs: list[fx.Node]) -> list[torch.dtype]:
-    """The dtypes that bodies cast one weight to; none where a body writes it."""
+    """Return the dtypes that bodies cast one weight to; none if a body writes it."""
     users = [(user, node) for node in inputs for user in node.users]
     if any(writes(user) for user, _ in users):
         return []
-    found = [_casts_to(user, node) for user, node in users]
-    return list(dict.fromkeys(dtype for dtype in found if dtype is not None))
+    dtypes = [_casts_to(user, node) for user, node in users]
+    return list(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))

@@ -1,11 +1,11 @@
-"""Runs a model on examples, and sees in which dtypes each of its weights is used.
+"""Observation of a model on examples: the dtypes in which each of its weights is used.
 
 Invariants:
 
-- the model computes what it always computes in such a region: its weights are watched in their place, in float32;
-- afterwards every weight is what it was, also where the model raised an error, and PyTorch's random numbers continue as
-  if there had been no run;
-- a weight is seen by its memory: names of one tensor, and tensors that share memory, are one weight.
+- the model computes the same as without the observation: its float32 weights are observed in place;
+- afterwards every weight is unchanged, also after an error of the model, and PyTorch's random numbers continue as if
+  there had been no run;
+- a weight is identified by its memory: names of one tensor, and tensors that share memory, are one weight.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastError
 from precast.policy.module_names import named_tensors
 from precast.shipping.function_calls import (
-    Uses,
+    WeightUses,
     address,
     casts_by_rule,
+    counted,
+    has_float8_rule,
     is_same,
-    quantises,
+    observed_call,
     region_dtype,
-    watched,
 )
 
 __all__ = ["Example", "Weight", "observe_uses", "weights_of"]
@@ -45,16 +46,16 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(eq=False)
 class Weight:
-    """Tensors of a model that share memory: one in most cases.
+    """Tensors of a model that share memory; usually one.
 
     Attributes:
-        names: each name in the model -> the tensor that has it.
-        uses: what was seen of it.
-        fixed: why it stays as it is, whatever is seen; None where it need not.
+        names: maps each name in the model to its tensor.
+        uses: its observed uses.
+        fixed: the reason to leave it unchanged whatever its uses are; None if there is none.
     """
 
     names: dict[str, Tensor]
-    uses: Uses = field(default_factory=Uses)
+    uses: WeightUses = field(default_factory=WeightUses)
     fixed: str | None = None
 
     @property
@@ -64,22 +65,22 @@ class Weight:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors, each once."""
+        """The tensors, without duplicates."""
         return list({id(tensor): tensor for tensor in self.names.values()}.values())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensors now."""
+        """The current dtype of the tensors."""
         return self.tensors[0].dtype
 
     @property
     def bytes(self) -> int:
-        """How much memory the weight takes now."""
+        """The current memory of the weight."""
         return self.tensors[0].untyped_storage().nbytes()
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """The parameters and buffers of a model."""
+    """Return the parameters and buffers of a model."""
     weights: dict[object, Weight] = {}
     for name, tensor in named_tensors(model):
         key = address(tensor) or id(tensor)
@@ -95,9 +96,9 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def _may_be_fused(module: nn.Module) -> bool:
-    """Whether a module of PyTorch's may hand its weights to one kernel, which no autocast reaches (2.13).
+    """Return True if PyTorch may pass a module's weights to one fused kernel, which ignores autocast (2.13).
 
-    It depends on each input, and on whether a weight is a subclass: as a stored weight, it would never be.
+    That depends on each input, and on the class of the weights: it would never be used with stored weights.
     """
     for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
         if isinstance(module, kind) and type(module).forward is kind.forward:
@@ -115,7 +116,7 @@ def _reason_to_keep(weight: Weight) -> str | None:
         if tensor.dtype is not torch.float32:
             return f"the model has it in {tensor.dtype}"
         if tensor.layout is not torch.strided or not tensor.numel():
-            return "it has no numbers in memory of its own"
+            return "it has no memory"
         if not _torch.counts_versions(tensor):
             return "it was made in inference mode"
     return None
@@ -124,29 +125,29 @@ def _reason_to_keep(weight: Weight) -> str | None:
 def observe_uses(
     model: nn.Module, weights: Sequence[Weight], region: autocast, examples: Sequence[Example]
 ) -> None:
-    """Calls the model with each example in the region, and notes the uses of the weights.
+    """Call the model with each example in the region, and record the uses of the weights.
 
-    Each example is called twice, with and without the weights being watched.
+    Each example is called twice, without and with observation.
 
     Raises:
         ConversionError: the model fails on an example, or the two calls differ.
     """
     with _unchanged_buffers(model):
         plain = _run(model, weights, region, examples)
-    with _unchanged_buffers(model), _watching(weights, region.device):
-        seen = _run(model, weights, region, examples)
-    if not is_same(plain, seen):
+    with _unchanged_buffers(model), _observing(weights, region.device):
+        observed = _run(model, weights, region, examples)
+    if not is_same(plain, observed):
         raise ConversionError(
             f"two calls of this {type(model).__name__} with the same example gave different results, so it cannot be "
-            "shown that a converted model gives the same ones. It keeps something from call to call outside of its "
-            "buffers, or asks for the class of its parameters."
+            "verified that a converted model gives the same ones. It has state other than buffers, or depends on the "
+            "class of its parameters."
         )
 
 
 def _run(
     model: nn.Module, weights: Sequence[Weight], region: autocast, examples: Sequence[Example]
 ) -> list[Any]:
-    """What the model returns for each example; PyTorch's random numbers are as before."""
+    """Return the model's results for each example, without a change of PyTorch's random state."""
     device = region.device
     devices = [] if device == "cpu" else [weights[0].tensors[0].device]
     results = []
@@ -156,7 +157,7 @@ def _run(
         torch.no_grad(),
     ):
         for example in examples:
-            args, kwargs = map(_copied, example)  # a cache among them grows with each call
+            args, kwargs = map(_copied, example)  # a cache in the arguments grows with each call
             try:
                 with region:
                     results.append(model(*args, **kwargs))
@@ -165,44 +166,40 @@ def _run(
             except Exception as error:
                 raise ConversionError(
                     f"the model failed on the example, so nothing was converted: {type(error).__name__}: {error}. "
-                    "Give the arguments of one call: a tensor, a tuple of positional arguments, or a dict of keyword "
+                    "Pass the arguments of one call: a tensor, a tuple of positional arguments, or a dict of keyword "
                     "arguments; a list has one of these for each call."
                 ) from error
     return [result if isinstance(result, Tensor) else _plain_values(result) for result in results]
 
 
 def _plain_values(result: Any) -> Any:
-    """The tensors in a result, which may be of a library's class."""
+    """Return the tensors in a result, which may be of a library's class."""
     return tensors_in(result) or tensors_in(list(getattr(result, "__dict__", {}).values()))
 
 
 def _copied(value: Any) -> Any:
-    value = map_tensors(value, _counted)
+    value = map_tensors(value, counted)
     try:
         return copy.deepcopy(value)
-    except Exception:  # not all that models are called with can be copied
+    except Exception:  # some arguments cannot be copied
         return value
 
 
 @contextmanager
 def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Gives the buffers of a model back the numbers and the memory that they have now."""
+    """Restore the values and the memory of a model's buffers after a block."""
     before = [(b, b.data, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, memory, numbers in before:
+            for buffer, memory, values in before:
                 buffer.data = memory
-                buffer.copy_(numbers)
+                buffer.copy_(values)
 
 
-def _counted(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
-class _Watched(Tensor):
-    """A weight whose uses are noted."""
+class _ObservedWeight(Tensor):
+    """A weight with recorded uses."""
 
     weight: Weight
     device_type: str
@@ -213,71 +210,71 @@ class _Watched(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with _torch.without_subclass_functions():
-            found = [t for t in tensors_in((args, kwargs)) if isinstance(t, _Watched)]
-            if func in METADATA or func == _DTYPE or not found:
+            observed = [t for t in tensors_in((args, kwargs)) if isinstance(t, _ObservedWeight)]
+            if func in METADATA or func == _DTYPE or not observed:
                 return func(*args, **kwargs)
-            device = found[0].device_type
+            device = observed[0].device_type
             dtype = region_dtype(device)
             if dtype is not None and casts_by_rule(func, args, kwargs, device):
-                for each in found:
+                for each in observed:
                     each.weight.uses.dtypes.add(dtype)
                 return func(*args, **kwargs)
-            return _watch(func, args, kwargs, found)
+            return _observe(func, args, kwargs, observed)
 
 
 _DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-"""A stored weight answers this as its original does."""
+"""A stored weight returns the same dtype as its original."""
 
 
-class _WatchedParameter(_Watched, nn.Parameter):
+class _ObservedParameter(_ObservedWeight, nn.Parameter):
     pass
 
 
-def _watch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[_Watched]) -> Any:
+def _observe(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[_ObservedWeight]
+) -> Any:
     plain = functools.partial(map_tensors, fn=_plain)
-    counted = [t for t in found if _torch.counts_versions(t)]
-    versions = [_torch.version_of(t) for t in counted]
-    result, uses, is_view = watched(func, plain(args), plain(kwargs), [_plain(t) for t in found])
-    for each in found:
-        seen = uses.get(address(each))
-        if seen is not None:
-            each.weight.uses.dtypes |= seen.dtypes
-            found_out = [*seen.computed, *seen.refused]
-            if seen.computed and quantises(func, each.device_type):
-                found_out = [f"{func.__name__}, which quantises it to 8 bits at each use"]
-            for what in found_out:
-                each.weight.uses.note(what)
-    for each, version in zip(counted, versions, strict=True):
+    versions = [(t, _torch.version_of(t)) for t in weights if _torch.counts_versions(t)]
+    plain_weights = [_plain(t) for t in weights]
+    result, uses, is_view = observed_call(func, plain(args), plain(kwargs), plain_weights)
+    for each in weights:
+        use = uses.get(address(each))
+        if use is not None:
+            each.weight.uses.dtypes |= use.dtypes
+            operations = [*use.computed, *use.refused]
+            if use.computed and has_float8_rule(func, each.device_type):
+                operations = [f"{func.__name__}, which quantises it to 8 bits at each use"]
+            for operation in operations:
+                each.weight.uses.add_computed(operation)
+    for each, version in versions:
         if _torch.version_of(each) != version:
-            each.weight.uses.note("the model, which writes it")
+            each.weight.uses.add_computed("the model, which writes it")
     if not is_view:
         return result
-    by_address = {address(each): each for each in found}
+    by_address = {address(each): each for each in weights}
 
     def view(tensor: Tensor) -> Tensor:
         owner = by_address.get(address(tensor))
-        return (
-            tensor
-            if owner is None or isinstance(tensor, _Watched)
-            else _watched_view(tensor, owner)
-        )
+        if owner is None or isinstance(tensor, _ObservedWeight):
+            return tensor
+        return _observed_view(tensor, owner)
 
     return map_tensors(result, view)
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach() if isinstance(tensor, _Watched) else tensor
+    return tensor.detach() if isinstance(tensor, _ObservedWeight) else tensor
 
 
-def _watched_view(tensor: Tensor, owner: _Watched) -> Tensor:
-    view = tensor.as_subclass(_Watched)
+def _observed_view(tensor: Tensor, owner: _ObservedWeight) -> Tensor:
+    view = tensor.as_subclass(_ObservedWeight)
     view.weight, view.device_type = owner.weight, owner.device_type
     return view
 
 
 @contextmanager
-def _watching(weights: Sequence[Weight], device_type: str) -> Iterator[None]:
-    """Has every weight that may be stored in another dtype note its uses."""
+def _observing(weights: Sequence[Weight], device_type: str) -> Iterator[None]:
+    """Record the uses of all weights that may be stored in another dtype, in a block."""
     changed: list[tuple[Tensor, type]] = []
     try:
         for weight in weights:
@@ -286,7 +283,7 @@ def _watching(weights: Sequence[Weight], device_type: str) -> Iterator[None]:
             for tensor in weight.tensors:
                 kind = type(tensor)
                 changed.append((tensor, kind))
-                tensor.__class__ = _Watched if kind is Tensor else _WatchedParameter
+                tensor.__class__ = _ObservedWeight if kind is Tensor else _ObservedParameter
                 tensor.weight, tensor.device_type = weight, device_type  # type: ignore[attr-defined]
         yield
     finally:

@@ -1,10 +1,10 @@
-"""Writes into a graph what a policy's kernel does with one operation: the operations that it calls, and its casts.
+"""Writing of one operation into a graph as a policy's kernel runs it: the operations that it calls, and its casts.
 
 Invariants:
 
-- a kernel that runs under a writer gets values without numbers, each of which belongs to a node of the new graph;
-- what is asked of an operation beside that, such as which dtype its result has, is not written;
-- a kernel that computes by operations of its own, as those of the float8 rules do, has each of them written.
+- a kernel that runs under a writer gets fake values, each of which belongs to a node of the new graph;
+- other queries of an operation, such as the dtype of its result, are not written;
+- if a kernel consists of other operations, as those of the float8 rules do, each of them is written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZE: Final = torch.ops.aten.sym_size.int
 
 
 class _Rewriter(Protocol):
-    """The graph that is written."""
+    """The graph that is being written."""
 
     def new(self, old: Any) -> Any: ...
     def add(self, target: Any, args: Any, kwargs: Any, place: fx.Node) -> fx.Node: ...
@@ -37,28 +37,28 @@ class _Rewriter(Protocol):
 
 
 class OperationWriter(_torch.DispatchMode):
-    """Writes what a kernel does with one operation: the operations that it calls, and its casts."""
+    """A dispatch mode that writes the operations and casts of a kernel."""
 
     def __init__(self, rewriter: _Rewriter, place: fx.Node) -> None:
         super().__init__()
         self.finds_errors = False
-        """Whether an operation on mixed dtypes is tried on real tensors, so that what it refuses is an error here."""
+        """If True, an operation on mixed dtypes is tried on real tensors, to raise the errors that it would raise."""
         self.writes_all = False
-        """Whether the kernel computes by operations of its own, each of which is written."""
+        """If True, the kernel consists of other operations, each of which is written."""
         self._rewriter = rewriter
         self._place = place
         self._runs = False
         self._nodes: dict[int, tuple[fx.Node, Any]] = {}
-        """`id` of a value -> its node; with the value, so that no other gets its `id`."""
+        """Maps `id` of a value to its node, and to the value itself, so that its `id` is not reused."""
         self._args = rewriter.new((place.args, place.kwargs))
-        map_arg(self._args, self._know)
+        map_arg(self._args, self._register)
 
-    def _know(self, node: fx.Node) -> fx.Node:
+    def _register(self, node: fx.Node) -> fx.Node:
         self._nodes[id(node.meta["val"])] = node, node.meta["val"]
         return node
 
     def run(self, overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Writes an operation, and returns its result."""
+        """Write an operation, and return its result."""
         if (
             self.finds_errors
             and len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) > 1
@@ -77,25 +77,25 @@ class OperationWriter(_torch.DispatchMode):
         return self._write(overload, new_args, new_kwargs).meta["val"]
 
     def nodes(self, value: Any) -> Any:
-        """The nodes in the place of values, in any nesting of tuples and lists."""
-        known = self._nodes.get(id(value))
-        if known is not None:
-            return known[0]
+        """Return the nodes of values, in any nesting of tuples and lists."""
+        entry = self._nodes.get(id(value))
+        if entry is not None:
+            return entry[0]
         if isinstance(value, (tuple, list)):
             return (
                 type(value)(map(self.nodes, value))
                 if type(value) in (tuple, list)
                 else tuple(map(self.nodes, value))
             )
-        assert not isinstance(value, Tensor), "a value that no node has"
+        assert not isinstance(value, Tensor), "a value without a node"
         return self._size(value) if isinstance(value, torch.SymInt) else value
 
     def _size(self, size: torch.SymInt) -> Any:
-        """The node of a size that changes, read from a value that has it."""
+        """Return the node of a dynamic size, read from a value that has it."""
         for node, value in list(self._nodes.values()):
             if isinstance(value, Tensor):
-                for dim, its in enumerate(value.shape):
-                    if isinstance(its, torch.SymInt) and str(its) == str(size):
+                for dim, other in enumerate(value.shape):
+                    if isinstance(other, torch.SymInt) and str(other) == str(size):
                         return self._write(_SIZE, (node, dim), {})
         raise ExportError(f"no value of the graph has the size {size}")
 
@@ -105,7 +105,7 @@ class OperationWriter(_torch.DispatchMode):
             node = self._rewriter.add(overload, args, kwargs, self._place)
         finally:
             self._runs = False
-        return self._know(node)
+        return self._register(node)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,11 +116,11 @@ class OperationWriter(_torch.DispatchMode):
                 node = self._rewriter.cast(self.nodes(args[0]), kwargs["dtype"], self._place)
             finally:
                 self._runs = False
-            self._know(node)
+            self._register(node)
             return node.meta["val"]
         if not self._runs and func is _COPY:
             return self._write(func, tuple(self.nodes(arg) for arg in args), {}).meta["val"]
-        if not self._runs and self.writes_all and func.namespace != "prim":  # which reads a device
+        if not self._runs and self.writes_all and func.namespace != "prim":  # prim: reads a device
             self._rewriter.changed()
             new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
             new_args = tuple(self.nodes(arg) for arg in args)

@@ -1,16 +1,16 @@
-"""PyTorch's linear and convolution modules, as they are called with weights that are stored in 16 bits.
+"""PyTorch's linear and convolution modules with weights that are stored in 16 bits.
 
-A stored weight makes sure at each use that its rounding shows in no result, which takes a few microseconds in Python.
-These modules do one thing with their weights, so two questions are enough: does the region cast to the dtype that the
-weight is stored in, and is the input one that it casts?
+A stored weight checks at each use that its rounding changes no result, which takes a few microseconds in Python. These
+modules use their weights in one way, so two checks are enough: the region casts to the dtype in which the weight is
+stored, and it casts the input.
 
-Much of a small layer's time goes into what is asked, so each question is written out here, the cheap ones first, and
-the function gets weights of PyTorch's own class.
+The checks take much of a small layer's time. So they are written inline, the cheap ones first, and the function gets
+weights of PyTorch's own class.
 
 Invariants:
 
-- where an answer is no, or a compiler traces, the module does what its base class does;
-- where the program has switched autocast off, 16-bit inputs are taken too; the float32 weights raise an error on these.
+- if a check fails, or a compiler traces, the module does the same as its base class;
+- if the program has switched autocast off, 16-bit inputs are accepted, too; the float32 weights would raise an error.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = ["use_stored_weights"]
 
 
 class _Lowering(set[int]):
-    """The numbers of bound policies that cast the arguments of one function to 16 bits."""
+    """The numbers of the bound policies that cast the arguments of one function to 16 bits."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def learns(self, device_type: str) -> bool:
-        """Whether autocast is on, and the policy in force is one of them; what is not known yet is noted."""
-        found = lowers(self.function, device_type) and is_autocast_enabled(device_type)
+    def add_current(self, device_type: str) -> bool:
+        """Return True if autocast is on and the policy in force lowers the function; remember the policy then."""
+        is_lowered = lowers(self.function, device_type) and is_autocast_enabled(device_type)
         number = thread_state(device_type).state.number.value
-        if found and number:
-            if len(self) >= _MOST_KNOWN:
+        if is_lowered and number:
+            if len(self) >= _MOST_POLICIES:
                 self.clear()
             self.add(number)
-        return found
+        return is_lowered
 
 
-_MOST_KNOWN: Final = 4096
+_MOST_POLICIES: Final = 4096
 _FLOAT64: Final = torch.float64
 
 
@@ -58,12 +58,15 @@ class Linear(nn.Linear):
         parameters: Any = self._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         if (
-            type(weight) is StoredParameter  # the program may have given it another one
+            type(weight) is StoredParameter  # the program may have replaced it
             and type(input) is Tensor
             and (bias is None or type(bias) is StoredParameter)
             and not is_dynamo_compiling()
             and input.dtype is not _FLOAT64
-            and (weight.thread.state.number.value in _LINEAR or _LINEAR.learns(weight.device_type))
+            and (
+                weight.thread.state.number.value in _LINEAR
+                or _LINEAR.add_current(weight.device_type)
+            )
             and innermost_transform() is None
         ):
             try:
@@ -80,7 +83,7 @@ _LINEAR: Final = _Lowering(linear)
 
 
 class _Convolution:
-    """What stored convolutions have in common: the function, and its answer if the region casts to their dtype."""
+    """A convolution with stored weights; subclasses set the lowering of their function."""
 
     lowering: _Lowering
     _parameters: dict[str, Any]
@@ -96,7 +99,8 @@ class _Convolution:
             and not is_dynamo_compiling()
             and input.dtype is not _FLOAT64
             and (
-                weight.thread.state.number.value in lowering or lowering.learns(weight.device_type)
+                weight.thread.state.number.value in lowering
+                or lowering.add_current(weight.device_type)
             )
             and innermost_transform() is None
         ):
@@ -137,7 +141,7 @@ _STORED: Final[dict[type, type[nn.Module]]] = {
 
 
 def use_stored_weights(model: nn.Module) -> None:
-    """Exchanges the classes of the modules in a model whose weights are all stored in one 16-bit dtype."""
+    """Replace the classes of the modules in a model whose weights are all stored in one 16-bit dtype."""
     for module in model.modules():
         stored = _STORED.get(type(module))
         weights: list[Any] = list(module.parameters(recurse=False))

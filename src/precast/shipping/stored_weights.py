@@ -1,12 +1,11 @@
-"""Weights that are stored in 16 bits, and that make sure that this rounding shows in no result.
+"""Weights that are stored in 16 bits, and check that this rounding changes no result.
 
 Invariants:
 
-- in a region such a weight does for the model what its float32 original did: what casts it gives the same bits, what
-  asks for its dtype is told float32, and what would compute with its float32 numbers raises an error that names it,
-  because these numbers are gone;
-- outside of all regions it is a parameter like any other in 16 bits, and says so;
-- copies, pickles and views keep all this; a state dict has plain tensors.
+- in a region such a weight behaves like its float32 original: casts of it give the same bits, its dtype is float32, and
+  a computation that needs its float32 values raises an error that names it, because these values are gone;
+- outside of all regions it is a 16-bit parameter like any other;
+- copies, pickles and views behave like it; a state dict has plain tensors.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from precast.shipping.function_calls import (
     casts_by_rule,
     describe,
     lowers,
+    observed_call,
     region_dtype,
-    watched,
 )
 
-__all__ = ["Inside", "StoredBuffer", "StoredParameter", "StoredWeight", "inside"]
+__all__ = ["RunningModels", "StoredBuffer", "StoredParameter", "StoredWeight", "inside"]
 
 _MOST_CALLS: Final = 4096
-"""Of how many kinds of calls it is remembered what they do with weights."""
+"""The number of kinds of calls whose use of weights is remembered."""
 
 
-class Inside(threading.local):
+class RunningModels(threading.local):
     """The converted models that run in this thread, the innermost last."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
 
 
-inside: Final = Inside()
+inside: Final = RunningModels()
 
 
 class StoredWeight(Tensor):
-    """What stored parameters and buffers have in common.
+    """The base class of stored parameters and buffers.
 
     Attributes:
         weight_name: the name in the model.
-        stored_dtype: the dtype of its numbers, whatever `dtype` says in a region.
-        device_type: where it was converted for.
-        thread: what is in force there in the thread that asks.
-        is_dense: whether its numbers lie in memory as a cast would put them; False where that is to be asked.
-        plain: the same numbers in the same memory as a tensor of PyTorch's own class, which its functions take without
-            asking anything; a weight that is given other memory gets another one.
+        stored_dtype: the dtype of its values; `dtype` differs in a region.
+        device_type: the device type that it was converted for.
+        thread: the state of the current thread for that device type.
+        is_dense: True if its memory layout is that of a cast's result; False if unknown.
+        plain: the same values in the same memory as a tensor of PyTorch's own class, which functions take without
+            checks; replaced when the weight gets other memory.
     """
 
     is_dense: bool = False
@@ -70,13 +69,13 @@ class StoredWeight(Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the numbers; in a region float32, which the model was written and trained with."""
+        """The dtype of the values; in a region float32, as in the original model."""
         if inside.models or torch.is_autocast_enabled(self.device_type):
             return torch.float32
         return self.stored_dtype
 
     def as_stored(self, plain: Tensor) -> Any:
-        """A plain tensor with this weight's numbers, as a view of this weight."""
+        """Return a plain tensor with this weight's values as a view of this weight."""
         view = plain.as_subclass(StoredBuffer)
         return _described(view, self.weight_name, plain.dtype, self.device_type)
 
@@ -100,16 +99,16 @@ class StoredWeight(Tensor):
                 return func(*args, **kwargs)
             dtype = region_dtype(first.device_type)
             if casts_by_rule(func, args, kwargs, first.device_type) and all(
-                _is_as_cast(weight, dtype) for weight in weights
+                _has_cast_layout(weight, dtype) for weight in weights
             ):
                 return func(*args, **kwargs)
             return _call(func, args, kwargs, weights)
 
 
 def _is_common(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is of the kind that models make most: tensors and whole parameters, which the region casts.
+    """Return True for the most common kind of call: tensors and whole parameters, which the region casts.
 
-    It is asked in place of all other questions, to be done with them in 2 us.
+    It replaces all other checks, and takes 2 us.
     """
     device = None
     for value in args:
@@ -139,14 +138,14 @@ _GIVE_OTHER_MEMORY: Final[frozenset[Any]] = frozenset(
     + [getattr(Tensor, name) for name in ("transpose_", "swapaxes_", "swapdims_")]
     + [getattr(Tensor, name) for name in ("squeeze_", "unsqueeze_")]
 )
-"""What gives a tensor other memory, or lays the same out otherwise."""
+"""Functions that give a tensor other memory, or another layout of it."""
 
 
 def _with_other_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     weight = args[0]
     if isinstance(weight, StoredParameter):
-        weight.take_note()
+        weight.update_layout()
     return result
 
 
@@ -156,17 +155,17 @@ class StoredParameter(StoredWeight, nn.Parameter):
     def __new__(cls, data: Tensor, name: str, device_type: str) -> StoredParameter:  # noqa: D102
         parameter = nn.Parameter.__new__(cls, data, False)
         described: StoredParameter = _described(parameter, name, data.dtype, device_type)
-        described.take_note()
+        described.update_layout()
         return described
 
-    def take_note(self) -> None:
-        """Notes which memory the parameter has, and how its numbers lie there."""
+    def update_layout(self) -> None:
+        """Record the memory of the parameter and its layout."""
         with _torch.without_subclass_functions():
             self.plain = self.data
             self.is_dense = self.plain.is_contiguous() or _is_dense(self.plain)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every tensor; this method alone does not ask `__torch_function__` (2.13)."""
+        """Set the memory as `Tensor.set_` does, which alone does not call `__torch_function__` (2.13)."""
         return _with_other_memory(Tensor.set_, (self, *args), kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -187,7 +186,7 @@ class StoredBuffer(StoredWeight):
 
 
 def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
-    """A buffer with these 16-bit numbers."""
+    """Return a buffer with these 16-bit values."""
     described: StoredBuffer = _described(
         data.as_subclass(StoredBuffer), name, data.dtype, device_type
     )
@@ -202,24 +201,21 @@ def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> 
 
 def _deep_copied(weight: StoredWeight, memo: dict[int, Any]) -> Any:
     if id(weight) not in memo:
-        make = StoredParameter if isinstance(weight, StoredParameter) else stored_buffer
-        numbers = weight.data.clone(memory_format=torch.preserve_format)
-        memo[id(weight)] = make(numbers, weight.weight_name, weight.device_type)
+        new = StoredParameter if isinstance(weight, StoredParameter) else stored_buffer
+        values = weight.data.clone(memory_format=torch.preserve_format)
+        memo[id(weight)] = new(values, weight.weight_name, weight.device_type)
     return memo[id(weight)]
 
 
 def _stored_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StoredWeight]:
-    found = [value for value in args if isinstance(value, StoredWeight)]
-    if kwargs or any(isinstance(value, list | tuple | dict) for value in args):
-        found = [value for value in tensors_in((args, kwargs)) if isinstance(value, StoredWeight)]
-    return found
+    has_nested = kwargs or any(isinstance(value, list | tuple | dict) for value in args)
+    values = tensors_in((args, kwargs)) if has_nested else args
+    return [value for value in values if isinstance(value, StoredWeight)]
 
 
-def _is_as_cast(weight: StoredWeight, dtype: torch.dtype | None) -> bool:
-    """Whether a weight's numbers lie in memory as a cast to `dtype` would put them."""
-    if weight.stored_dtype is not dtype:
-        return False
-    return weight.is_contiguous() or _is_dense(weight)
+def _has_cast_layout(weight: StoredWeight, dtype: torch.dtype | None) -> bool:
+    """Return True if a weight equals a cast to `dtype`, including the memory layout."""
+    return weight.stored_dtype is dtype and (weight.is_contiguous() or _is_dense(weight))
 
 
 def _is_dense(weight: Tensor) -> bool:
@@ -227,83 +223,83 @@ def _is_dense(weight: Tensor) -> bool:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """A weight laid out as a cast would lay it out."""
+    """Return a weight with the memory layout of a cast's result."""
     if not isinstance(tensor, StoredWeight) or tensor.is_contiguous() or _is_dense(tensor):
         return tensor
     return tensor.data.clone(memory_format=torch.preserve_format)
 
 
 _REMEMBERED: Final[dict[Any, bool]] = {}
-"""The kinds of calls that take 16-bit weights, and whether they return views of these."""
+"""The kinds of calls that accept 16-bit weights; True if they return views of these."""
 
 
 def _call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[StoredWeight]
 ) -> Any:
-    """Calls a function of which it is not known whether it casts the weights."""
+    """Call a function that may use the float32 values of the weights."""
     if _torch.is_functorch_active():
         raise ConversionError(
-            f"{describe(func)} uses {weights[0].weight_name!r} in a transform of torch.func, which takes operations "
-            "apart before autocast sees them, and needs the float32 weights. Transform the float32 model in a region."
+            f"{describe(func)} uses {weights[0].weight_name!r} in a transform of torch.func, which decomposes "
+            "operations before autocast, and needs the float32 weights. Transform the float32 model in a region."
         )
     key = _kind(func, args, kwargs, weights[0].device_type)
     is_view = None if key is None else _REMEMBERED.get(key)
     if is_view is not None:
-        return _seen(func, args, kwargs, weights, is_view)
-    return _see(func, args, kwargs, weights, key)
+        return _call_with_stored(func, args, kwargs, weights, is_view)
+    return _call_observed(func, args, kwargs, weights, key)
 
 
-def _see(
+def _call_observed(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     weights: list[StoredWeight],
     key: Any,
 ) -> Any:
-    """Calls a function with float32 numbers, and sees that it uses nothing of these that is lost."""
+    """Call a function with float32 values, and raise an error if it uses more of them than casts to 16 bits."""
     with torch.inference_mode(False), torch.no_grad():
         upcast = {id(w): w.data.to(torch.float32) for w in weights}
 
     def up(tensor: Tensor) -> Tensor:
         return upcast.get(id(tensor), tensor)
 
-    given = map_tensors(args, up), map_tensors(kwargs, up)
-    result, uses, is_view = watched(func, *given, list(upcast.values()))
+    wide = map_tensors(args, up), map_tensors(kwargs, up)
+    result, uses, is_view = observed_call(func, *wide, list(upcast.values()))
     for weight in weights:
-        found = uses.get(address(upcast[id(weight)]))
-        if found is not None and found.dtypes - {weight.stored_dtype}:
+        use = uses.get(address(upcast[id(weight)]))
+        if use is not None and use.dtypes - {weight.stored_dtype}:
             _refuse(
-                weight, func, f"casts it to {min(map(str, found.dtypes - {weight.stored_dtype}))}"
+                weight, func, f"casts it to {min(map(str, use.dtypes - {weight.stored_dtype}))}"
             )
-        if found is not None and found.computed:
-            _refuse(weight, func, f"computes with it in float32 ({found.computed[0]})")
-    if any(found.refused for found in uses.values()):
+        if use is not None and use.computed:
+            _refuse(weight, func, f"computes with it in float32 ({use.computed[0]})")
+    if any(use.refused for use in uses.values()):
         return result
     if key is not None:
         if len(_REMEMBERED) >= _MOST_CALLS:
             _REMEMBERED.clear()
         _REMEMBERED[key] = is_view
-    return _seen(func, args, kwargs, weights, is_view)
+    return _call_with_stored(func, args, kwargs, weights, is_view)
 
 
-def _seen(
+def _call_with_stored(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     weights: list[StoredWeight],
     is_view: bool,
 ) -> Any:
-    """Calls a function that takes 16-bit weights."""
+    """Call a function that accepts 16-bit weights."""
     if is_view:
         return _views(func(*args, **kwargs), weights)
     return func(*map_tensors(args, _compact), **map_tensors(kwargs, _compact))
 
 
-def _refuse(weight: StoredWeight, func: Any, what: str) -> NoReturn:
+def _refuse(weight: StoredWeight, func: Any, problem: str) -> NoReturn:
     raise ConversionError(
-        f"the converted model stores {weight.weight_name!r} in {weight.stored_dtype}, and {describe(func)} {what}, on "
-        "a path that the examples given to convert did not take. A rounded weight would change the result. Convert "
-        "the model again, with an example that takes this path: convert(model, ..., example=[one, another])."
+        f"the converted model stores {weight.weight_name!r} in {weight.stored_dtype}, and {describe(func)} {problem}, "
+        "on a path that the examples of convert did not take. A rounded weight would change the result. Convert the "
+        "model again, with an example that takes this path: convert(model, ..., example=[one, another])."
     )
 
 
@@ -320,7 +316,7 @@ def _views(result: Any, weights: list[StoredWeight]) -> Any:
 
 
 def _kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Any:
-    """What a call's use of weights depends on, all but the numbers; None where that cannot be compared."""
+    """Return a key for everything that a call's use of weights depends on; None if it cannot be hashed."""
     state = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     try:
         key = (func, _torch_policy(device_type), state, tuple(_parts((args, kwargs))))
