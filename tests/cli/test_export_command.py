@@ -180,14 +180,14 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
             "has rules for cuda and none for cpu, where the model is",
         ),
         (("--model", "shipped_models:pair", "--policy", "none", "--out", "a.pt2"), 2, "none"),
-        (("--model", "shipped_models:pair", "--out", "shipped_models.py"), 1, "is no model"),
+        (("--model", "shipped_models:pair", "--out", "shipped_models.py"), 1, "is not a model"),
         (
             ("--model", "shipped_models:pair", "--out", "shipped_models.py"),
             1,
             "unchanged. Name another file, or move that one away",
         ),
-        (("--model", "shipped_models:pair", "--out", "other.zip"), 1, "is no model"),
-        (("--model", "shipped_models:pair", "--out", "cut.pt2"), 1, "is no model"),
+        (("--model", "shipped_models:pair", "--out", "other.zip"), 1, "is not a model"),
+        (("--model", "shipped_models:pair", "--out", "cut.pt2"), 1, "is not a model"),
         (
             ("--model", "shipped_models:pair", "--out", "mine.pt2"),
             1,

@@ -1,7 +1,7 @@
-"""Every piece of advice that traces, reports, runs, scalers and notes on errors give: when it is given, and its words.
+"""All advice in traces, reports, runs, and errors of the scaler, policies and shipping: its condition and its text.
 
-Invariant: for each there is a test with the mark `trial(name)`, which follows it on a program that has the fault and
-checks the result (`tests/project/test_cures.py`). Advice that no trial supports is not given.
+Invariant: each piece has a test with the mark `trial(name)`, which follows the advice on a program with the fault and
+checks the result (`tests/project/test_cures.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class Cure:
     """One piece of advice."""
 
     name: str
-    """What its trial is marked with."""
+    """The name in the mark of its trial."""
     when: str
-    """The condition under which it is given."""
+    """The condition of the advice."""
     text: str
-    """Its words, with fields for `str.format`."""
+    """The advice, with fields for `str.format`."""
 
     def __call__(self, **values: object) -> str:
-        """Return the words with their fields filled in."""
+        """Return the text with its fields filled in."""
         return self.text.format(**values)
 
 
@@ -366,4 +366,137 @@ CAST_BEFORE: Final = Cure(
     "error: cast before the call",
     "no row and no region mends the call, and it runs on copies of its tensors that were cast",
     "  To mend it, cast its tensors to {dtype} before the call.",
+)
+
+# --- errors of convert, load and export ---
+
+CONVERT_EVAL: Final = Cure(
+    "convert: evaluation mode",
+    "the model is in training mode",
+    "Call model.eval() first.",
+)
+CONVERT_FLOAT32: Final = Cure(
+    "convert: the float32 model",
+    "the model is a converted one",
+    "Convert the float32 model.",
+)
+CONVERT_UNSCRIPTED: Final = Cure(
+    "convert: the model that was scripted",
+    "the model is a TorchScript module",
+    "Convert the model that was scripted.",
+)
+CONVERT_INSIDE: Final = Cure(
+    "convert: the model inside a wrapper",
+    "the model is a wrapper, such as DataParallel or a compiled module",
+    "Convert the model inside, then wrap or compile that.",
+)
+CONVERT_META: Final = Cure(
+    "convert: values instead of the meta device",
+    "a weight is on the meta device",
+    "Load them first; precast.load does both.",
+)
+CONVERT_DEVICE: Final = Cure(
+    "convert: a device with rules",
+    "the policy has no rules for the device of the model",
+    "Move the model to a device that the policy has rules for, or give the policy rules for this one.",
+)
+CONVERT_IN_PLACE: Final = Cure(
+    "convert: in place",
+    "the model cannot be copied",
+    "Convert it in place: convert(model, ..., in_place=True).",
+)
+CONVERT_ARGUMENTS: Final = Cure(
+    "convert: the arguments of one call",
+    "the model fails on the example",
+    "Pass the arguments of one call: a tensor, a tuple of positional arguments, or a dict of keyword arguments; a list "
+    "has one of these for each call.",
+)
+CONVERT_PATH: Final = Cure(
+    "convert: an example of the path",
+    "a call of a converted model uses a 16-bit weight in float32",
+    "Convert the model again, with an example that takes this path: convert(model, ..., example=[one, another]).",
+)
+CONVERT_FUNC: Final = Cure(
+    "convert: a transform of the float32 model",
+    "a transform of torch.func reaches a weight stored in 16 bits",
+    "Transform the float32 model in a region.",
+)
+CONVERT_INFERENCE: Final = Cure(
+    "convert: inference only",
+    "a converted model is called in training mode",
+    "Call model.eval(), or train the float32 model and convert it again.",
+)
+CONVERT_TRACE: Final = Cure(
+    "convert: a trace or an export instead of a script",
+    "torch.jit.script gets a converted model",
+    "Record it with torch.jit.trace(model, example), or write a program with precast.export.",
+)
+LOAD_FUNCTION: Final = Cure(
+    "load: the function that creates the model",
+    "a buffer on the meta device is in no state dict",
+    "Pass load the function that creates the model instead of a model on the meta device: it creates such buffers with "
+    "their values.",
+)
+LOAD_EXAMPLE: Final = Cure(
+    "load: an example for float32 weights",
+    "the checkpoint has float32 weights only, and there is no example",
+    "Pass an example of a call, to observe the dtypes in which the policy uses the weights: load(..., example=...).",
+)
+EXPORT_UNSCRIPTED: Final = Cure(
+    "export: the module that was scripted",
+    "the model is a TorchScript module",
+    "export the module that was scripted",
+)
+EXPORT_TUPLE: Final = Cure(
+    "export: a tuple of arguments",
+    "the arguments are not in a tuple",
+    "a single argument is written `(x,)`",
+)
+EXPORT_RETARGET: Final = Cure(
+    "export: rules of another device",
+    "the policy has rules for other devices than that of the model",
+    'Move the model, or apply the rules of another device: policy.retarget("{device}", like="{like}")',
+)
+EXPORT_COND: Final = Cure(
+    "export: control flow on data",
+    "torch.export reports control flow that depends on data",
+    "write it with torch.cond, or make the decision outside of the model.",
+)
+EXPORT_DETACH: Final = Cure(
+    "export: detach instead of data",
+    "torch.export records a tensor without values as a constant",
+    "Write `.detach()` instead.",
+)
+EXPORT_RULE: Final = Cure(
+    "export: a rule for the operation",
+    "an operation without a rule calls operations with rules, depending on values",
+    'Give it a rule, as in policy.replace(ops={{"{name}": "fp32"}}), or call it outside of regions',
+)
+
+# --- rules for modules ---
+
+EXACT_RULE: Final = Cure(
+    "modules: a rule for the module itself",
+    "two patterns with different rules match a module",
+    "Add a rule for {name} itself, which decides, or make one of the patterns narrower.",
+)
+ONE_RULE: Final = Cure(
+    "modules: one rule for a module with two names",
+    "a module has two names with different rules",
+    "Write one rule, or the same for both names.",
+)
+WHOLE_ATTENTION: Final = Cure(
+    "modules: a rule for the attention",
+    "a rule for the output projection of nn.MultiheadAttention",
+    "Write a rule for the attention as a whole.",
+)
+LOWER_AGAIN: Final = Cure(
+    "modules: a float8 rule where autocast is off",
+    "a float8 rule for a module inside one with the rule fp32",
+    'To switch it on again, write {{ dtype = "lower", ops = {{ linear = "{rule}" }} }}.',
+)
+WHOLE_SCRIPTED: Final = Cure(
+    "modules: a rule for the scripted module",
+    "a rule for a module that is scripted as a part of another",
+    "Write a rule for {name} as a whole, and none for the modules in it.",
 )

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from precast._internal import cures
 from precast._internal.display import Card, Displayed, size
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
@@ -108,7 +109,7 @@ class Plan(Displayed):
             + self._disabled_ones()
             + [
                 f"[modules] {module.pattern!r} does nothing for {module.name!r}: nn.MultiheadAttention reads its "
-                "weight and never calls it. Write a rule for the attention as a whole."
+                f"weight and never calls it. {cures.WHOLE_ATTENTION.text}"
                 for module in self.modules
                 if module.kind == _NEVER_CALLED and module.carried_out is not None
                 if module.inside.state != self.inside(next(outwards(module.name))).state
@@ -118,8 +119,7 @@ class Plan(Displayed):
     def _disabled_ones(self) -> list[str]:
         return [
             f"[modules] {module.pattern!r} does nothing for {module.name!r}: the rule for a module that contains it "
-            "switches autocast off. To switch it on again, write "
-            f'{{ dtype = "lower", ops = {{ linear = "{module.rule.float8}" }} }}.'
+            f"switches autocast off. {cures.LOWER_AGAIN(rule=module.rule.float8)}"
             for module in self.modules
             if module.rule is not None and module.rule.float8 and not module.inside.enabled
         ]
@@ -212,7 +212,7 @@ def _agreed(modules: dict[str, nn.Module], decisions: _Decisions) -> _Decisions:
         if not decision[1].agrees_with(theirs[1]):
             raise PolicyError(
                 f"[modules]: {other!r} and {name!r} are one module, for which {theirs[0]!r} says {theirs[1]} and "
-                f"{decision[0]!r} says {decision[1]}. Write one rule, or the same for both names."
+                f"{decision[0]!r} says {decision[1]}. {cures.ONE_RULE.text}"
             )
     return {name: decisions[first.get(id(module), name)] for name, module in modules.items()}
 
@@ -256,7 +256,7 @@ def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothi
         return scripted is not None
     raise PolicyError(
         f"[modules]: the module {name!r} is scripted as a part of {scripted!r}: TorchScript calls it, so no rule can "
-        f"act on it alone. Write a rule for {scripted!r} as a whole, and none for the modules in it."
+        f"act on it alone. {cures.WHOLE_SCRIPTED(name=repr(scripted))}"
     )
 
 

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from precast import _torch
+from precast._internal import cures
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
 from precast.policy.patterns import check_pattern
@@ -236,8 +237,7 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
         if not rules[pattern].agrees_with(rules[first]):
             raise PolicyError(
                 f"[modules]: {shown(first)} says {rules[first]}, {shown(pattern)} says {rules[pattern]}, and both "
-                f"match the module {shown(name)}. Add a rule for {shown(name)} itself, which decides, or make one of "
-                "the patterns narrower."
+                f"match the module {shown(name)}. {cures.EXACT_RULE(name=shown(name))}"
             )
     return first, rules[first]
 

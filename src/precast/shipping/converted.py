@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 from precast.attachment.module_hooks import Applied, apply
@@ -31,6 +32,7 @@ from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
 from precast.shipping.converted_class import ConvertedState, is_converted, set_converted
+from precast.shipping.function_calls import LOW
 from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
 from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
@@ -53,8 +55,9 @@ def convert(
     """Convert a model for inference to one that stores its weights in the dtypes in which the policy uses them.
 
     The model is called with the example in a region of the policy, to observe the dtypes in which each weight is used.
-    A weight that the region only ever casts to 16 bits is stored in these. Weights that are used in float32 or in
-    several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
+    A weight that the region only ever casts to 16 bits is stored in these. A 16-bit parameter that is used only in
+    modules with the rule `fp32`, which casts it at each call, is stored in float32. Weights that are used in float32 or
+    in several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
 
     The converted model needs no region: its calls run under the policy. Their results are those of the float32 model in
     a region, with its parameters frozen, bit for bit. If a later call would use a 16-bit weight in float32, it raises a
@@ -96,13 +99,13 @@ def convert(
     if not region.policy or not policy.tables.get(device.type):
         raise ConversionError(
             f"convert(policy=...) got {policy.name!r}, which has no rules for {device.type}, the device of the model. "
-            "Move the model to a device that the policy has rules for, or give the policy rules for this one."
+            f"{cures.CONVERT_DEVICE.text}"
         )
     planned = plan(model, policy)
     examples = _examples(example, device)
     for complaint in planned.complaints():
         warnings.warn(complaint, PrecastWarning, stacklevel=2)
-    weights = weights_of(model)
+    weights = weights_of(model, planned)
     with _with_rules(model, planned):
         # Without its cache, a region has one 16-bit copy at a time beside the float32 weights.
         uncached = autocast(device.type, dtype, cache_enabled=False, policy=policy)
@@ -114,7 +117,7 @@ def convert(
         device.type,
         tuple(map(_stored_as, weights)),
     )
-    stored = [(weight, low) for weight in weights if (low := _low_dtype(weight)) is not None]
+    stored = [(w, dtype) for w in weights if (dtype := _stored_dtype(w)) is not None]
     if in_place:
         converted = model
         del weights
@@ -141,9 +144,11 @@ def finish(
     return model
 
 
-def _low_dtype(weight: Weight) -> torch.dtype | None:
-    """Return the 16-bit dtype to store a weight in; None to leave it unchanged."""
+def _stored_dtype(weight: Weight) -> torch.dtype | None:
+    """Return the other dtype to store a weight in; None to leave it unchanged."""
     uses = weight.uses
+    if weight.widens:
+        return torch.float32
     if weight.fixed is not None or uses.computed or len(uses.dtypes) != 1:
         return None
     return next(iter(uses.dtypes))
@@ -151,9 +156,12 @@ def _low_dtype(weight: Weight) -> torch.dtype | None:
 
 def _stored_as(weight: Weight) -> StoredAs:
     before, uses = weight.bytes, weight.uses
-    low = _low_dtype(weight)
-    if low is not None:
-        name = dtype_name(low)
+    dtype = _stored_dtype(weight)
+    if dtype is torch.float32:
+        why = "its modules run in float32, and would cast it at each call"
+        return StoredAs(weight.name, "float32", 2 * before, before, why)
+    if dtype is not None:
+        name = dtype_name(dtype)
         return StoredAs(weight.name, name, before // 2, before, f"used in {name} only")
     names = sorted(map(dtype_name, uses.dtypes))
     if weight.fixed is not None:
@@ -169,58 +177,59 @@ def _stored_as(weight: Weight) -> StoredAs:
 
 
 def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
-    """Replace the memory of tensors by 16-bit memory; the old memory is freed if nothing else uses it."""
-    for tensor, low in _lowered(weight, dtype):
+    """Replace the memory of tensors by one in another dtype; the old memory is freed if nothing else uses it."""
+    for tensor, values in _cast(weight, dtype):
         tensor.requires_grad_(False)
-        store(tensor, low, weight.name, tensor.device.type)
+        store(tensor, values, weight.name, tensor.device.type)
 
 
-def store(tensor: Tensor, low: Tensor, name: str, device: str) -> None:
-    """Make a tensor a stored weight with other memory, in place."""
-    tensor.data = low
-    stored = _stored(low, tensor, name, device)
+def store(tensor: Tensor, values: Tensor, name: str, device: str) -> None:
+    """Replace the memory of a tensor in place, and make it a stored weight if it is in 16 bits then."""
+    tensor.data = values
+    stored = _stored(values, tensor, name, device)
     tensor.__class__ = type(stored)
     vars(tensor).update(vars(stored))
 
 
-def _lowered(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each tensor of a weight with its 16-bit values; tensors that share memory still share it."""
+def _cast(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each tensor of a weight with its values in a dtype; tensors that share memory still share it."""
     tensors = weight.tensors
     with torch.no_grad():
         if len(tensors) == 1 and tensors[0].untyped_storage().nbytes() == tensors[0].nbytes:
-            low = tensors[0].detach().to(dtype)
-            yield tensors[0], low
+            yield tensors[0], tensors[0].detach().to(dtype)
             return
         first = tensors[0].detach()
         storage = first.untyped_storage()
-        whole = first.new_empty(0).set_(storage, 0, (storage.nbytes() // 4,), (1,))
-        low = whole.to(dtype)
+        whole = first.new_empty(0).set_(storage, 0, (storage.nbytes() // first.itemsize,), (1,))
+        values = whole.to(dtype)
         for tensor in tensors:
-            yield tensor, low.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            yield tensor, values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _stored(low: Tensor, original: Tensor, name: str, device: str) -> Any:
+def _stored(values: Tensor, original: Tensor, name: str, device: str) -> Any:
+    if values.dtype not in LOW:
+        return nn.Parameter(values, requires_grad=False)
     if isinstance(original, nn.Parameter):
-        return StoredParameter(low, name, device)
-    return stored_buffer(low, name, device)
+        return StoredParameter(values, name, device)
+    return stored_buffer(values, name, device)
 
 
 def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: str) -> nn.Module:
-    """Return a copy of the model with 16-bit weights; their float32 values are not copied.
+    """Return a copy of the model with stored weights; their old values are not copied.
 
     Raises:
         ConversionError: the model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for weight, dtype in stored:
-        for tensor, low in _lowered(weight, dtype):
-            memo[id(tensor)] = _stored(low, tensor, weight.name, device)
+        for tensor, values in _cast(weight, dtype):
+            memo[id(tensor)] = _stored(values, tensor, weight.name, device)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ConversionError(
-            f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). Convert it in place: "
-            "convert(model, ..., in_place=True)."
+            f"this {type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+            f"{cures.CONVERT_IN_PLACE.text}"
         ) from error
 
 
@@ -242,20 +251,20 @@ def _check(model: object) -> torch.device:
         )
     kind = type(model).__name__
     if is_converted(model):
-        raise ConversionError(f"this {kind} is converted already. Convert the float32 model.")
+        raise ConversionError(f"this {kind} is converted already. {cures.CONVERT_FLOAT32.text}")
     if isinstance(model, torch.jit.ScriptModule):
         raise ConversionError(
-            f"this {kind} is scripted: uses of its weights inside TorchScript cannot be observed. Convert the model "
-            "that was scripted."
+            f"this {kind} is scripted: uses of its weights inside TorchScript cannot be observed. "
+            f"{cures.CONVERT_UNSCRIPTED.text}"
         )
     if unwrapped(model) is not model:
         raise ConversionError(
-            f"convert(model) got a {kind}, a wrapper. Convert the model inside, then wrap or compile that."
+            f"convert(model) got a {kind}, a wrapper. {cures.CONVERT_INSIDE.text}"
         )
     training = [name or "the model" for name, module in name_of_each(model) if module.training]
     if training:
         raise ConversionError(
-            f"convert is for inference, and {training[0]} is in training mode. Call model.eval() first."
+            f"convert is for inference, and {training[0]} is in training mode. {cures.CONVERT_EVAL.text}"
         )
     return _device(model)
 
@@ -267,7 +276,7 @@ def _device(model: nn.Module) -> torch.device:
     for name, tensor in named:
         if tensor.device.type == "meta":
             raise ConversionError(
-                f"{name} is on the meta device and has no values. Load them first; precast.load does both."
+                f"{name} is on the meta device and has no values. {cures.CONVERT_META.text}"
             )
     devices = {tensor.device.type: name for name, tensor in named}
     if len(devices) > 1:

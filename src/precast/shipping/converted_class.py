@@ -21,6 +21,8 @@ import torch
 from torch import is_autocast_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
+from precast._internal import cures
+from precast._internal.display import dtype_name
 from precast.autocast_mode.region import autocast
 from precast.engine.thread_state import thread_state
 from precast.errors import ConversionError, PrecastWarning
@@ -61,8 +63,8 @@ class ConvertedState:
         """
         if model.training:
             raise ConversionError(
-                f"this {type(model).__name__} was converted for inference, and is in training mode. Call model.eval(), "
-                "or train the float32 model and convert it again."
+                f"this {type(model).__name__} was converted for inference, and is in training mode. "
+                f"{cures.CONVERT_INFERENCE.text}"
             )
         device = self.device
         if not self.warned and is_autocast_enabled(device):
@@ -162,7 +164,7 @@ def _stored(module: nn.Module) -> str:
     for name, tensor in named:
         if tensor.is_floating_point():
             dtype = getattr(tensor, "stored_dtype", tensor.dtype)
-            by_dtype.setdefault(str(dtype).removeprefix("torch."), []).append(name)
+            by_dtype.setdefault(dtype_name(dtype), []).append(name)
     if len(by_dtype) == 1:
         return f"stored in {next(iter(by_dtype))}"
     each = [f"{' and '.join(names)} in {dtype}" for dtype, names in by_dtype.items()]
@@ -173,7 +175,7 @@ def _not_scripted(model: nn.Module) -> nn.Module:
     """Refuse `torch.jit.script`, which calls this before it compiles a module."""
     raise ConversionError(
         f"a converted {state_of(model).report.model} cannot be compiled by torch.jit.script, which ignores regions. "
-        "Record it with torch.jit.trace(model, example), or write a program with precast.export."
+        f"{cures.CONVERT_TRACE.text}"
     )
 
 

@@ -26,6 +26,7 @@ from torch import Tensor, fx, nn
 from torch.backends import mha
 
 from precast import _torch
+from precast._internal import cures
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment import module_hooks
 from precast.autocast_mode.arguments import check_dtype, dtype_of
@@ -44,7 +45,7 @@ __all__ = ["differences", "export"]
 Progress = Callable[[str], None]
 _FAKE_CONSTANT = (
     "torch.export cannot record the model, because it treats a tensor without values as a constant: usually a "
-    "tensor's `.data`. Write `.detach()` instead."
+    f"tensor's `.data`. {cures.EXPORT_DETACH.text}"
 )
 _PLACE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
 """A line of code in the text of a PyTorch error."""
@@ -150,12 +151,13 @@ def _checked(model: object, args: object, kwargs: object) -> str:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(
-            "export(model, ...): torch.export cannot record TorchScript; export the module that was scripted"
+            "export(model, ...): torch.export cannot record TorchScript; "
+            f"{cures.EXPORT_UNSCRIPTED.text}"
         )
     if not isinstance(args, tuple):
         raise ExportError(
             f"export(..., args): expected a tuple of the model's arguments, got {type(args).__name__}; "
-            "a single argument is written `(x,)`"
+            f"{cures.EXPORT_TUPLE.text}"
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ExportError(f"export(..., kwargs): expected a dict, got {type(kwargs).__name__}")
@@ -174,7 +176,7 @@ def _check_policy(policy: Policy, device: str) -> None:
     if others and not policy.entries(device):
         raise ExportError(
             f"the policy {policy.name!r} has rules for {', '.join(others)} and none for {device}, where the model is. "
-            f'Move the model, or apply the rules of another device: policy.retarget("{device}", like="{others[0]}")'
+            f"{cures.EXPORT_RETARGET(device=device, like=others[0])}"
         )
 
 
@@ -222,8 +224,8 @@ def _why_not_recorded(error: Exception) -> str:
         short = f"{short}\n  {line}"
     if on_data is not None:
         return (
-            "torch.export cannot record the model, because its control flow depends on data; write it with torch.cond, "
-            f"or make the decision outside of the model.\n{short}"
+            "torch.export cannot record the model, because its control flow depends on data; "
+            f"{cures.EXPORT_COND.text}\n{short}"
         )
     if "fake tensor in the exported program constant" in text:
         return _FAKE_CONSTANT

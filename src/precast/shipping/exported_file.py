@@ -150,7 +150,7 @@ def policy_facts(path: Path) -> dict[str, Any]:
         facts = None
     if not isinstance(facts, dict) or (parts and not facts.keys() >= _KEYS):
         raise ExportError(
-            f"{path} is damaged: its {_FACTS} has another content than precast writes"
+            f"{path} is damaged: {_FACTS} in it has another content than precast writes"
         )
     file_format = facts.pop("format", _FORMAT)
     if not isinstance(file_format, int) or file_format > _FORMAT:

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from precast import _torch
+from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
@@ -490,8 +491,7 @@ def _check_writable(here: RegionState, overload: OpOverload, values: Any) -> Non
         name = overload.name().removeprefix("aten::")
         raise ExportError(
             f"{name} calls operations that the policy {here.policy.name!r} has rules for, and its values decide which: "
-            "a graph cannot contain that. Give it a rule, as in "
-            f'policy.replace(ops={{"{name}": "fp32"}}), or call it outside of regions'
+            f"a graph cannot contain that. {cures.EXPORT_RULE(name=name)}"
         )
 
 

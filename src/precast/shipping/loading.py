@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._torch import WithoutDraws
 from precast.autocast_mode.region import autocast
@@ -150,7 +151,8 @@ def _fitting(
 
 def _like(source: Tensor, value: Tensor, upcast: bool) -> Tensor:
     """Return a tensor of the file as the model's."""
-    is_stored = source.dtype in LOW and value.dtype is torch.float32 and not upcast
+    dtypes = {source.dtype, value.dtype}
+    is_stored = not upcast and torch.float32 in dtypes and not LOW.isdisjoint(dtypes)
     if not is_stored:
         source = source.to(value.dtype)
     return nn.Parameter(source, requires_grad=False) if isinstance(value, nn.Parameter) else source
@@ -165,8 +167,8 @@ def _refuse_meta(model: nn.Module) -> None:
     on_meta = [name for name, tensor in named_tensors(model) if tensor.device.type == "meta"]
     if on_meta:
         raise ConversionError(
-            f"{_listed(on_meta)} stayed on the meta device, because no state dict contains it. Pass load the function "
-            "that creates the model instead of a model on the meta device: it creates such buffers with their values."
+            f"{_listed(on_meta)} stayed on the meta device, because no state dict contains it. "
+            f"{cures.LOAD_FUNCTION.text}"
         )
 
 
@@ -184,26 +186,26 @@ def _stored_as_loaded(
     """Return a converted model with its weights in their present dtypes."""
     planned = plan(model, policy)
     rows = []
-    for weight in weights_of(model):
-        is_low, size = weight.dtype in LOW, weight.bytes
+    for weight in weights_of(model, planned):
+        is_low, size = weight.dtype in LOW and not weight.widens, weight.bytes * (1 + weight.widens)
         row = StoredAs(
             weight.name,
-            dtype_name(weight.dtype),
+            "float32" if weight.widens else dtype_name(weight.dtype),
             size,
             2 * size if is_low else size,
             "it is in the checkpoint in this dtype",
         )
         rows.append(row)
         for tensor in weight.tensors:
-            own = tensor.detach().clone()
+            own = tensor.detach().float() if weight.widens else tensor.detach().clone()
             if is_low:
                 store(tensor, own, weight.name, "cpu")
             else:
                 tensor.data = own
     if not any(row.bytes != row.bytes_before for row in rows):
         raise ConversionError(
-            "load got a checkpoint with float32 weights only, and no example. Pass an example of a call, to observe "
-            "the dtypes in which the policy uses the weights: load(..., example=...)."
+            "load got a checkpoint with float32 weights only, and no example. "
+            f"{cures.LOAD_EXAMPLE.text}"
         )
     report = Conversion(
         type(model).__name__, policy.name, dtype_name(region.fast_dtype), "cpu", tuple(rows)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from precast import _torch
+from precast._internal import cures
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment.weight_casts import METADATA
 from precast.engine.thread_state import ThreadLocalState, thread_state
@@ -240,7 +241,8 @@ def _call(
     if _torch.is_functorch_active():
         raise ConversionError(
             f"{describe(func)} uses {weights[0].weight_name!r} in a transform of torch.func, which decomposes "
-            "operations before autocast, and needs the float32 weights. Transform the float32 model in a region."
+            "operations before autocast, and needs the float32 weights. "
+            f"{cures.CONVERT_FUNC.text}"
         )
     key = _kind(func, args, kwargs, weights[0].device_type)
     is_view = None if key is None else _REMEMBERED.get(key)
@@ -298,8 +300,8 @@ def _call_with_stored(
 def _refuse(weight: StoredWeight, func: Any, problem: str) -> NoReturn:
     raise ConversionError(
         f"the converted model stores {weight.weight_name!r} in {weight.stored_dtype}, and {describe(func)} {problem}, "
-        "on a path that the examples of convert did not take. A rounded weight would change the result. Convert the "
-        "model again, with an example that takes this path: convert(model, ..., example=[one, another])."
+        "on a path that the examples of convert did not take. A rounded weight would change the result. "
+        f"{cures.CONVERT_PATH.text}"
     )
 
 
