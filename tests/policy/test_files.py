@@ -119,7 +119,7 @@ FILE_ERRORS = {
     ),
     "a base that is no text": ("base = 3\n", ["base is 3", "preset"]),
     "a base that is not there": ('base = "torhc"\n', ["no policy 'torhc'", "did you mean torch?"]),
-    "its own base": ('base = "mine.toml"\n', ["back to themselves", "mine.toml -> mine.toml"]),
+    "its own base": ('base = "mine.toml"\n', ["form a circle", "mine.toml -> mine.toml"]),
 }
 
 

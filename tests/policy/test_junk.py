@@ -240,7 +240,7 @@ def test_a_chain_of_bases_may_be_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        ('base = "0.toml"', "back to themselves: 0.toml -> .*1499.toml -> 0.toml"),
+        ('base = "0.toml"', "form a circle: 0.toml -> .*1499.toml -> 0.toml"),
         ('base = "nothing.toml"', "no policy 'nothing.toml'"),
         ('[ops]\nexp = "x"', r"1499\.toml: \[ops\] exp: 'x' is not a rule"),
     ],

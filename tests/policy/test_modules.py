@@ -165,7 +165,7 @@ FILE_ERRORS = {
     "modules that is no table": ("modules = 3\n", ["modules is 3", "[modules]"]),
     "a dtype that is none": ('[modules]\na = "fp17"\n', ["'a'", "'fp17'", "did you mean float16"]),
     "a number": ("[modules]\na = 16\n", ["[modules] 'a'", "16 is not a precision of a module"]),
-    "a list": ("[modules]\na = []\n", ["[] is not what"]),
+    "a list": ("[modules]\na = []\n", ["[] is not a precision"]),
     "dots without quotes": ('[modules]\na.b = "fp32"\n', ["'b' is not allowed", "needs quotes"]),
     "nothing said": ('[modules]\na = { reason = "x" }\n', ["it has neither dtype nor ops"]),
     "a pattern": ('[modules]\n"a..b" = "fp32"\n', ["'a..b' has an empty component"]),

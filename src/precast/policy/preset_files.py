@@ -61,7 +61,7 @@ def _release(preset: str, text: str) -> Version:
     if text not in releases:
         allowed = ", ".join(f"{preset}@{release}" for release in releases)
         raise PolicyError(
-            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, releases)} "
+            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, list(releases))} "
             f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
         )
     return releases[text]
