@@ -59,9 +59,12 @@ def is_preset(name: str) -> bool:
 def _release(preset: str, text: str) -> Version:
     releases = {torch_versions.spell(version): version for version in torch_versions.supported()}
     if text not in releases:
-        allowed = ", ".join(f"{preset}@{release}" for release in releases)
+        allowed, hint = (
+            ", ".join(f"{preset}@{each}" for each in releases),
+            nearest(text, list(releases)),
+        )
         raise PolicyError(
-            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{nearest(text, list(releases))} "
+            f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{hint} "
             f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
         )
     return releases[text]
