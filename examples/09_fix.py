@@ -1,6 +1,6 @@
 """An old program and `precast-lint fix`: the same losses before and after, and no more warnings.
 
-`09_before.py` is the program; copies of it are changed, to `torch.amp` and to precast.
+`09_before.py` is the program; a copy of it is changed to `torch.amp`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Run:
     warnings: int
 
 
-def fixed(program: Path, *options: str) -> str:
-    """What `precast-lint fix` makes of a copy of a program."""
+def fixed(program: Path) -> str:
+    """Return a program after `precast-lint fix`, which changes a copy of it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, program.name)
         copy.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "precast_lint", "fix", "--no-cache", *options, str(copy)]
+        command = [sys.executable, "-m", "precast_lint", "fix", "--no-cache", str(copy)]
         subprocess.run(command, check=True, capture_output=True)
         return copy.read_text(encoding="utf-8")
 
@@ -66,7 +66,6 @@ def main() -> None:
     programs = {
         "as it was": before,
         "precast-lint fix": fixed(OLD_PROGRAM),
-        "precast-lint fix --to precast": fixed(OLD_PROGRAM, "--to", "precast"),
     }
     table(
         ("09_before.py", "lines changed", "FutureWarnings", "last loss"),
@@ -76,8 +75,8 @@ def main() -> None:
             for found in [run(text)]
         ),
     )
-    print("precast-lint fix --to precast:")
-    for line in changed(before, programs["precast-lint fix --to precast"]):
+    print("precast-lint fix:")
+    for line in changed(before, programs["precast-lint fix"]):
         print(*textwrap.wrap(line, 80, subsequent_indent=" " * 10), sep="\n")
 
 

@@ -27,11 +27,11 @@ def index_file() -> str:
     """The text of the index: a line for each rule."""
     rows = []
     for module, rule in modules():
-        fields = (rule.code, module, rule.name, rule.severity.value, rule.default, rule.words)
+        fields = (rule.code, module, rule.name, rule.severity.value, rule.words)
         rows.append(f"    {fields!r},\n".replace("'", '"'))
     says = "All rules in short, written by `python -m tools.rule_pages`: what is asked before a rule is loaded."
     head = f'"""{says}"""\n\n# fmt: off\n# ruff: noqa: E501'
-    kind = "tuple[tuple[str, str, str, str, bool, tuple[str, ...]], ...]"
+    kind = "tuple[tuple[str, str, str, str, tuple[str, ...]], ...]"
     return f"{head}\nRULES: {kind} = (\n{''.join(rows)})\n"
 
 

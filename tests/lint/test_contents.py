@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from precast_lint.checking.engine import check
-from precast_lint.meaning.kinds import is_device, is_flag, is_number
+from precast_lint.meaning.kinds import is_device
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.text import decode
@@ -76,37 +76,6 @@ def test_one_value_that_is_not_known_is_enough_to_say_nothing(text: str) -> None
     assert source.instance(node) is None
 
 
-PARSER = "import argparse\nparser = argparse.ArgumentParser()\n"
-FLAGS = (
-    PARSER + "parser.add_argument('--amp', action='store_true')\nlook(parser.parse_args().amp)",
-    PARSER + "parser.add_argument('--no-amp', dest='amp', action='store_false')\n"
-    "def parse():\n    return parser.parse_args()\ndef main(args):\n    look(args.amp)\nmain(parse())",
-    PARSER + "parser.add_argument('--amp', action=argparse.BooleanOptionalAction)\n"
-    "args = parser.parse_args()\nlook(args.amp)",
-    "class Settings:\n    amp: bool = True\ndef main(settings: Settings):\n    look(settings.amp)",
-    "settings = {'amp': True}\nlook(settings['amp'])",
-    "import enum\nclass A(enum.Enum):\n    on = True\nlook(A.on.value)",
-)
-NO_FLAGS = (
-    PARSER + "parser.add_argument('--amp', action='store_true')\nargs = parser.parse_args()\n"
-    "args.amp = torch.float16\nlook(args.amp)",
-    PARSER + "parser.add_argument('--amp', type=str)\nlook(parser.parse_args().amp)",
-    PARSER + "parser.add_argument('--amp', action='store_true')\nlook(args.amp)",
-    "class P:\n    def parse_args(self): pass\nP().add_argument('--amp', action='store_true')\n"
-    "look(P().parse_args().amp)",
-)
-
-
-@pytest.mark.parametrize("text", FLAGS)
-def test_a_flag_of_a_configuration_is_one(text: str) -> None:
-    assert is_flag(*looked_at(text))
-
-
-@pytest.mark.parametrize("text", NO_FLAGS)
-def test_what_may_be_something_else_is_no_flag(text: str) -> None:
-    assert not is_flag(*looked_at(text))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -125,10 +94,6 @@ def test_what_refers_to_itself_ends(text: str) -> None:
     assert "AMP900" not in [finding.code for finding in found.findings]
 
 
-def test_numbers_and_devices_of_configurations() -> None:
-    option = PARSER + "parser.add_argument('--scale', type=float, default=2.0)\n"
-    assert is_number(*looked_at(option + "look(parser.parse_args().scale)"))
-    assert is_number(*looked_at("def f(args):\n    look(args.scale * 1.0)"))
-    assert not is_number(*looked_at("def f(args):\n    look(args.device * 2)"))
+def test_a_device_that_is_stored_on_arguments_is_one() -> None:
     stored = "def main(args):\n    args.device = torch.device(args.device)\n    run(args)\n"
     assert is_device(*looked_at(stored + "def run(options):\n    look(options.device)"))

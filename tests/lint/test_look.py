@@ -45,7 +45,7 @@ def test_a_look_finds_what_its_words_say(pieces: list[str], codes: set[str]) -> 
 def test_of_entries_that_say_the_same_one_stays(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], text: str
 ) -> None:
-    rule = Short("AMP999", "amp999", "none", "error", True, words)
+    rule = Short("AMP999", "amp999", "none", "error", words)
     monkeypatch.setattr(look, "index", lambda: {"AMP999": rule})
     codes = frozenset({"AMP999"})
     look._words.cache_clear()

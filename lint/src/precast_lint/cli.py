@@ -115,7 +115,6 @@ def check(apply: bool, **request: Any) -> None:
 
 
 @main.command(short_help="Fix deprecated and wrong mixed-precision code.")
-@click.option("--to", type=click.Choice(["precast"]), help="Replace torch.amp by precast.")
 @_shared
 def fix(**request: Any) -> None:
     """Apply the fixes of `precast-lint check`, and list the findings that remain."""
@@ -130,8 +129,7 @@ def rule(code: str | None) -> None:
 
     if code is None:
         for entry in index().values():
-            state = "" if entry.default else "  (off)"
-            click.echo(f"{entry.code}  {entry.severity:<11}  {entry.name}{state}")
+            click.echo(f"{entry.code}  {entry.severity:<11}  {entry.name}")
         return
     result = load(code)
     if result is None:
@@ -157,7 +155,6 @@ def _main(
     stdin_filename: str | None,
     no_cache: bool,
     jobs: int | None,
-    to: str | None = None,
     **request: Any,
 ) -> None:
     """Runs, prints, and ends the process with the exit code."""
@@ -171,7 +168,6 @@ def _main(
     settings = _settings(None if isolated else start, request)
     if force_exclude:
         paths = tuple(path for path in paths if is_stdin or not settings.excludes(path))
-    settings = settings if to is None else settings.toward_precast()
     mode = RunMode(fix=apply or as_diff, write=apply and not as_diff and not is_stdin)
     if is_stdin:
         reports = _from_stdin(stdin_filename or "stdin.py", settings, mode, apply and not as_diff)

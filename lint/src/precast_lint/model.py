@@ -98,7 +98,6 @@ class LintRule:
             requires all of them.
         check: Yields the findings of a file, a `precast_lint.parsing.source.Source`.
         example: A program before and after the correction, in diff format: each line starts with " ", "-" or "+".
-        default: True for a rule that runs unless the settings say otherwise.
     """
 
     code: str
@@ -112,7 +111,6 @@ class LintRule:
     words: tuple[str, ...]
     check: Callable[[Any], Iterable[LintFinding]]
     example: str
-    default: bool = True
 
 
 def version(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from tests.lint.mutation.names import REGIONS, SCALERS, device, without_device
+from tests.lint.mutation.names import REGIONS, device, without_device
 from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
     calls,
@@ -54,15 +54,6 @@ def device_for_type(module: cst.Module) -> Iterator[cst.Module]:
         at = start_of_code(named)
         body = [*named.body[:at], *stmt(f'where = torch.device("{name}")\n'), *named.body[at:]]
         yield named.with_changes(body=body)
-
-
-@mutates("AMP107")
-def scaler_slot(module: cst.Module) -> Iterator[cst.Module]:
-    for call in calls(module, *SCALERS):
-        if device(call):
-            for value in ("1024.0", "2**16", "True", "False", '"cuda", True', '"cuda", False'):
-                new = call.with_changes(args=_arguments(value))
-                yield replaced(module, {call: new})
 
 
 @mutates("AMP109")

@@ -1,4 +1,4 @@
-"""Names that are deprecated, removed, or of another library, in the place of the right ones (AMP0xx, AMP505)."""
+"""Names that are deprecated, or removed, in the place of the right ones (AMP0xx)."""
 
 from __future__ import annotations
 
@@ -215,24 +215,6 @@ def removed_names(module: cst.Module) -> Iterator[cst.Module]:
     for text, use in uses.items():
         yield with_imports(module.with_changes(body=[*body, *stmt(use)]), text)
         yield with_imports(module, text)
-
-
-_ELSEWHERE = {
-    "F.gelu": "torch.gelu",
-    "F.silu": "torch.silu",
-    "F.log_softmax": "torch.logsoftmax",
-    "torch.amax": "torch.reduce_max",
-    "torch.matmul": "torch.batch_matmul",
-    "torch.softmax": "torch.soft_max",
-}
-
-
-@mutates("AMP505")
-def names_of_others(module: cst.Module) -> Iterator[cst.Module]:
-    for call in calls(module, "F.gelu", "F.silu", "torch.amax"):
-        yield replaced(
-            module, {call: call.with_changes(func=expr(_ELSEWHERE[path(call.func) or ""]))}
-        )
 
 
 __all__ = ["REGIONS", "SCALERS", "call_of", "device", "without_device"]

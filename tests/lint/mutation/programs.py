@@ -349,29 +349,6 @@ layer = Layer(8).cuda()
 with torch.autocast("cuda", dtype=torch.float16):
     print(layer(next(loader)))
 """,
-    "island": """
-import torch
-from torch import nn
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.second = nn.Linear(8, 8)
-
-    def forward(self, x):
-        with torch.autocast("cuda", dtype=torch.float16):
-            hidden = self.first(x)
-            with torch.autocast("cuda", enabled=False):
-                energy = hidden.float().exp().sum(-1)
-                spectrum = torch.fft.rfft(hidden.float())
-            return self.second(hidden), energy, spectrum
-
-
-model = Model().cuda()
-print(model(torch.randn(4, 8, device="cuda")))
-""",
     "behind": """
 import torch
 

@@ -12,7 +12,6 @@ from tests.lint.mutation.registry import mutates
 from tests.lint.mutation.trees import (
     Body,
     assigned,
-    assignment,
     blocks,
     calls,
     expr,
@@ -208,14 +207,6 @@ def update_between(module: cst.Module) -> Iterator[cst.Module]:
         backwards = [line for line in block if _scaled_backward(line, scaler or "") is not None]
         if len(steps) == 2 and len(updates) == 1 and len(backwards) == 1:
             yield replaced(module, {steps[0]: [steps[0], updates[0]]})
-
-
-@mutates("AMP213")
-def penalty_scaled(module: cst.Module) -> Iterator[cst.Module]:
-    for node in nodes(module):
-        if isinstance(node, cst.BinaryOperation) and source(node.right) == "inverse":
-            gone = assignment(module, "inverse")
-            yield replaced(module, {node: node.left, gone: None})
 
 
 @mutates("AMP214")

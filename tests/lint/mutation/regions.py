@@ -145,13 +145,4 @@ def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
                 yield replaced(module, {node: [new, *setup]})
 
 
-@mutates("AMP310")
-def uncast_in_island(module: cst.Module) -> Iterator[cst.Module]:
-    for node in nodes(module):
-        if isinstance(node, cst.With) and "enabled=False" in source(node.items[0]):
-            for call in nodes(node):
-                if isinstance(call, cst.Call) and source(call) == "hidden.float()":
-                    yield replaced(module, {call: expr("hidden")})
-
-
 __all__ = ["device", "scaler_of", "with_imports"]

@@ -25,49 +25,7 @@ def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ..
     if results := scope.lookup(module):
         is_it = all(b.kind == "import" and b.path == module for b in results)
         return (module, ()) if is_it else None
-    beside = _beside_torch(source, module) if module == "precast" else None
-    return module, (beside or _insert(source, f"import {module}"),)
-
-
-def _beside_torch(source: Source, module: str) -> Edit | None:
-    """Puts `import module` among the imports that torch's stands with, in isort's order; None where there are none."""
-    tree = source.module
-    assert isinstance(tree, cst.Module)
-    group: list[cst.SimpleStatementLine] = []
-    for statement in tree.body:
-        is_import = isinstance(statement, cst.SimpleStatementLine) and isinstance(
-            statement.body[0], (cst.Import, cst.ImportFrom)
-        )
-        if not is_import or any(not line.comment for line in statement.leading_lines):
-            if any(map(_is_of_torch, group)):
-                break
-            group = []
-        if is_import and isinstance(statement, cst.SimpleStatementLine):
-            group.append(statement)
-    if not any(map(_is_of_torch, group)):
-        return None
-    after = [line for line in group if _follows(line, module)]
-    if after:
-        start = source.text.line_start(source.span(after[0]).start)
-        return Edit(start, start, f"import {module}{source.text.newline}")
-    end = source.text.data.find(b"\n", source.span(group[-1]).end) + 1
-    return Edit(end, end, f"import {module}{source.text.newline}") if end else None
-
-
-def _is_of_torch(line: cst.SimpleStatementLine) -> bool:
-    return _imported(line).partition(".")[0] == "torch"
-
-
-def _follows(line: cst.SimpleStatementLine, module: str) -> bool:
-    """Return True if isort puts a statement after `import module`: a `from`, or a name that comes after it."""
-    return isinstance(line.body[0], cst.ImportFrom) or _imported(line).lower() > module
-
-
-def _imported(line: cst.SimpleStatementLine) -> str:
-    first = line.body[0]
-    if isinstance(first, cst.Import):
-        return dotted(first.names[0].name) or ""
-    return (dotted(first.module) or "") if isinstance(first, cst.ImportFrom) else ""
+    return module, (_insert(source, f"import {module}"),)
 
 
 def _insert(source: Source, line: str) -> Edit:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.scopes import Binding
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["default_of_field", "the_value", "value_stored", "values_seen"]
@@ -19,17 +19,12 @@ _Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes aroun
 _DEEP = 4  # calls that hand an object on
 
 
+@once
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
     """The bindings that a read may see: those since the last certain one before it, else all of the name's."""
-    cached = source.cache.setdefault("values seen", {})
-    assert isinstance(cached, dict)
-    if name not in cached:
-        bindings = source.names.bindings(name)
-        last = _last(source, name, bindings) if len(bindings) > 1 else None
-        cached[name] = bindings if last is None else last
-    result = cached[name]
-    assert isinstance(result, list)
-    return result
+    bindings = source.names.bindings(name)
+    last = _last(source, name, bindings) if len(bindings) > 1 else None
+    return bindings if last is None else last
 
 
 def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Binding] | None:
@@ -69,21 +64,18 @@ def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
     return None if attribute.attr.value in names or home in classes else value
 
 
+@once
 def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
     """The keywords of all calls of a file, and the classes that are called with arguments that have none."""
-    cached = source.cache.get("given in calls")
-    if cached is None:
-        names: set[str] = set()
-        classes: set[Node] = set()
-        for call in source.all(cst.Call):
-            if not (source.origin(call.func) or "").startswith("torch."):
-                names.update(arg.keyword.value for arg in call.args if arg.keyword is not None)
-            binding = source.names.only_binding(call.func)
-            if binding is not None and any(arg.keyword is None for arg in call.args):
-                classes.add(binding.node)
-        cached = source.cache["given in calls"] = names, classes
-    assert isinstance(cached, tuple)
-    return cached
+    names: set[str] = set()
+    classes: set[Node] = set()
+    for call in source.all(cst.Call):
+        if not (source.origin(call.func) or "").startswith("torch."):
+            names.update(arg.keyword.value for arg in call.args if arg.keyword is not None)
+        binding = source.names.only_binding(call.func)
+        if binding is not None and any(arg.keyword is None for arg in call.args):
+            classes.add(binding.node)
+    return names, classes
 
 
 def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:
@@ -115,21 +107,18 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
     return values[0] if len(texts) == 1 else None
 
 
+@once
 def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
-    """The values that attributes of names get in a file, by the name and the attribute; computed once."""
-    cached = source.cache.get("stores on names")
-    if cached is None:
-        table: dict[tuple[str, str], list[Binding]] = {}
-        for assign in source.all(cst.Assign):
-            for one in assign.targets:
-                target = one.target
-                if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
-                    pair = target.value.value, target.attr.value
-                    result = Binding(target.attr.value, "assign", target, assign.value)
-                    table.setdefault(pair, []).append(result)
-        cached = source.cache["stores on names"] = table
-    assert isinstance(cached, dict)
-    return cached
+    """The values that attributes of names get in a file, by the name and the attribute."""
+    table: dict[tuple[str, str], list[Binding]] = {}
+    for assign in source.all(cst.Assign):
+        for one in assign.targets:
+            target = one.target
+            if isinstance(target, cst.Attribute) and isinstance(target.value, cst.Name):
+                pair = target.value.value, target.attr.value
+                result = Binding(target.attr.value, "assign", target, assign.value)
+                table.setdefault(pair, []).append(result)
+    return table
 
 
 def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:

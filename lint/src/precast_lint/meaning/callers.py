@@ -8,29 +8,29 @@ from __future__ import annotations
 from precast_lint.meaning.functions import MODULES, called_forward, called_function, methods_of
 from precast_lint.meaning.regions import Region, region_in_force, regions_around
 from precast_lint.parsing.names import is_none
-from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted
+from precast_lint.parsing.source import Source, once
+from precast_lint.parsing.syntax import Node, cst, dotted, methods_named
 
-__all__ = ["calls_of", "is_called_in_region", "regions_of_callers"]
+__all__ = ["calls_of", "regions_of_callers", "runs_in_region"]
 
 _DEEP = 3
 _SAME_MODULE = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "to", "train")
 
 
 def calls_of(source: Source, function: cst.FunctionDef) -> list[cst.Call]:
-    """The calls of a function, a method by `self`, or the `forward` of a module, in this file; computed once."""
-    cached = source.cache.get("calls of functions")
-    if cached is None:
-        table: dict[Node, list[cst.Call]] = {}
-        for call in source.all(cst.Call):
-            target = called_function(source, call) or called_forward(source, call)
-            targets = [target] if target is not None else _forwards(source, call)
-            for one in targets:
-                table.setdefault(one, []).append(call)
-        cached = source.cache["calls of functions"] = table
-    assert isinstance(cached, dict)
-    results: list[cst.Call] = cached.get(function, [])
-    return results
+    """The calls of a function, a method by `self`, or the `forward` of a module, in this file."""
+    return _calls_of_functions(source).get(function, [])
+
+
+@once
+def _calls_of_functions(source: Source) -> dict[Node, list[cst.Call]]:
+    """Return the calls of each function of a file."""
+    table: dict[Node, list[cst.Call]] = {}
+    for call in source.all(cst.Call):
+        target = called_function(source, call) or called_forward(source, call)
+        for one in [target] if target is not None else _forwards(source, call):
+            table.setdefault(one, []).append(call)
+    return table
 
 
 def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
@@ -42,9 +42,7 @@ def _forwards(source: Source, call: cst.Call) -> list[cst.FunctionDef]:
     for home in _classes_made(source, call.func, set()) or ():
         above = (home, *family.bases(home))
         if any(source.origin(base.value) in MODULES for one in above for base in one.bases):
-            own = any(
-                isinstance(s, cst.FunctionDef) and s.name.value == "forward" for s in home.body.body
-            )
+            own = bool(methods_named(home, "forward"))
             place = home if own else family.provider(home, "forward")
             method = methods_of(source, place).get("forward") if place is not None else None
             if method is not None and not method.decorators and method.node not in results:
@@ -112,16 +110,18 @@ def _module(node: Node | None) -> Node | None:
 
 def _is_stored_outside(source: Source, node: Node) -> bool:
     """Return True if objects get an attribute of this name from outside: `model.head = ...`."""
-    cached = source.cache.get("attributes stored outside")
-    if cached is None:
-        targets = [one.target for one in source.all(cst.AssignTarget)]
-        cached = source.cache["attributes stored outside"] = {
-            target.attr.value
-            for target in targets
-            if isinstance(target, cst.Attribute) and dotted(target.value) != "self"
-        }
-    assert isinstance(cached, set)
-    return isinstance(node, cst.Attribute) and node.attr.value in cached
+    return isinstance(node, cst.Attribute) and node.attr.value in _attributes_stored(source)
+
+
+@once
+def _attributes_stored(source: Source) -> set[str]:
+    """Return the names of the attributes that are assigned on other objects than `self`."""
+    targets = [one.target for one in source.all(cst.AssignTarget)]
+    return {
+        target.attr.value
+        for target in targets
+        if isinstance(target, cst.Attribute) and dotted(target.value) != "self"
+    }
 
 
 def regions_of_callers(
@@ -150,7 +150,9 @@ def regions_of_callers(
     return results
 
 
-def is_called_in_region(source: Source, node: Node) -> bool:
-    """Return True if the function of a node runs in regions alone, as far as the calls of this file show."""
+def runs_in_region(source: Source, node: Node) -> bool:
+    """Return True if a node is in an enabled region, or if all calls of its function in this file are."""
+    if region_in_force(source, node, trainers=True) is not None:
+        return True
     result = regions_of_callers(source, node, trainers=True)
     return bool(result) and None not in result

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precast_lint.parsing.family import is_left_open
-from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, walk
+from precast_lint.parsing.source import Source, once
+from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, walk
 
 __all__ = [
     "CUSTOM_FWD",
@@ -70,6 +70,7 @@ def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]
             yield node, methods_of(source, node)
 
 
+@once
 def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
     """The methods that a class defines once."""
     results: dict[str, Method] = {}
@@ -94,11 +95,7 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
         return other or _method_of_object(source, func.value, func.attr.value)
     if func.attr.value in source.values.attributes(home):
         return None
-    cached = source.cache.setdefault("methods of classes", {})
-    assert isinstance(cached, dict)
-    if home not in cached:
-        cached[home] = methods_of(source, home)
-    method: Method | None = cached[home].get(func.attr.value)
+    method = methods_of(source, home).get(func.attr.value)
     if method is not None and is_left_open(method.node):
         if (other := _of_others(source, func)) is not None:
             return other
@@ -148,16 +145,12 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
     family = source.values.family
     if family.is_overridden(home, name) or name in source.values.attributes(home):
         return None
-    cached = source.cache.setdefault("methods of classes", {})
-    assert isinstance(cached, dict)
     place: cst.ClassDef | None = home
-    if not any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in home.body.body):
+    if not methods_named(home, name):
         place = family.provider(home, name)
     if place is None:
         return None
-    if place not in cached:
-        cached[place] = methods_of(source, place)
-    method: Method | None = cached[place].get(name)
+    method = methods_of(source, place).get(name)
     if method is None or method.decorators or method.node.decorators:
         return None
     first = method.node.params.params[:1]
@@ -165,18 +158,15 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
     return method.node if is_bound and method.node.asynchronous is None else None
 
 
+@once
 def _method_names(source: Source) -> set[str]:
-    """The names of the methods that classes of this file have; computed once."""
-    cached = source.cache.get("names of methods")
-    if cached is None:
-        cached = source.cache["names of methods"] = {
-            line.name.value
-            for node in source.all(cst.ClassDef)
-            for line in node.body.body
-            if isinstance(line, cst.FunctionDef)
-        }
-    assert isinstance(cached, set)
-    return cached
+    """The names of the methods that classes of this file have."""
+    return {
+        line.name.value
+        for node in source.all(cst.ClassDef)
+        for line in node.body.body
+        if isinstance(line, cst.FunctionDef)
+    }
 
 
 def _is_static(source: Source, function: cst.FunctionDef) -> bool:
@@ -201,24 +191,14 @@ def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | No
     home = source.values.enclosing_class(func) if is_self or is_super else None
     if not isinstance(home, cst.ClassDef):
         return None
-    if is_self and any(
-        isinstance(s, cst.FunctionDef) and s.name.value == name for s in home.body.body
-    ):
+    if is_self and methods_named(home, name):
         return home
     return source.values.family.provider(home, name)
 
 
+@once
 def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
     """The function or method of this file that a call runs, with what its parameters get, if both are certain."""
-    cached = source.cache.setdefault("followed calls", {})
-    assert isinstance(cached, dict)
-    if call not in cached:
-        cached[call] = _followed_call(source, call)
-    results: tuple[cst.FunctionDef, dict[str, Node]] | None = cached[call]
-    return results
-
-
-def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
     function = called_function(source, call)
     if function is None or not isinstance(call, cst.Call) or not _is_plain(source, function):
         return None
@@ -241,14 +221,10 @@ def _followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[st
     return function, value
 
 
-def _yields(source: Source, function: cst.FunctionDef) -> bool:
+@once
+def _yields(_: Source, function: cst.FunctionDef) -> bool:
     """Return True if there is a `yield` in a function, or in one inside it."""
-    cached = source.cache.setdefault("functions that yield", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        cached[function] = any(isinstance(node, cst.Yield) for node in walk(function))
-    result: bool = cached[function]
-    return result
+    return any(isinstance(node, cst.Yield) for node in walk(function))
 
 
 def called_function(source: Source, call: Node) -> cst.FunctionDef | None:

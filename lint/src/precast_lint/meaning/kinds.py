@@ -1,4 +1,4 @@
-"""Detection of flags, numbers, texts and devices.
+"""Detection of texts and devices.
 
 Invariants: True only with evidence: a literal, an operation that gives nothing else, an annotation, a
 default value, or a name all of whose values have such evidence. A variable's name is no evidence.
@@ -17,28 +17,13 @@ from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = [
     "is_device",
-    "is_flag",
-    "is_number",
     "is_text",
     "texts",
 ]
 
-_FLAG_BUILTINS = {"bool", "isinstance", "issubclass", "hasattr", "callable", "any", "all"}
-_NUMBER_BUILTINS = {"int", "float", "len", "abs", "round"}
-_COUNTS = ("os.cpu_count", "multiprocessing.cpu_count", "torch.cuda.device_count")
 _TENSOR = {"torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter"}
 _MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.rand", "torch.empty"}
 _DEPTH = 6
-
-
-def is_flag(source: Source, node: Node | None) -> bool:
-    """Return True if an expression is True or False."""
-    return node is not None and _flag(source, node, _DEPTH)
-
-
-def is_number(source: Source, node: Node | None) -> bool:
-    """Return True if an expression is an int or a float."""
-    return node is not None and _number(source, node, _DEPTH)
 
 
 def is_text(source: Source, node: Node | None) -> bool:
@@ -54,50 +39,6 @@ def is_device(source: Source, node: Node | None) -> bool:
 def texts(source: Source, node: Node | None) -> frozenset[str]:
     """The strings that an expression may be, if it is certainly one of some; else empty."""
     return _texts(source, node, _DEPTH)
-
-
-def _flag(source: Source, node: Node, depth: int) -> bool:
-    if isinstance(node, (cst.Comparison, cst.UnaryOperation)):
-        return isinstance(node, cst.Comparison) or isinstance(node.operator, cst.Not)
-    if isinstance(node, cst.BooleanOperation):
-        return _flag(source, node.left, depth) and _flag(source, node.right, depth)
-    if isinstance(node, cst.Call):
-        origin = source.origin(node.func) or ""
-        asks = origin.startswith("torch.") and origin.rpartition(".")[2].startswith("is_")
-        return asks or source.names.builtin(node.func) in _FLAG_BUILTINS
-    if isinstance(node, cst.Name) and source.names.builtin(node) in ("True", "False"):
-        return True
-    return _everywhere(source, node, _flag, ("bool",), depth)
-
-
-def _number(source: Source, node: Node, depth: int) -> bool:
-    if isinstance(node, (cst.Integer, cst.Float)):
-        return True
-    if isinstance(node, cst.UnaryOperation):
-        return not isinstance(node.operator, cst.Not) and _number(source, node.expression, depth)
-    if isinstance(node, cst.BinaryOperation):
-        sides = [_number(source, side, depth) for side in (node.left, node.right)]
-        return all(sides) or (any(sides) and _only_numbers(node))
-    if isinstance(node, cst.Call):
-        return _gives_number(source, node, depth)
-    return _everywhere(source, node, _number, ("int", "float"), depth)
-
-
-def _only_numbers(node: cst.BinaryOperation) -> bool:
-    """Return True if an operation with a number on one side takes numbers alone."""
-    if isinstance(node.operator, (cst.Power, cst.Divide, cst.Subtract, cst.LeftShift)):
-        return True
-    is_product = isinstance(node.operator, cst.Multiply)
-    return is_product and any(isinstance(side, cst.Float) for side in (node.left, node.right))
-
-
-def _gives_number(source: Source, call: cst.Call, depth: int) -> bool:
-    """`int(x)`, `math.sqrt(x)`, `max(1.0, 2.0)`, `os.cpu_count()`."""
-    name = source.names.builtin(call.func)
-    if name in ("min", "max") and len(call.args) > 1:
-        return all(not arg.star and _number(source, arg.value, depth) for arg in call.args)
-    path = source.origin(call.func) or ""
-    return name in _NUMBER_BUILTINS or path in _COUNTS or path.startswith("math.")
 
 
 def _text(source: Source, node: Node, depth: int) -> bool:

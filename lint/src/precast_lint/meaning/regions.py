@@ -13,8 +13,8 @@ from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.meaning.defaults import by_default
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import canonical
-from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.parsing.source import Source, once
+from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, strings, walk
 
 __all__ = [
     "AUTOCASTS",
@@ -28,7 +28,6 @@ __all__ = [
     "region_of_call",
     "regions",
     "regions_around",
-    "regions_of_trainers",
 ]
 
 NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
@@ -82,23 +81,10 @@ class Region:
         return self.node.body
 
 
+@once
 def regions(source: Source) -> list[Region]:
-    """All regions of a file, but for those of trainers; computed once."""
-    cached = source.cache.get("regions")
-    if cached is None:
-        results = list(_regions(source))
-        source.cache["regions of trainers"] = [region for region in results if region.is_trainers]
-        cached = source.cache["regions"] = [region for region in results if not region.is_trainers]
-    assert isinstance(cached, list)
-    return cached
-
-
-def regions_of_trainers(source: Source) -> list[Region]:
-    """The regions that trainers make: `with accelerator.autocast():`."""
-    regions(source)
-    cached = source.cache["regions of trainers"]
-    assert isinstance(cached, list)
-    return cached
+    """All regions of a file, but for those of trainers."""
+    return [region for region in _regions(source) if not region.is_trainers]
 
 
 def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterator[Region]:
@@ -117,16 +103,12 @@ def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterat
             return
 
 
+@once
 def _by_body(source: Source, trainers: bool) -> dict[Node, list[Region]]:
-    cached = source.cache.setdefault("regions by body", {})
-    assert isinstance(cached, dict)
-    if trainers not in cached:
-        table: dict[Node, list[Region]] = {}
-        for region in [*regions(source), *(regions_of_trainers(source) if trainers else ())]:
-            table.setdefault(region.body, []).append(region)
-        cached[trainers] = table
-    results: dict[Node, list[Region]] = cached[trainers]
-    return results
+    table: dict[Node, list[Region]] = {}
+    for region in _regions(source) if trainers else regions(source):
+        table.setdefault(region.body, []).append(region)
+    return table
 
 
 def region_in_force(source: Source, node: Node, trainers: bool = False) -> Region | None:
@@ -201,7 +183,13 @@ def is_trainer(source: Source, node: Node) -> bool:
     return definition in TRAINERS if definition is not None else dotted(node) in _TRAINER_NAMES
 
 
-def _regions(source: Source) -> Iterator[Region]:
+@once
+def _regions(source: Source) -> list[Region]:
+    """Return all regions of a file, those of trainers too."""
+    return [*_regions_of_statements(source), *_regions_of_decorators(source)]
+
+
+def _regions_of_statements(source: Source) -> Iterator[Region]:
     for statement in source.all(cst.With):
         for item in statement.items:
             result = _entered(source, statement, item.item)
@@ -209,6 +197,9 @@ def _regions(source: Source) -> Iterator[Region]:
                 yield result
             elif item.asname is not None and isinstance(item.asname.name, cst.Name):
                 yield from _on_stack(source, statement, item.asname.name)
+
+
+def _regions_of_decorators(source: Source) -> Iterator[Region]:
     for function in source.all(cst.FunctionDef):
         for decorator in function.decorators:
             inner = decorator.decorator
@@ -295,11 +286,7 @@ def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     func = call.func
     if function is None and isinstance(func, cst.Attribute):
         definition = source.values.object_class(func.value)
-        named = [
-            line
-            for line in (definition.body.body if definition is not None else ())
-            if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
-        ]
+        named = methods_named(definition, func.attr.value) if definition is not None else []
         function = named[0] if len(named) == 1 else None
     decorators = function.decorators if function is not None else ()
     origins = [source.origin(decorator.decorator) for decorator in decorators]

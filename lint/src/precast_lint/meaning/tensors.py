@@ -29,7 +29,6 @@ __all__ = [
     "operation",
     "starts_with_layer",
     "value_of",
-    "written",
 ]
 
 _MODULES = ("torch", "torch.nn.functional", "torch.special", "torch.linalg")
@@ -180,12 +179,6 @@ def value_of(source: Source, node: Node) -> Node:
         ):
             return node
     return binding.value
-
-
-def written(source: Source, node: Node) -> str:
-    """The text of an expression with the parentheses around it, as an argument wants it."""
-    text = source.code(node)
-    return f"({text})" if getattr(node, "lpar", ()) else text
 
 
 def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:

@@ -18,10 +18,9 @@ _FIX = {
 
 def page(rule: LintRule) -> str:
     """Return the page of a rule."""
-    state = "" if rule.default else " It is off unless it is selected."
     parts = [
         f"# {rule.code} {rule.name}",
-        f"Severity: {rule.severity.value}. {_FIX[rule.fix]}{state}",
+        f"Severity: {rule.severity.value}. {_FIX[rule.fix]}",
         f"## What it finds\n\n{_wrapped(rule.what)}",
         f"## Why\n\n{_wrapped(rule.why)}",
         f"## Example\n\n```diff\n{rule.example.strip(chr(10))}\n```",
@@ -33,17 +32,14 @@ def page(rule: LintRule) -> str:
 def overview() -> str:
     """Return the table of all rules."""
     rows = [
-        f"| [{rule.code}]({rule.code}.md) | {rule.name} | {rule.severity.value} | {rule.fix.value} | "
-        f"{'on' if rule.default else 'off'} |"
+        f"| [{rule.code}]({rule.code}.md) | {rule.name} | {rule.severity.value} | {rule.fix.value} |"
         for rule in all_rules().values()
     ]
-    head = "| code | name | severity | fix | by default |\n|---|---|---|---|---|"
+    head = "| code | name | severity | fix |\n|---|---|---|---|"
     definition = (
         "Written by `python -m tools.rule_pages` from the rules themselves. The first digit of a code is its subject: "
         "0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 regions, 4 numbers "
-        "that 16 bits cannot hold, 5 names that do not exist, 6 the move to precast. `precast-lint fix` applies safe "
-        "fixes, and unsafe ones with `--unsafe-fixes`. A rule that is off runs if it is "
-        "[selected](../check.md#settings)."
+        "that 16 bits cannot hold. `precast-lint fix` applies safe fixes, and unsafe ones with `--unsafe-fixes`."
     )
     rest = (
         "AMP900: a file that mentions mixed precision is not Python. AMP901: a suppression names a code of these and "

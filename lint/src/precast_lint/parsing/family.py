@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from precast_lint.parsing.names import NameTable
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, methods_named
 
 __all__ = ["Family", "is_left_open"]
 
@@ -53,7 +53,7 @@ class Family:
         """Return True if all bases of a class are seen, or give it no method that a training step has."""
         entries = {home, *self.bases(home)}
         return all(
-            self._class(arg.value) in entries or self._is_harmless(arg.value)
+            self.names.class_named(arg.value) in entries or self._is_harmless(arg.value)
             for one in entries
             for arg in one.bases
         )
@@ -61,11 +61,7 @@ class Family:
     def is_overridden(self, home: cst.ClassDef, name: str) -> bool:
         """Return True if a class of this file that comes of one has a method of its own by a name."""
         return any(
-            home in self.bases(other)
-            and any(
-                isinstance(s, cst.FunctionDef) and s.name.value == name for s in other.body.body
-            )
-            for other in self._direct
+            home in self.bases(other) and methods_named(other, name) for other in self._direct
         )
 
     def run_by_self(self, function: cst.FunctionDef) -> list[cst.FunctionDef]:
@@ -84,10 +80,8 @@ class Family:
             line
             for other in self._direct
             if home in self.bases(other)
-            for line in other.body.body
-            if isinstance(line, cst.FunctionDef)
-            and line.name.value == name
-            and not is_left_open(line)
+            for line in methods_named(other, name)
+            if not is_left_open(line)
         ]
 
     def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
@@ -95,13 +89,13 @@ class Family:
         waiting, visited = [arg.value for arg in reversed(home.bases)], {home}
         while waiting:
             node = waiting.pop()
-            base = self._class(node)
+            base = self.names.class_named(node)
             if base is None and not self._is_harmless(node):
                 return None
             if base is None or base in visited:
                 continue
             visited.add(base)
-            if any(isinstance(s, cst.FunctionDef) and s.name.value == name for s in base.body.body):
+            if methods_named(base, name):
                 return base
             waiting += [arg.value for arg in reversed(base.bases)]
         return None
@@ -116,16 +110,11 @@ class Family:
         table: dict[cst.ClassDef, list[cst.ClassDef]] = {}
         for scope in self.names.scopes.owned.values():
             if isinstance(scope.node, cst.ClassDef):
-                results = [self._class(arg.value) for arg in scope.node.bases]
+                results = [self.names.class_named(arg.value) for arg in scope.node.bases]
                 entries = [base for base in results if base is not None and base is not scope.node]
                 if entries:
                     table[scope.node] = entries
         return table
-
-    def _class(self, node: Node) -> cst.ClassDef | None:
-        binding = self.names.only_binding(node)
-        definition = binding.node if binding is not None and binding.kind == "class" else None
-        return definition if isinstance(definition, cst.ClassDef) else None
 
 
 def is_left_open(function: cst.FunctionDef) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import Binding
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, enclosing_class, methods_named
 
 __all__ = ["Handed"]
 
@@ -23,7 +23,6 @@ class Handed:
     def __init__(self, names: NameTable, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
-        self._defined: dict[Node, dict[str, list[cst.FunctionDef]]] = {}
 
     def to(self, binding: Binding) -> list[Node | None]:
         """The values that a parameter gets, one for each call; nothing where calls are not known."""
@@ -91,7 +90,7 @@ class Handed:
                     results.setdefault(function, []).append(call)
                 else:
                     unknown.add(function)
-        return {f: calls for f, calls in results.items() if f not in unknown and self._is_plain(f)}
+        return {f: calls for f, calls in results.items() if f not in unknown and self.is_plain(f)}
 
     def _named(self, node: Node) -> Iterable[cst.FunctionDef]:
         """The functions that an expression names: `train`, `self.train`, `Trainer` for its `__init__`."""
@@ -107,35 +106,19 @@ class Handed:
             ):
                 return () if self._is_method(target) else (target,)
             if isinstance(target, cst.ClassDef):
-                return self._methods(target, "__init__")
+                return methods_named(target, "__init__")
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
             is_own = node.value.value in ("self", "cls")
-            home = self._class_around(node) if is_own else self._class_named(node.value)
-            return self._methods(home, node.attr.value) if home is not None else ()
+            home = (
+                enclosing_class(node, self.parents)
+                if is_own
+                else self.names.class_named(node.value)
+            )
+            return methods_named(home, node.attr.value) if home is not None else ()
         return ()
 
-    def _class_named(self, node: cst.Name) -> cst.ClassDef | None:
-        """The class of this file that a name stands for."""
-        binding = self.names.only_binding(node)
-        result = binding.node if binding is not None and binding.kind == "class" else None
-        return result if isinstance(result, cst.ClassDef) else None
-
-    def _methods(self, home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
-        """The methods of one name that a class defines."""
-        if home not in self._defined:
-            results = self._defined[home] = {}
-            for line in home.body.body:
-                if isinstance(line, cst.FunctionDef):
-                    results.setdefault(line.name.value, []).append(line)
-        return self._defined[home].get(name, [])
-
-    def _class_around(self, node: Node) -> cst.ClassDef | None:
-        inner: Node | None = node
-        while inner is not None and not isinstance(inner, cst.ClassDef):
-            inner = self.parents.get(inner)
-        return inner
-
-    def _is_plain(self, function: cst.FunctionDef) -> bool:
+    def is_plain(self, function: cst.FunctionDef) -> bool:
+        """Return True if each decorator is PyTorch's or keeps the function's arguments and results."""
         decorators = [d.decorator for d in function.decorators]
         names = [d.func if isinstance(d, cst.Call) else d for d in decorators]
         return all(

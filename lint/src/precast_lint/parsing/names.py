@@ -73,6 +73,12 @@ class NameTable:
         result = self.bindings(node)
         return result[0] if len(result) == 1 else None
 
+    def class_named(self, node: Node | None) -> cst.ClassDef | None:
+        """Return the class of this file that a name means, if the name is bound once."""
+        binding = self.only_binding(node)
+        definition = binding.node if binding is not None and binding.kind == "class" else None
+        return definition if isinstance(definition, cst.ClassDef) else None
+
     def builtin(self, node: Node | None) -> str | None:
         """The name of a builtin that a name refers to: nothing in the file binds it."""
         if not isinstance(node, cst.Name) or self.bindings(node):

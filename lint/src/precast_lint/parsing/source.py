@@ -7,9 +7,9 @@ parsing).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from precast_lint.model import (
     Applicability,
@@ -32,9 +32,11 @@ from precast_lint.parsing.values import Values
 if TYPE_CHECKING:
     from precast_lint.parsing.spans import Spans
 
-__all__ = ["Source"]
+__all__ = ["Source", "once"]
 
 _Kind = TypeVar("_Kind", bound="Node")
+_Result = TypeVar("_Result")
+_Rest = ParamSpec("_Rest")
 
 
 class Source:
@@ -67,8 +69,8 @@ class Source:
         self._functions: dict[Node, cst.FunctionDef | None] = {}
         self._called: dict[tuple[str, ...], list[tuple[cst.Call, Node, Arguments]]] = {}
         self.cache: dict[
-            str, object
-        ] = {}  # what several rules compute together, by a name of theirs
+            object, Any
+        ] = {}  # results that rules share, by the function that `once` wraps
 
     # --- the tree ---
 
@@ -124,6 +126,11 @@ class Source:
             for outer in self.around(node)
             if isinstance(outer, (cst.SimpleStatementLine, cst.BaseCompoundStatement))
         )
+
+    def block(self, statement: Node) -> list[Node]:
+        """Return the statements of the block that contains a statement, itself included."""
+        body = getattr(self.parents.get(statement), "body", ())
+        return list(body) if isinstance(body, (list, tuple)) else []
 
     # --- text ---
 
@@ -270,3 +277,19 @@ class Source:
         """Puts text after a node."""
         end = self.span(node).end
         return Edit(end, end, text)
+
+
+def once(
+    function: Callable[Concatenate[Source, _Rest], _Result],
+) -> Callable[Concatenate[Source, _Rest], _Result]:
+    """Decorate a function of a file: it runs once for each value of its other arguments, which are positional."""
+
+    @wraps(function)
+    def cached(source: Source, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:
+        assert not kwargs
+        results: dict[object, _Result] = source.cache.setdefault(function, {})
+        if args not in results:
+            results[args] = function(source, *args, **kwargs)
+        return results[args]
+
+    return cached

@@ -28,7 +28,17 @@ else:
     cst = _Lazy()
     Node = object
 
-__all__ = ["Node", "children", "cst", "dotted", "parents", "strings", "walk"]
+__all__ = [
+    "Node",
+    "children",
+    "cst",
+    "dotted",
+    "enclosing_class",
+    "methods_named",
+    "parents",
+    "strings",
+    "walk",
+]
 
 _TRIVIA = (
     "whitespace",
@@ -105,6 +115,20 @@ def parents(root: Node) -> dict[Node, Node]:
             results[child] = node
             stack.append(child)
     return results
+
+
+def enclosing_class(node: Node, parents: dict[Node, Node]) -> cst.ClassDef | None:
+    """Return the innermost class that a node is in."""
+    inner: Node | None = node
+    while inner is not None and not isinstance(inner, cst.ClassDef):
+        inner = parents.get(inner)
+    return inner
+
+
+def methods_named(home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
+    """Return the methods of one name that the body of a class defines."""
+    functions = (line for line in home.body.body if isinstance(line, cst.FunctionDef))
+    return [function for function in functions if function.name.value == name]
 
 
 def dotted(node: Node | None) -> str | None:

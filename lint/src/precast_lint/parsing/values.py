@@ -10,16 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Literal
 
-from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.contents import Containers
 from precast_lint.parsing.family import Family
 from precast_lint.parsing.handed import Handed
 from precast_lint.parsing.names import NameTable, canonical, is_none
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding, elements
-from precast_lint.parsing.syntax import Node, children, cst, strings, walk
+from precast_lint.parsing.syntax import (
+    Node,
+    children,
+    cst,
+    enclosing_class,
+    methods_named,
+    strings,
+    walk,
+)
 
 __all__ = ["SCALERS", "Values"]
 
@@ -34,7 +40,6 @@ SCALERS = frozenset(
     }
 )
 _DEEP = 4
-_NAMESPACES = ("types.SimpleNamespace", "argparse.Namespace")
 _NOTHING = ""  # the value None: compatible with every class
 
 
@@ -49,7 +54,7 @@ class Values:
         self._classes: dict[Node, str | None] = {}
         self._attributes: dict[Node, dict[str, list[tuple[Node | None, Node | None]]]] = {}
         self._returns: dict[Node, list[Node]] = {}
-        self._objects: dict[object, cst.ClassDef | Literal[True] | None] = {}
+        self._objects: dict[object, cst.ClassDef | None] = {}
 
     def instance(self, node: Node | None) -> str | None:
         """The documented dotted name of the class that an expression is an instance of."""
@@ -85,12 +90,9 @@ class Values:
         binding = self.names.only_binding(node)
         return binding is not None and bool(self.handed.to(binding))
 
-    def enclosing_class(self, node: Node) -> Node | None:
-        """The class whose method a node is in."""
-        inner: Node | None = node
-        while inner is not None and not isinstance(inner, cst.ClassDef):
-            inner = self.parents.get(inner)
-        return inner
+    def enclosing_class(self, node: Node) -> cst.ClassDef | None:
+        """Return the innermost class that a node is in."""
+        return enclosing_class(node, self.parents)
 
     def _instance(self, node: Node | None) -> str | None:
         if node is None or node in self._open:
@@ -184,7 +186,7 @@ class Values:
             return self._of_lambda(call)
         if function not in self._returns:
             run = self.family.run_by_self(function)
-            values = list(map(returned_by, run)) if all(map(self._gives_on, run)) else []
+            values = list(map(returned_by, run)) if all(map(self.handed.is_plain, run)) else []
             self._returns[function] = (
                 [value for one in values for value in one] if all(values) else []
             )
@@ -198,30 +200,14 @@ class Values:
             return []
         return [definition.body]
 
-    def _gives_on(self, function: cst.FunctionDef) -> bool:
-        """Return True if what decorates a function gives on what it returns."""
-        decorators = [d.decorator for d in function.decorators]
-        called = [d.func if isinstance(d, cst.Call) else d for d in decorators]
-        return all(
-            (self.names.path(name) or "").startswith("torch.")
-            or self.names.builtin(name) in ("staticmethod", "classmethod")
-            for name in called
-        )
-
     def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
         """The method of a base in this file that `self.make()` runs."""
         func = call.func
         if not isinstance(func, cst.Attribute) or not _is_self(func.value):
             return None
         home = self.enclosing_class(call)
-        base = (
-            self.family.provider(home, func.attr.value) if isinstance(home, cst.ClassDef) else None
-        )
-        results = [
-            line
-            for line in (base.body.body if base is not None else ())
-            if isinstance(line, cst.FunctionDef) and line.name.value == func.attr.value
-        ]
+        base = self.family.provider(home, func.attr.value) if home is not None else None
+        results = methods_named(base, func.attr.value) if base is not None else []
         return results[0] if len(results) == 1 else None
 
     def _source(self, value: Node | None, annotation: Node | None) -> str | None:
@@ -256,38 +242,31 @@ class Values:
     def _of_property(self, home: cst.ClassDef, name: str) -> list[tuple[Node | None, Node | None]]:
         """Return the results of a property of a class or of its bases in this file."""
         for place in (home, *self.family.bases(home)):
-            for line in place.body.body:
-                if isinstance(line, cst.FunctionDef) and line.name.value == name:
-                    kinds = [
-                        self.names.builtin(d.decorator) or self.names.path(d.decorator)
-                        for d in line.decorators
-                    ]
-                    is_read = kinds in (["property"], ["functools.cached_property"])
-                    return [(value, None) for value in returned_by(line)] if is_read else []
+            for line in methods_named(place, name):
+                kinds = [
+                    self.names.builtin(d.decorator) or self.names.path(d.decorator)
+                    for d in line.decorators
+                ]
+                is_read = kinds in (["property"], ["functools.cached_property"])
+                return [(value, None) for value in returned_by(line)] if is_read else []
         return []
 
     def _of_object(self, node: cst.Attribute) -> list[tuple[Node | None, Node | None]]:
-        """Return the values of `cfg.amp`, for an object of a class of this file or parsed arguments."""
+        """Return the values of `cfg.amp`, for an object of a class of this file."""
         name = node.attr.value
         if self.names.path(node.value) is not None or name in self._stored_outside:
             return []  # of a module; or nobody knows when it gets which value
-        kind = self._object(node.value)
-        if kind is True:
-            return [self._argument(name)] if name in self._options else []
-        if kind is not None:
-            return self._of_family(kind, name)
-        return (
-            self._of_member(node.value) if name == "value" else self._of_namespace(node.value, name)
-        )
+        home = self._object(node.value)
+        if home is not None:
+            return self._of_family(home, name)
+        return self._of_member(node.value) if name == "value" else []
 
-    def _object(self, node: Node) -> cst.ClassDef | Literal[True] | None:
-        """The class of this file that an object, or a name for the class, stands for; True for parsed arguments."""
+    def _object(self, node: Node) -> cst.ClassDef | None:
+        """Return the class of this file that an object is an instance of, or that a name means."""
         place = self.variable(node) or node
         if place not in self._objects:
             self._objects[place] = None  # what refers to itself is not known
-            self._objects[place] = self._class_named(node) or self._class_of(node, _DEEP)
-            if self._options and self._objects[place] is None and self._is_namespace(node, _DEEP):
-                self._objects[place] = True
+            self._objects[place] = self.names.class_named(node) or self._class_of(node, _DEEP)
         return self._objects[place]
 
     def object_class(self, node: Node | None) -> cst.ClassDef | None:
@@ -299,8 +278,7 @@ class Values:
         binding = self.names.only_binding(node)
         if _is_self(node) or (binding is not None and binding.kind == "class"):
             return None
-        result = self._object(node)
-        return result if isinstance(result, cst.ClassDef) else None
+        return self._object(node)
 
     def has_scaler(self, home: cst.ClassDef) -> bool:
         """Return True if objects of a class of this file have a scaler: one that it makes, or that is annotated."""
@@ -309,27 +287,11 @@ class Values:
 
     def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
         """The value of a member of an enumeration: of `Precision.HALF`."""
-        home = self._class_named(node.value) if isinstance(node, cst.Attribute) else None
+        home = self.names.class_named(node.value) if isinstance(node, cst.Attribute) else None
         bases = (
             [self.names.path(base.value) or "" for base in home.bases] if home is not None else []
         )
         return self.sources(node) if any(base.startswith("enum.") for base in bases) else []
-
-    def _of_namespace(self, node: Node, name: str) -> list[tuple[Node | None, Node | None]]:
-        """Return the value of a name in `SimpleNamespace(fp16=True)`."""
-        definition = self.constructed(node) if self._has_namespaces else None
-        if (
-            not isinstance(definition, cst.Call)
-            or self.names.path(definition.func) not in _NAMESPACES
-        ):
-            return []
-        result = Arguments.of(definition).keywords.get(name)
-        return [(result, None)] if result is not None else []
-
-    @cached_property
-    def _has_namespaces(self) -> bool:
-        """Return True if a module is imported that has namespaces."""
-        return bool(self._imported & {"types", "argparse"})
 
     @cached_property
     def _imported(self) -> set[str]:
@@ -359,11 +321,11 @@ class Values:
             return (
                 definition
                 if definition is not None and self._is_module(definition)
-                else self._class_named(node.func)
+                else self.names.class_named(node.func)
             )
         sources = [(v, n) for v, n in self.sources(node) if n is not None or not is_none(v)]
         results = {
-            self._class_named(note) if note is not None else self._class_of(value, depth - 1)
+            self.names.class_named(note) if note is not None else self._class_of(value, depth - 1)
             for value, note in sources
         }
         return results.pop() if len(results) == 1 else None
@@ -372,62 +334,6 @@ class Values:
         """Return True if a class is a module by its own base."""
         bases = [self.names.path(base.value) or "" for base in home.bases]
         return any(base in ("torch.nn.Module", "torch.nn.modules.module.Module") for base in bases)
-
-    def _class_named(self, node: Node | None) -> cst.ClassDef | None:
-        binding = self.names.only_binding(node)
-        definition = binding.node if binding is not None and binding.kind == "class" else None
-        return definition if isinstance(definition, cst.ClassDef) else None
-
-    def _is_namespace(self, node: Node | None, depth: int) -> bool:
-        """Return True if an expression is what `parser.parse_args()` returns."""
-        if depth == 0:
-            return False
-        if isinstance(node, cst.Call):
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value == "parse_args":
-                definition = self._instance(node.func.value) or ""
-                return definition.endswith("ArgumentParser")
-            returned = self.returned(node)
-            return bool(returned) and all(self._is_namespace(v, depth - 1) for v in returned)
-        if not isinstance(node, (cst.Name, cst.Attribute)):
-            return False
-        sources = self.sources(node)
-        return bool(sources) and all(
-            self.names.path(note) == "argparse.Namespace"
-            if note is not None
-            else self._is_namespace(value, depth - 1)
-            for value, note in sources
-        )
-
-    @cached_property
-    def _options(self) -> dict[str, cst.Call]:
-        """The calls of `add_argument` by the attribute that they make; of two that make the same, none."""
-        results: dict[str, cst.Call] = {}
-        twice = set()
-        for node in self.parents:
-            if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
-                name = option(node) if node.func.attr.value == "add_argument" else None
-                if name is not None:
-                    twice |= {name} & results.keys()
-                    results[name] = node
-        return {name: call for name, call in results.items() if name not in twice}
-
-    def _argument(self, name: str) -> tuple[Node | None, Node | None]:
-        """The default value and the type of an argument of the command line."""
-        keywords = Arguments.of(self._options[name]).keywords
-        value = keywords.get("action")
-        action = strings(value) if value is not None else "store"
-        default = keywords.get("default")
-        is_flag = (self.names.path(value) or "").endswith("BooleanOptionalAction")
-        if is_flag or action in ("store_true", "store_false"):
-            return None, cst.Name("bool")
-        if action != "store" or "nargs" in keywords:
-            return None, None
-        kind = keywords.get("type", cst.Name("str"))
-        if is_none(default) or (
-            default is not None and "type" not in keywords and strings(default) is None
-        ):
-            return None, None
-        return default, kind
 
     @cached_property
     def contents(self) -> Containers:
@@ -546,16 +452,6 @@ def _common_optimizer(kinds: set[str]) -> str | None:
         return "torch.optim.lr_scheduler.LRScheduler"
     are_others = any("swa_utils" in kind for kind in kinds)
     return "torch.optim.Optimizer" if are_schedulers == {False} and not are_others else None
-
-
-def option(call: cst.Call) -> str | None:
-    """The attribute that `add_argument("--init-scale", ...)` makes: its `dest`, or its first long name."""
-    arguments = Arguments.of(call)
-    if "dest" in arguments.keywords:
-        return strings(arguments.keywords["dest"])
-    texts = [strings(node) or "" for node in arguments.positional]
-    long = next((text for text in texts if text.startswith("--")), texts[0] if texts else "")
-    return long.lstrip("-").replace("-", "_") or None
 
 
 def _is_self(node: Node) -> bool:

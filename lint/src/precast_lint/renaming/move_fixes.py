@@ -19,7 +19,15 @@ from precast_lint.parsing.names import canonical
 from precast_lint.parsing.scopes import Binding, Scope
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
-from precast_lint.renaming.moves import Move, NameUse, is_bound_here, root
+from precast_lint.renaming.moves import (
+    MODULES,
+    NameUse,
+    is_bound_here,
+    is_deprecated,
+    is_in_old_module,
+    new_name,
+    root,
+)
 
 __all__ = ["Group", "exported", "group_key", "groups_of", "share"]
 
@@ -44,30 +52,30 @@ _WHY = {
 _Groups = dict[tuple[Scope, str], Group]
 
 
-def group_key(source: Source, node: Node, move: Move) -> tuple[Scope, str] | None:
-    """The name through which something that moves was bound; None for `torch.` itself."""
+def group_key(source: Source, node: Node) -> tuple[Scope, str] | None:
+    """Return the scope and name that a deprecated name is read through; None if that is `torch` itself."""
     name = root(node)
-    if not isinstance(name, cst.Name) or not move.covers(source.names.path(name)):
+    if not isinstance(name, cst.Name) or not is_in_old_module(source.names.path(name)):
         return None
     home = source.scopes.scope_of[name].home(name.value)
     assert home is not None
     return home, name.value
 
 
-def groups_of(source: Source, move: Move, uses: list[NameUse]) -> _Groups:
+def groups_of(source: Source, uses: list[NameUse]) -> _Groups:
     """The groups of a file, imports and aliases without uses among them."""
     groups: dict[tuple[Scope, str], Group] = {}
     for use in uses:
-        key = group_key(source, use.node, move)
+        key = group_key(source, use.node)
         if key is not None:
             scope, name = key
             groups.setdefault(key, Group(scope.bindings[name])).uses.append(use)
     for scope in {source.scopes.module: 0, **dict.fromkeys(source.scopes.owned.values())}:
         for name, bindings in scope.bindings.items():
-            if bindings and _is_moved(source, move, bindings):
+            if bindings and _is_moved(source, bindings):
                 groups.setdefault((scope, name), Group(bindings))
     for (scope, name), group in groups.items():
-        group.foreign = not all(move.knows(_path(source, b)) for b in group.bindings)
+        group.foreign = not all(is_deprecated(_path(source, b)) for b in group.bindings)
         entries = {root(use.node) for use in group.uses}
         group.foreign |= any(
             node not in entries and not is_bound_here(source, node)
@@ -78,17 +86,17 @@ def groups_of(source: Source, move: Move, uses: list[NameUse]) -> _Groups:
     return groups
 
 
-def _is_moved(source: Source, move: Move, bindings: list[Binding]) -> bool:
+def _is_moved(source: Source, bindings: list[Binding]) -> bool:
     """Return True if what moves is all that a name is bound to, or one import of several."""
     paths = [_path(source, binding) for binding in bindings]
-    if all(map(move.knows, paths)):
+    if all(map(is_deprecated, paths)):
         return True
     old = [
         b.path
         for b in bindings
-        if b.kind == "from" and b.path and move.knows(b.path) and move.covers(b.path)
+        if b.kind == "from" and b.path and is_deprecated(b.path) and is_in_old_module(b.path)
     ]
-    return bool(old) and not {move.new(path) for path in old} & {canonical(p or "") for p in paths}
+    return bool(old) and not {new_name(path) for path in old} & {canonical(p or "") for p in paths}
 
 
 def _path(source: Source, binding: Binding) -> str | None:
@@ -109,14 +117,14 @@ def exported(source: Source) -> set[str]:
 # --- fixes ---
 
 
-def share(source: Source, move: Move, uses: list[NameUse], groups: _Groups) -> None:
+def share(source: Source, uses: list[NameUse], groups: _Groups) -> None:
     """Gives each use its fix: its own, or that of its group together with groups of the same import."""
     for (scope, name), group in groups.items():
         if [b.kind for b in group.bindings] == ["assign"]:
             _follow(group, [u for u in uses if _binds(source, u, scope, name)])
     for use in uses:
-        if group_key(source, use.node, move) is None:
-            _give([use], _own_fix(source, move, use))
+        if group_key(source, use.node) is None:
+            _give([use], _own_fix(source, use))
     by_statement: dict[Node, list[Group]] = {}
     for group in groups.values():
         binding = group.bindings[0]
@@ -125,9 +133,9 @@ def share(source: Source, move: Move, uses: list[NameUse], groups: _Groups) -> N
     for statement, together in by_statement.items():
         ready = [group for group in together if _is_fixable(source, group)]
         safe = [group for group in ready if not any(use.unsafe for use in group.uses)]
-        _share(source, move, statement, safe, safe)
+        _share(source, statement, safe, safe)
         if len(safe) < len(ready):
-            _share(source, move, statement, ready, [group for group in ready if group not in safe])
+            _share(source, statement, ready, [group for group in ready if group not in safe])
 
 
 def _binds(source: Source, use: NameUse, scope: Scope, name: str) -> bool:
@@ -176,41 +184,37 @@ def _give(uses: list[NameUse], fix: Fix | None) -> None:
         use.fix = fix
 
 
-def _own_fix(source: Source, move: Move, use: NameUse) -> Fix | None:
+def _own_fix(source: Source, use: NameUse) -> Fix | None:
     """The fix of `torch.cuda.amp.autocast()`, which no other use has a part in but those of an alias."""
     edits = _edits([use])
     if edits is None or not _is_selected(source, [use]):
         return None
-    renamed = use.renamed if use.renamed is not None else _renamed(source, move, use.node)
+    renamed = use.renamed if use.renamed is not None else _renamed(source, use.node)
     if renamed is None:
         return None
     unsafe = any(inner.unsafe for inner in _all(use))
-    return source.fix(f"Use {move.new(use.origin)}", renamed, edits, unsafe=unsafe)
+    return source.fix(f"Use {new_name(use.origin)}", renamed, edits, unsafe=unsafe)
 
 
-def _renamed(source: Source, move: Move, node: Node) -> tuple[Edit, ...] | None:
+def _renamed(source: Source, node: Node) -> tuple[Edit, ...] | None:
     inner = node
-    while source.names.path(inner) not in move.modules:
+    while source.names.path(inner) not in MODULES:
         if not isinstance(inner, cst.Attribute):
             return None
         inner = inner.value
-    new = move.modules[source.names.path(inner) or ""]
-    top, dot, rest = new.partition(".")
-    named = name_for(source, top, root(node))
+    named = name_for(source, "torch", root(node))
     if named is None:
         return None
     name, added = named
-    return (source.replace(inner, name + dot + rest), *added)
+    return (source.replace(inner, f"{name}.amp"), *added)
 
 
 def _is_fixable(source: Source, group: Group) -> bool:
     return not group.foreign and _is_selected(source, group.uses) and _edits(group.uses) is not None
 
 
-def _share(
-    source: Source, move: Move, statement: Node, moved: list[Group], receivers: list[Group]
-) -> None:
-    definition = _definition_edits(source, move, statement, moved)
+def _share(source: Source, statement: Node, moved: list[Group], receivers: list[Group]) -> None:
+    definition = _definition_edits(source, statement, moved)
     if definition is None or not moved:
         return
     uses = [use for group in moved for use in group.uses]
@@ -218,24 +222,24 @@ def _share(
         _WHY[use.kind] for outer in uses for use in _all(outer) if use.unsafe and use.kind in _WHY
     ]
     unsafe = any(use.unsafe for outer in uses for use in _all(outer))
-    message = f"{move.message} (unsafe: {why[0]})" if why else move.message
+    message = f"Use torch.amp (unsafe: {why[0]})" if why else "Use torch.amp"
     fix = source.fix(message, definition, _edits(uses) or (), unsafe=unsafe)
     for group in receivers:
         _give(group.uses, fix)
 
 
 def _definition_edits(
-    source: Source, move: Move, statement: Node, moved: list[Group]
+    source: Source, statement: Node, moved: list[Group]
 ) -> tuple[Edit, ...] | None:
     bindings = [group.bindings[0] for group in moved]
     if isinstance(statement, cst.Import):
         return tuple(
-            source.replace(b.node.name, move.new(source.code(b.node.name)))
+            source.replace(b.node.name, new_name(source.code(b.node.name)))
             for b in bindings
             if isinstance(b.node, cst.ImportAlias)
         )
     if isinstance(statement, cst.ImportFrom):
-        new = {b.node: move.new(b.path or "") for b in bindings}
+        new = {b.node: new_name(b.path or "") for b in bindings}
         selection = [b.node for b in bindings if isinstance(b.node, cst.ImportAlias)]
         return move_names(source, statement, selection, new)
     return None

@@ -1,15 +1,14 @@
-"""Names that move to another module, and every use of them in a file.
+"""Deprecated names of PyTorch's AMP, and every use of them in a file.
 
-`old_names.py` moves deprecated names to `torch.amp`; AMP601 moves those of `torch.amp` to precast.
-What has to change at a use besides its name, they say; `move_fixes.py` makes the fixes.
+`old_names.py` says what has to change at a use besides its name; `move_fixes.py` makes the fixes.
 
-Invariant: a use is an expression that certainly stands for the name; what else may, nobody lists.
+Invariant: a use is listed only if its expression certainly means a deprecated name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from precast_lint.editing.imports import name_for
@@ -18,47 +17,73 @@ from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 
-__all__ = ["Move", "NameUse", "expressions", "in_string", "is_bound_here", "reference_kind", "root"]
+__all__ = [
+    "MODULES",
+    "OLD",
+    "NameUse",
+    "Old",
+    "expressions",
+    "in_string",
+    "is_bound_here",
+    "is_deprecated",
+    "is_in_old_module",
+    "new_name",
+    "reference_kind",
+    "root",
+]
+
+MODULES = ("torch.cuda.amp", "torch.cpu.amp")
+"""The deprecated modules. Their names are in `torch.amp` now."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """A set of dotted names, or of whole modules, with their new places.
+class Old:
+    """A deprecated name.
 
     Attributes:
-        modules: old -> new.
-        names: the documented dotted names whose uses count.
-        message: of fixes that change an import.
+        device: The device type that the new name has to be given.
+        kind: How the arguments change: autocast, scaler, custom, cast or same.
+        since: The first PyTorch that has the new name.
+        code: The rule for calls of it.
     """
 
-    modules: Mapping[str, str]
-    names: frozenset[str]
-    message: str
+    device: str
+    kind: str
+    since: str
+    code: str
 
-    def covers(self, path: str | None) -> bool:
-        """Return True if a dotted name, as it is spelled, moves."""
-        return path is not None and self._old(path) is not None
 
-    def new(self, path: str) -> str:
-        """Return the new dotted name."""
-        old = self._old(path)
-        assert old is not None
-        return self.modules[old] + path[len(old) :]
+OLD = {
+    "torch.cuda.amp.autocast": Old("cuda", "autocast", "1.12", "AMP001"),
+    "torch.cpu.amp.autocast": Old("cpu", "autocast", "1.12", "AMP002"),
+    "torch.cuda.amp.GradScaler": Old("cuda", "scaler", "2.3", "AMP003"),
+    "torch.cpu.amp.GradScaler": Old("cpu", "scaler", "2.3", "AMP003"),
+    "torch.cuda.amp.custom_fwd": Old("cuda", "custom", "2.4", "AMP004"),
+    "torch.cuda.amp.custom_bwd": Old("cuda", "custom", "2.4", "AMP004"),
+    "torch.cuda.amp._cast": Old("cuda", "cast", "2.4", "AMP010"),
+    "torch.cuda.amp._refresh_per_optimizer_state": Old("cuda", "same", "2.3", "AMP010"),
+    "torch.cuda.amp._MultiDeviceReplicator": Old("cuda", "same", "2.3", "AMP010"),
+}
 
-    def knows(self, path: str | None) -> bool:
-        """Return True if a dotted name is one of the names, or a module that they are in."""
-        return path is not None and (
-            canonical(path) in self.names or canonical(path) in self.modules
-        )
 
-    def _old(self, path: str) -> str | None:
-        fits = [m for m in self.modules if path == m or path.startswith(m + ".")]
-        return max(fits, key=len) if fits else None
+def is_in_old_module(path: str | None) -> bool:
+    """Return True if a dotted name is one of the deprecated modules or in one of them."""
+    return path is not None and path.startswith(MODULES) and path.split(".")[2] == "amp"
+
+
+def new_name(path: str) -> str:
+    """`torch.cuda.amp.autocast` -> `torch.amp.autocast`."""
+    return ".".join(["torch", *path.split(".")[2:]])
+
+
+def is_deprecated(path: str | None) -> bool:
+    """Return True if a dotted name is a deprecated name or a deprecated module."""
+    return path is not None and (canonical(path) in OLD or canonical(path) in MODULES)
 
 
 @dataclass(eq=False)
 class NameUse:
-    """One place where a name that moves is used.
+    """One place where a deprecated name is used.
 
     Attributes:
         node: the expression that stands for the name.
@@ -91,8 +116,8 @@ def root(node: Node) -> Node:
     return node
 
 
-def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
-    """Yield each expression that means a moved name, with the node to report and the name.
+def expressions(source: Source) -> Iterator[tuple[Node, Node, str]]:
+    """Yield each expression that means a deprecated name, with the node to report and the name.
 
     In a quoted annotation the expression is that of the text, and it is reported at the string.
     """
@@ -101,7 +126,7 @@ def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
             continue
         origin = source.origin(node)
-        counts = origin in move.names or _is_module_alias(source, node, move)
+        counts = origin in OLD or _is_module_alias(source, node)
         # `autocast.__init__` is no use that we know: groups see it as a foreign one.
         inside = isinstance(source.parents.get(node), cst.Attribute)
         if origin and counts and not inside and not is_bound_here(source, node):
@@ -110,7 +135,7 @@ def expressions(source: Source, move: Move) -> Iterator[tuple[Node, Node, str]]:
         inner = {n.value for n in walk(tree) if isinstance(n, cst.Attribute)}
         for node in walk(tree):
             origin = source.origin(node)
-            if origin in move.names and node not in inner:
+            if origin in OLD and node not in inner:
                 yield node, string, origin
 
 
@@ -119,26 +144,25 @@ def is_bound_here(source: Source, node: Node) -> bool:
     return isinstance(node, cst.Name) and any(b.node is node for b in source.names.bindings(node))
 
 
-def in_string(source: Source, string: Node, node: Node, move: Move) -> tuple[Edit, ...] | None:
+def in_string(source: Source, string: Node, node: Node) -> tuple[Edit, ...] | None:
     """Edits that rename a dotted name in a quoted annotation; None where the text is not that plain."""
     text, value = source.code(string), strings(string)
     base = source.names.path(root(node))
     if value is None or text[1:-1] != value or base is None:
         return None
-    if move.covers(base):
+    if is_in_old_module(base):
         return ()  # its import is changed
     tree: Node = node
-    while not (path := source.names.path(tree) or "") or path not in move.modules:
+    while source.names.path(tree) not in MODULES:
         if not isinstance(tree, cst.Attribute):
             return None
         tree = tree.value
-    top, dot, rest = move.modules[path].partition(".")
     first = root(node)
-    available = name_for(source, top, first)
+    available = name_for(source, "torch", first)
     if available is None or not isinstance(first, cst.Name):
         return None
-    spelled = first.value + path[len(base) :]
-    expected = available[0] + dot + rest
+    spelled = first.value + (source.names.path(tree) or "")[len(base) :]
+    expected = f"{available[0]}.amp"
     start = source.span(string).start + 1
     results = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
     edits = (
@@ -152,11 +176,11 @@ def _bytes(text: str) -> int:
     return len(text.encode("utf-8"))
 
 
-def _is_module_alias(source: Source, node: Node, move: Move) -> bool:
+def _is_module_alias(source: Source, node: Node) -> bool:
     """`amp = torch.cuda.amp`."""
     parent = source.parents.get(node)
     is_value = isinstance(parent, cst.Assign) and parent.value is node
-    return is_value and source.names.path(node) in move.modules
+    return is_value and source.names.path(node) in MODULES
 
 
 def reference_kind(source: Source, node: Node) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from precast_lint.editing.imports import name_for
 from precast_lint.meaning.kinds import is_text
-from precast_lint.meaning.regions import AUTOCASTS, DEFAULT_DTYPE
+from precast_lint.meaning.regions import regions_around
 from precast_lint.model import Edit
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import cst
 
 __all__ = ["call_edits", "device_edits", "has_new_arguments"]
 
@@ -26,9 +25,9 @@ def call_edits(
     source: Source, call: cst.Call, args: Sequence[cst.Arg], kind: str, device: str
 ) -> tuple[Edit, ...] | None:
     """The edits between the parentheses of a call; None where they can't be made."""
-    pinned = _pinned_dtype(source, call, device) if kind == "autocast" else ()
-    if pinned is None:
-        return None
+    dtype = Arguments.of(call).get("dtype", _OLD_PARAMETERS.index("dtype"))
+    if kind == "autocast" and dtype is None and any(regions_around(source, call)):
+        return None  # the new name inherits the dtype of the region around it, the old one does not
     quoted = source.quoted(device, call)
     if kind == "same":
         return ()
@@ -38,10 +37,8 @@ def call_edits(
     if not args:
         end = source.span(call).end - 1
         text = f"device_type={quoted}" if kind == "custom" else quoted
-        more = "".join(edit.text for edit in pinned if edit.start == end)
-        return (Edit(end, end, text + more), *(edit for edit in pinned if edit.start != end))
-    edits = device_edits(source, None, args, kind, device)
-    return None if edits is None else (*edits, *pinned)
+        return (Edit(end, end, text),)
+    return device_edits(source, None, args, kind, device)
 
 
 def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
@@ -88,52 +85,3 @@ def _as_keywords(source: Source, args: Sequence[cst.Arg]) -> list[Edit] | None:
         if arg.keyword is None and not arg.star:
             edits.append(source.before(arg, f"{_OLD_PARAMETERS[position]}="))
     return edits
-
-
-def _pinned_dtype(source: Source, call: cst.Call, device: str) -> tuple[Edit, ...] | None:
-    """Inside another region the new name would inherit its dtype, where the old one had its own."""
-    if len([arg for arg in call.args if arg.keyword is None]) > 1:
-        return ()
-    if any(arg.star or (arg.keyword and arg.keyword.value == "dtype") for arg in call.args):
-        return ()
-    if not any(_has_other_dtype(source, outer) for outer in _outer_regions(source, call)):
-        return ()
-    named = name_for(source, "torch", call)
-    if named is None:
-        return None
-    torch, added = named
-    text = f", dtype={torch}.{DEFAULT_DTYPE[device].removeprefix('torch.')}"
-    if not call.args:
-        end = source.span(call).end - 1
-        return (Edit(end, end, text), *added)
-    return (source.after(call.args[-1], text), *added)
-
-
-def _outer_regions(source: Source, call: cst.Call) -> list[cst.Call]:
-    """The regions of `with` statements and decorators around a call, in its function."""
-    results: list[Node] = []
-    inner: Node = call
-    for outer in source.around(call):
-        if isinstance(outer, cst.With):
-            items = [item.item for item in outer.items]
-            results += items if inner is outer.body else items[: _position(outer, inner)]
-        if isinstance(outer, cst.FunctionDef):
-            if inner is outer.body:
-                results += [decorator.decorator for decorator in outer.decorators]
-            break
-        inner = outer
-    return [n for n in results if isinstance(n, cst.Call) and source.origin(n.func) in AUTOCASTS]
-
-
-def _position(statement: cst.With, item: Node) -> int:
-    return next((i for i, other in enumerate(statement.items) if other is item), 0)
-
-
-def _has_other_dtype(source: Source, region: cst.Call) -> bool:
-    """Return True if a region may have another dtype than the device's default one."""
-    origin = source.origin(region.func) or ""
-    if origin.startswith("torch.") and origin.split(".")[1] in ("cuda", "cpu"):
-        return any(arg.star or arg.keyword is None for arg in region.args) or any(
-            arg.keyword is not None and arg.keyword.value == "dtype" for arg in region.args
-        )
-    return True

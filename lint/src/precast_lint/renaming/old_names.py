@@ -10,80 +10,46 @@ listed or compared (there the old name is meant) are not listed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from precast_lint.editing.imports import name_for
 from precast_lint.meaning.guards import is_guarded
-from precast_lint.model import Edit, LintFinding, LintRule
+from precast_lint.model import LintFinding, LintRule
 from precast_lint.parsing.names import canonical
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.renaming.move_fixes import Group, groups_of, share
-from precast_lint.renaming.moves import Move, NameUse, expressions, in_string, reference_kind
+from precast_lint.renaming.moves import (
+    OLD,
+    NameUse,
+    expressions,
+    in_string,
+    is_in_old_module,
+    new_name,
+    reference_kind,
+)
 from precast_lint.renaming.old_calls import call_edits, device_edits, has_new_arguments
 
-__all__ = ["MOVE", "OLD", "Old", "findings", "is_listed", "new_name", "uses"]
-
-
-@dataclass(frozen=True)
-class Old:
-    """A deprecated name: what is new, since which PyTorch, and the rule for calls of it."""
-
-    device: str
-    kind: str  # autocast, scaler, custom, cast or same: how its arguments change
-    since: str
-    code: str
-
-
-OLD = {
-    "torch.cuda.amp.autocast": Old("cuda", "autocast", "1.12", "AMP001"),
-    "torch.cpu.amp.autocast": Old("cpu", "autocast", "1.12", "AMP002"),
-    "torch.cuda.amp.GradScaler": Old("cuda", "scaler", "2.3", "AMP003"),
-    "torch.cpu.amp.GradScaler": Old("cpu", "scaler", "2.3", "AMP003"),
-    "torch.cuda.amp.custom_fwd": Old("cuda", "custom", "2.4", "AMP004"),
-    "torch.cuda.amp.custom_bwd": Old("cuda", "custom", "2.4", "AMP004"),
-    "torch.cuda.amp._cast": Old("cuda", "cast", "2.4", "AMP010"),
-    "torch.cuda.amp._refresh_per_optimizer_state": Old("cuda", "same", "2.3", "AMP010"),
-    "torch.cuda.amp._MultiDeviceReplicator": Old("cuda", "same", "2.3", "AMP010"),
-}
-MOVE = Move(
-    modules={"torch.cuda.amp": "torch.amp", "torch.cpu.amp": "torch.amp"},
-    names=frozenset(OLD),
-    message="Use torch.amp",
-)
+__all__ = ["findings", "is_listed"]
 
 
 def findings(source: Source, rule: LintRule) -> Iterator[LintFinding]:
     """The findings of a rule: its uses."""
-    for use in uses(source):
+    for use in _uses(source):
         if use.code == rule.code:
             message = rule.message.format(old=use.origin, new=new_name(use.origin))
             yield source.find(rule, use.place, message, use.fix)
 
 
-def new_name(path: str) -> str:
-    """`torch.cuda.amp.autocast` -> `torch.amp.autocast`."""
-    return MOVE.new(path)
-
-
-def uses(source: Source) -> list[NameUse]:
-    """All uses of deprecated names in a file, in the order of the text; computed once."""
-    cached = source.cache.get("old names")
-    if cached is None:
-        cached = source.cache["old names"] = _uses(source)
-    assert isinstance(cached, list)
-    return cached
-
-
+@once
 def _uses(source: Source) -> list[NameUse]:
+    """Return all uses of deprecated names in a file, in the order of the text."""
     results = [
         _classified(source, *expression)
-        for expression in expressions(source, MOVE)
+        for expression in expressions(source)
         if _counts(source, *expression[1:])
     ]
-    groups = groups_of(source, MOVE, results)
+    groups = groups_of(source, results)
     imports = [use for group in groups.values() for use in _import_uses(source, group)]
-    share(source, MOVE, results, groups)
+    share(source, results, groups)
     return sorted([*results, *imports], key=lambda use: source.span(use.place))
 
 
@@ -117,7 +83,7 @@ def is_instance_test(source: Source, arg: cst.Arg) -> bool:
 
 def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse:
     if node is not place:
-        edits = in_string(source, place, node, MOVE)
+        edits = in_string(source, place, node)
         return NameUse(node, place, origin, "annotation", "AMP006", edits and (), renamed=edits)
     parent = source.parents[node]
     old = OLD.get(origin)
@@ -149,8 +115,11 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
         return NameUse(node, node, origin, kind, code, ())
     old = OLD[origin]
     if kind == "alias":
-        alone = old.kind == "same" or _is_only_value(source, node)
-        edits = () if alone else _kept_calls(source, node, old)
+        statement = source.parents[node]
+        targets = statement.targets if isinstance(statement, cst.Assign) else ()
+        # All calls of a name with one value are calls of the old name, and are changed with it.
+        is_alone = all(source.names.only_binding(target.target) for target in targets)
+        edits = () if is_alone or old.kind == "same" else None
         return NameUse(node, node, origin, kind, code, edits, unsafe=True)
     if kind == "partial":
         arg = source.parents[node]
@@ -159,41 +128,7 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
         assert isinstance(call, cst.Call)
         edits = device_edits(source, arg, call.args[1:], old.kind, old.device)
         return NameUse(node, node, origin, kind, code, edits)
-    if kind == "value" and old.kind != "cast":
-        return NameUse(node, node, origin, kind, code, _with_device(source, node, old), unsafe=True)
     return NameUse(node, node, origin, kind, code, None)
-
-
-def _is_only_value(source: Source, node: Node) -> bool:
-    """Return True if a name has just this value, so that its calls are known to be calls of it, and can be changed."""
-    statement = source.parents[node]
-    targets = statement.targets if isinstance(statement, cst.Assign) else ()
-    return all(source.names.only_binding(target.target) is not None for target in targets)
-
-
-def _kept_calls(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | None:
-    """A value that is called as before, for a name that has others too; None where one hands on a position."""
-    statement = source.parents[node]
-    names = {t.target.value for t in statement.targets if isinstance(t.target, cst.Name)}  # type: ignore[attr-defined]
-    calls = [
-        c for c in source.all(cst.Call) if isinstance(c.func, cst.Name) and c.func.value in names
-    ]
-    if any(arg.keyword is None for call in calls for arg in call.args):
-        return None
-    return _with_device(source, node, old)
-
-
-def _with_device(source: Source, node: Node, old: Old) -> tuple[Edit, ...] | None:
-    """`functools.partial` with the device, for code that calls what it finds in a table."""
-    if old.kind == "same":
-        return ()
-    named = name_for(source, "functools", node)
-    if named is None:
-        return None
-    keyword = "device_type=" if old.kind == "custom" else ""
-    device = keyword + source.quoted(old.device, node)
-    before = source.before(node, f"{named[0]}.partial(")
-    return (before, source.after(node, f", {device})"), *named[1])
 
 
 def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
@@ -202,7 +137,7 @@ def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
         path = binding.path or ""
         if binding.kind not in ("import", "from") or is_guarded(source, binding.node):
             continue
-        if not MOVE.covers(path):  # the other of two imports
+        if not is_in_old_module(path):  # the other of two imports
             continue
         if not source.allows(_since(path, group)):
             continue

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from precast_lint.editing.lines import block_of, insert_before, line_of, remove
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event, key
-from precast_lint.training_step.protocol import (
-    hides,
-    is_plain,
-    judged,
-    loop_around,
-    only_here,
-    scales_by_hand,
-)
+from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
 
 __all__ = ["RULE"]
 
@@ -56,11 +48,8 @@ def check(source: Source) -> Iterator[LintFinding]:
             return None
         return _before(source, flow, scaler), _follower(source, scaler)
 
-    fixed: set[tuple[FunctionFlow, str]] = set()
-    for flow, scaler, node, message in judged(source, follow):
-        fix = None if (flow, scaler) in fixed else _fix(source, flow, scaler, node)
-        fixed.add((flow, scaler))
-        yield source.find(RULE, node, message, fix)
+    for node, message in judged(source, follow):
+        yield source.find(RULE, node, message)
 
 
 def _before(source: Source, flow: FunctionFlow, scaler: str) -> str:
@@ -249,42 +238,11 @@ def _uses(source: Source, value: Node) -> list[Node]:
     return [value]
 
 
-def _fix(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> Fix | None:
-    """`unscale_` before the clip, if the one step of the scaler follows in the same block."""
-    stepped = (e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler)
-    steps = {e.optimizer: e.node for e in stepped}
-    line = line_of(source, node)
-    if len(steps) != 1 or line is None or not is_plain(scaler):
-        return None
-    [(optimizer, step)] = steps.items()
-    outer = {line, *source.around(line)}
-    after = [step, *source.around(step)]
-    siblings = next((b for b in (block_of(source, s) for s in after) if outer & {*b}), [])
-    here = [i for i, s in enumerate(siblings) if s in outer]
-    there = [i for i, s in enumerate(siblings) if s in after]
-    together = here and there and here[0] < there[0]
-    conditional = together and siblings[there[0]] is not line_of(source, step)
-    if not together or conditional or loop_around(source, node) is not loop_around(source, step):
-        return None
-    if not is_plain(optimizer):
-        return None
-    edit = insert_before(source, line, f"{scaler}.unscale_({optimizer})")
-    late = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
-    if not late:
-        return source.fix("Unscale the gradients first", edit, unsafe=True)
-    stands = line_of(source, late[0]) if len(late) == 1 else None
-    between = siblings[here[0] : there[0]]
-    in_body = remove(source, stands) if stands in between and stands is not None else None
-    if in_body is None or line not in siblings:
-        return None
-    return source.fix("Unscale the gradients before, once", edit, in_body, unsafe=True)
-
-
 RULE = LintRule(
     code="AMP203",
     name="clip-scaled-gradients",
     severity=Severity.ERROR,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="gradients are still scaled here; call `scaler.unscale_(optimizer)` before",
     what=(
         "`clip_grad_norm_`, `clip_grad_value_`, the norm of a `.grad`, or something added to one, between a scaled "

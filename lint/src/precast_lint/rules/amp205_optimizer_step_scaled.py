@@ -6,9 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.editing.lines import block_of, line_of, remove
 from precast_lint.meaning.tensors import constant
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -17,9 +16,7 @@ from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
     hides,
-    is_plain,
     judged,
-    leading_to,
     only_here,
     scales_by_hand,
 )
@@ -28,9 +25,8 @@ __all__ = ["RULE"]
 
 _ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.Adamax")
 _NO_EPS = 1e-12
-_STATEMENTS = (cst.BaseCompoundStatement, cst.SimpleStatementLine)
 _UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
-_LOOKS = re.compile(
+_INSPECTION = re.compile(
     r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$",
     re.IGNORECASE,
 )
@@ -40,22 +36,25 @@ _AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scale
 
 @dataclass(frozen=True)
 class _StepState:
-    """The backwards since the last step, the unscaled optimizers, and the stepped optimizers.
+    """The backward passes since the last step, and what was done with their gradients.
 
     Attributes:
-        scaled: whether there was a backward of a scaled loss.
-        plain: whether there was one of another loss.
-        unscaled: whether gradients were unscaled.
-        stepped: the optimizers that the scaler has stepped.
-        by_hand: the steps with unscaled gradients, each with its optimizer: right if the scaler does not step it too.
-        hidden: whether something ran that is not seen, which may have made the gradients.
+        scaled: True after a backward of a scaled loss.
+        plain: True after a backward of another loss.
+        unscaled: True after `unscale_`.
+        inspected: True if a function of another file ran after `unscale_`: it may look for inf and NaN.
+        stepped: The optimizers that the scaler has stepped.
+        by_hand: The optimizers that stepped with unscaled gradients, each with the step, and with True if something
+            may skip it. The step is wrong if the scaler steps the optimizer too, or if nothing skips it.
+        hidden: True after code that is not followed, which may have computed the gradients.
     """
 
     scaled: bool = False
     plain: bool = False
     unscaled: bool = False
+    inspected: bool = False
     stepped: frozenset[str] = frozenset()
-    by_hand: frozenset[tuple[str, Node]] = frozenset()
+    by_hand: frozenset[tuple[str, Node, bool]] = frozenset()
     hidden: bool = False
 
 
@@ -70,47 +69,34 @@ def check(source: Source) -> Iterator[LintFinding]:
         by_hand = scales_by_hand(flow, scaler)
         never = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
         never = never and only_here(flow, scaler, "step")
-        unskipped: dict[Node, bool] = {}
-
-        def judge(step: Node, say: Say) -> None:
-            """Judges a step with gradients that were unscaled before: right if something may look at them."""
-            if step not in unskipped:
-                unskipped[step] = _is_unskipped(source, flow, scaler, step)
-            if unskipped[step]:
-                say.bad(step, _UNSKIPPED)
-            else:
-                say.good(step)
+        inspects = _inspects(flow)
 
         def on(state: _StepState, event: Event, say: Say) -> _StepState:
             if _only_asks(event, scaler) and not by_hand:
                 return state
             if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
-                for _, step in state.by_hand:  # the scaler has not stepped it too
-                    judge(step, say)
-                state = replace(state, by_hand=frozenset())
+                state = _judge_by_hand(state, state.by_hand, say)
             if event.kind == "optimizer_step" and _has_own_gradients(source, event.node):
                 return _StepState()
             if never and event.kind == "optimizer_step" and not state.scaled:
-                return (
-                    _StepState()
-                )  # right where the loss is not scaled: that excuses no step where it is
-            if event.kind == "assign":
-                return _bound_again(state, event.receiver or "", lambda step: judge(step, say))
+                return _StepState()  # correct, but no excuse for a path on which the loss is scaled
+            if event.kind == "assign":  # the name of an optimizer now means another one
+                name = event.receiver or ""
+                again = frozenset(entry for entry in state.by_hand if entry[0] == name)
+                state = _judge_by_hand(state, again, say)
+                return replace(state, stepped=state.stepped - {name})
             if hides(source, event, scaler):
                 return _StepState(hidden=True)
+            # The scale that `update` makes smaller also tells that gradients were not finite.
+            if inspects or event.kind == "update" or _is_foreign_call(source, event):
+                state = replace(state, inspected=state.inspected or state.unscaled)
             return _on(state, event, say, scaler)
 
         return (_StepState(), on) if only_here(flow, scaler, "unscale_") else None
 
-    for flow, scaler, node, message in judged(source, follow):
-        if message != _TWICE and _cancels(source, node):
-            continue
-        fix = (
-            _fix(source, flow, node)
-            if message == _TWICE
-            else _by_scaler(source, flow, scaler, node)
-        )
-        yield source.find(RULE, node, message, fix)
+    for node, message in judged(source, follow):
+        if message == _TWICE or not _cancels(source, node):
+            yield source.find(RULE, node, message)
 
 
 def _has_own_gradients(source: Source, step: Node) -> bool:
@@ -143,19 +129,20 @@ def _only_asks(event: Event, scaler: str) -> bool:
 def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
     if event.kind == "backward":
         if event.scaler == scaler:
-            return replace(state, scaled=True, unscaled=False, stepped=frozenset())
+            return replace(state, scaled=True, unscaled=False, inspected=False, stepped=frozenset())
         return replace(state, plain=True, stepped=frozenset())
     if event.kind == "unscale":
         return replace(state, unscaled=True)
     if event.kind == "scaler_step":
-        again = frozenset(pair for pair in state.by_hand if pair[0] == event.optimizer)
-        for _, step in again:
+        again = frozenset(entry for entry in state.by_hand if entry[0] == event.optimizer)
+        for _, step, _ in again:
             say.bad(step, _AGAIN)
         stepped = state.stepped | {event.optimizer or ""}
         return replace(state, stepped=stepped, by_hand=state.by_hand - again)
     if event.kind == "optimizer_step":
         if state.unscaled and not state.plain and event.optimizer not in state.stepped:
-            return _StepState(by_hand=state.by_hand | {(event.optimizer or "", event.node)})
+            entry = (event.optimizer or "", event.node, state.inspected)
+            return _StepState(by_hand=state.by_hand | {entry})
         _judge(state, event, say)
         return _StepState()
     if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
@@ -163,59 +150,31 @@ def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
     return state
 
 
-def _is_unskipped(source: Source, flow: FunctionFlow, scaler: str, step: Node) -> bool:
-    """Return True if a step follows `unscale_` in the same block."""
-    call = step if isinstance(step, cst.Call) else None
-    unscaled = [e.node for e in flow.events() if e.kind == "unscale" and e.scaler == scaler]
-    between = _since(flow, step, unscaled)
-    if call is None or call.args or not between:
+def _inspects(flow: FunctionFlow) -> bool:
+    """Return True if a name in a function, or in one that it calls, suggests a test for inf and NaN."""
+    nodes = [*flow.nodes, *(node for _, inner in flow.called for node in inner)]
+    return any(_INSPECTION.search(node.value) for node in nodes if isinstance(node, cst.Name))
+
+
+def _is_foreign_call(source: Source, event: Event) -> bool:
+    """Return True if an event calls a function that is not PyTorch's, not built in and not followed."""
+    func = event.node.func if isinstance(event.node, cst.Call) else None
+    if event.kind != "call" or not isinstance(func, cst.Name):
         return False
-    leaves = (cst.Raise, cst.Return, cst.Continue, cst.Break, cst.Assert, cst.Try)
-    if any(isinstance(inner, leaves) for part in between for inner in walk(part)):
-        return False
-    everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
-    names = [n.value for n in everywhere if isinstance(n, cst.Name)]
-    names += [n.attr.value for n in everywhere if isinstance(n, cst.Attribute)]
-    updates = {e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler}
-    if "get_scale" in names and updates & {inner for part in between for inner in walk(part)}:
-        return False  # a scale that the update has made smaller says that gradients were not finite
-    return not any(map(_LOOKS.search, names)) and all(
-        _is_of_torch(source, inner) for part in between for inner in walk(part)
-    )
+    is_torchs = (source.origin(func) or "").startswith("torch.")
+    return not is_torchs and source.names.builtin(func) is None
 
 
-def _since(flow: FunctionFlow, step: Node, unscaled: list[Node]) -> list[Node]:
-    """The statements between `unscale_` and a step, in the innermost block that has both; the first one unscales."""
-    source = flow.source
-    ways = [{at, *source.around(at)} for node in unscaled for at in leading_to(flow, node)]
-    inside: list[Node] = []
-    for outer in (step, *source.around(step)):
-        if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) and inside:
-            break
-        block = block_of(source, outer) if isinstance(outer, _STATEMENTS) else []
-        before = block[: block.index(outer)] if outer in block else []
-        places = [at for at, line in enumerate(before) if any(line in way for way in ways)]
-        if places:
-            return [*before[max(places) :], *inside]
-        inside = [*before, *inside]
-    return []
-
-
-def _is_of_torch(source: Source, node: Node) -> bool:
-    """Not a call of code that is not seen, which may look at gradients."""
-    if not isinstance(node, cst.Call) or isinstance(node.func, cst.Attribute):
-        return True
-    origin = source.origin(node.func) or ""
-    return origin.startswith("torch.") or source.names.builtin(node.func) is not None
-
-
-def _bound_again(state: _StepState, name: str, judge: Callable[[Node], None]) -> _StepState:
-    """After a name is bound again, what was done with it before was done with another optimizer."""
-    for optimizer, step in state.by_hand:
-        if optimizer == name:
-            judge(step)
-    by_hand = frozenset(pair for pair in state.by_hand if pair[0] != name)
-    return replace(state, stepped=state.stepped - {name}, by_hand=by_hand)
+def _judge_by_hand(
+    state: _StepState, steps: frozenset[tuple[str, Node, bool]], say: Say
+) -> _StepState:
+    """Judge and forget steps with unscaled gradients that the scaler did not repeat."""
+    for _, step, may_be_skipped in steps:
+        if may_be_skipped:
+            say.good(step)
+        else:
+            say.bad(step, _UNSKIPPED)
+    return replace(state, by_hand=state.by_hand - steps)
 
 
 def _judge(state: _StepState, event: Event, say: Say) -> None:
@@ -245,50 +204,11 @@ def _cancels(source: Source, step: Node) -> bool:
     return epsilon is not None and epsilon <= _NO_EPS and no_decay and not updates
 
 
-def _by_scaler(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> Fix | None:
-    """`scaler.step(optimizer)` for the only step, if the scaler is updated after it in the same block."""
-    events = flow.events()
-    own = next((e.optimizer for e in events if e.node is node), None)
-    steps = [
-        e
-        for e in events
-        if e.kind in ("optimizer_step", "scaler_step")
-        or (e.kind == "unscale" and e.optimizer != own)
-    ]
-    updates = [e for e in events if e.kind == "update" and e.scaler == scaler]
-    line = line_of(source, node)
-    if len(steps) != 1 or len(updates) != 1 or line is None or not is_plain(scaler):
-        return None
-    block = block_of(source, line)
-    after = block[block.index(line) :] if line in block else []
-    assert isinstance(node, cst.Call)
-    if line_of(source, updates[0].node) not in after or node.args:
-        return None
-    assert isinstance(node.func, cst.Attribute)
-    edit = source.replace(node, f"{scaler}.step({source.code(node.func.value)})")
-    return source.fix("Let the scaler step", edit, unsafe=True)
-
-
-def _fix(source: Source, flow: FunctionFlow, node: Node) -> Fix | None:
-    """Without the second step, where both stand in one block."""
-    line = line_of(source, node)
-    if line is None:
-        return None
-    block = block_of(source, line)
-    before = block[: block.index(line)] if line in block else []
-    optimizer = next(e.optimizer for e in flow.events() if e.node is node)
-    steps = [e.node for e in flow.events() if e.kind == "scaler_step" and e.optimizer == optimizer]
-    if not any(line_of(source, step) in before for step in steps):
-        return None
-    edit = remove(source, line)
-    return source.fix("Remove the second step", edit, unsafe=True) if edit else None
-
-
 RULE = LintRule(
     code="AMP205",
     name="optimizer-step-after-scaled-backward",
     severity=Severity.ERROR,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="the gradients here are those of a scaled loss: use `scaler.step(optimizer)`",
     what="`optimizer.step()` after `scaler.scale(loss).backward()`, in place of `scaler.step(optimizer)` or beside it.",
     why=(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.editing.lines import block_of
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -94,7 +93,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 def _comes_always(source: Source, first: Node, second: Node) -> bool:
     """Return True if the second comes whenever the first did, under a test."""
-    block = block_of(source, source.statement(second))
+    block = source.block(source.statement(second))
     before = (
         block[: block.index(source.statement(second))] if source.statement(second) in block else []
     )
@@ -190,11 +189,11 @@ def _always_runs(source: Source, node: Node) -> bool:
     line = source.statement(node)
     if (
         function is None
-        or line not in block_of(source, line)
+        or line not in source.block(line)
         or source.parents[line] is not function.body
     ):
         return False
-    block = block_of(source, line)
+    block = source.block(line)
     before = block[: block.index(line)]
     ends = (cst.Return, cst.Raise)
     return not any(isinstance(inner, ends) for one in before for inner in walk(one))

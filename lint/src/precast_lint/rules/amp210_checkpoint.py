@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import called_function, followed_call
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, flows
@@ -69,18 +69,15 @@ def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
     yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
 
 
+@once
 def _saves(source: Source) -> dict[FunctionFlow, list[tuple[cst.Call, Node]]]:
     """The calls of `torch.save` that save one state alone, by function, each with what it is the state of."""
-    cached = source.cache.get("saves of one state")
-    if cached is None:
-        results: dict[FunctionFlow, list[tuple[cst.Call, Node]]] = {}
-        for flow in flows(source):
-            for call in _calls_of_save(source, flow):
-                if (owner := _state_of(call.args[0].value)) is not None:
-                    results.setdefault(flow, []).append((call, owner))
-        cached = source.cache["saves of one state"] = results
-    assert isinstance(cached, dict)
-    return cached
+    results: dict[FunctionFlow, list[tuple[cst.Call, Node]]] = {}
+    for flow in flows(source):
+        for call in _calls_of_save(source, flow):
+            if (owner := _state_of(call.args[0].value)) is not None:
+                results.setdefault(flow, []).append((call, owner))
+    return results
 
 
 def _calls_of_save(source: Source, flow: FunctionFlow) -> list[cst.Call]:
@@ -260,14 +257,10 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
     return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
 
 
+@once
 def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
-    """A scaler that this function makes, or uses, or an attribute of its class that is one; looked for once."""
-    cached = source.cache.setdefault("scalers of functions", {})
-    assert isinstance(cached, dict)
-    if flow not in cached:
-        cached[flow] = _scaler_of_function(source, flow)
-    result: Node | None = cached[flow]
-    return result
+    """A scaler that this function makes, or uses, or an attribute of its class that is one."""
+    return _scaler_of_function(source, flow)
 
 
 def _scaler_of_function(source: Source, flow: FunctionFlow) -> Node | None:
@@ -291,19 +284,12 @@ def _scaler_of_function(source: Source, flow: FunctionFlow) -> Node | None:
     return _scaler_of_class(source, home) if home is not None else None
 
 
+@once
 def _scaler_of_class(source: Source, home: Node) -> Node | None:
-    """The first attribute of a class that is a scaler; looked for once."""
-    cached = source.cache.setdefault("scalers of classes", {})
-    assert isinstance(cached, dict)
-    if home not in cached:
-        cached[home] = None
-        for node in walk(home):
-            is_of_self = type(node) is cst.Attribute and key(source, node.value) == "self"
-            if is_of_self and source.instance(node) in SCALERS:
-                cached[home] = node
-                break
-    result: Node | None = cached[home]
-    return result
+    """The first attribute of a class that is a scaler."""
+    attributes = (node for node in walk(home) if isinstance(node, cst.Attribute))
+    own = (node for node in attributes if key(source, node.value) == "self")
+    return next((node for node in own if source.instance(node) in SCALERS), None)
 
 
 def _is_of_object(source: Source, flow: FunctionFlow) -> bool:

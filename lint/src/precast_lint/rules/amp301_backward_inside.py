@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.meaning.callers import is_called_in_region
-from precast_lint.meaning.regions import is_trainer, region_in_force
+from precast_lint.meaning.callers import runs_in_region
+from precast_lint.meaning.regions import is_trainer
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.tail import end_before
 
 __all__ = ["RULE"]
 
@@ -21,14 +20,8 @@ def check(source: Source) -> Iterator[LintFinding]:
     for call in source.all(cst.Call):
         if not _is_backward(source, call):
             continue
-        region = region_in_force(source, call, trainers=True)
-        if region is None and is_called_in_region(source, call):
+        if runs_in_region(source, call):
             yield source.find(RULE, call)
-        if region is not None:
-            edits = end_before(source, region.node, call)
-            message = "End the region before it"
-            fix = source.fix(message, edits, unsafe=True) if edits else None
-            yield source.find(RULE, call, fix=fix)
 
 
 def _is_backward(source: Source, call: cst.Call) -> bool:
@@ -85,7 +78,7 @@ RULE = LintRule(
     code="AMP301",
     name="backward-in-region",
     severity=Severity.WARNING,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="backward inside a region; PyTorch advises to end the region before it",
     what="`backward()` of a loss, by hand or by a trainer, inside a region that is not switched off.",
     why=(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.callers import is_called_in_region
-from precast_lint.meaning.regions import AUTOCASTS, region_in_force
+from precast_lint.meaning.callers import runs_in_region
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import is_optimizer, key
-from precast_lint.training_step.tail import end_before
 
 __all__ = ["RULE"]
 
@@ -26,13 +25,8 @@ def check(source: Source) -> Iterator[LintFinding]:
         by_scaler = source.instance(owner) in SCALERS and bool(arguments.positional)
         if not by_scaler and not _is_optimizer(source, owner):
             continue
-        region = region_in_force(source, call, trainers=True)
-        if region is None and is_called_in_region(source, call):
+        if runs_in_region(source, call):
             yield source.find(RULE, call)
-        if region is not None:
-            edits = end_before(source, region.node, call)
-            fix = source.fix("End the region before it", edits, unsafe=True) if edits else None
-            yield source.find(RULE, call, fix=fix)
 
 
 def _is_optimizer(source: Source, node: Node) -> bool:
@@ -70,7 +64,7 @@ RULE = LintRule(
     code="AMP302",
     name="step-in-region",
     severity=Severity.WARNING,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="the optimizer steps inside a region; end the region before it",
     what="`optimizer.step()` or `scaler.step(optimizer)` inside a region that is not switched off.",
     why=(

@@ -12,7 +12,7 @@ from precast_lint.meaning.tensors import is_lowered
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.rules.loss_target import handed, is_low
 from precast_lint.training_step.flow_events import key
@@ -171,21 +171,18 @@ def _only_target(source: Source, plain: Node) -> Node | None:
     return results[0] if is_one else None
 
 
+@once
 def _stored(source: Source) -> dict[str, list[Node]]:
-    """The places at which names and attributes get values, by their texts; computed once."""
-    cached = source.cache.get("what is stored where")
-    if cached is None:
-        table: dict[str, list[Node]] = {}
-        kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
-        for line in source.all(*kinds):
-            target = line.name if isinstance(line, cst.AsName) else line.target  # type: ignore[attr-defined]
-            items = target.elements if isinstance(target, (cst.Tuple, cst.List)) else ()
-            for one in (target, *(item.value for item in items)):
-                if isinstance(one, (cst.Name, cst.Attribute)):
-                    table.setdefault(key(source, one) or "", []).append(one)
-        cached = source.cache["what is stored where"] = table
-    assert isinstance(cached, dict)
-    return cached
+    """The places at which names and attributes get values, by their texts."""
+    table: dict[str, list[Node]] = {}
+    kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
+    for line in source.all(*kinds):
+        target = line.name if isinstance(line, cst.AsName) else line.target  # type: ignore[attr-defined]
+        items = target.elements if isinstance(target, (cst.Tuple, cst.List)) else ()
+        for one in (target, *(item.value for item in items)):
+            if isinstance(one, (cst.Name, cst.Attribute)):
+                table.setdefault(key(source, one) or "", []).append(one)
+    return table
 
 
 def _given(source: Source, target: Node) -> Node | None:
@@ -251,14 +248,15 @@ def _is_wide(value: Node) -> bool:
 
 def _has_parameters(source: Source, func: Node) -> bool:
     """Return True if the file asks what is called, or the value that `self` gets it from, for its parameters."""
-    cached = source.cache.setdefault("what has parameters", None)
-    if cached is None:
-        owners = (owner for _, owner, _ in source.methods("parameters"))
-        cached = source.cache["what has parameters"] = {key(source, owner) for owner in owners}
-    assert isinstance(cached, set)
     values = [func, *(value for value, _ in source.values.sources(func) if value is not None)]
     plain = (v for v in values if isinstance(v, (cst.Name, cst.Attribute)))
-    return any(key(source, value) in cached for value in plain)
+    return any(key(source, value) in _parameter_owners(source) for value in plain)
+
+
+@once
+def _parameter_owners(source: Source) -> set[str | None]:
+    """Return the keys of the objects whose `parameters` are called."""
+    return {key(source, owner) for _, owner, _ in source.methods("parameters")}
 
 
 def _loss(source: Source, call: cst.Call) -> str | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.editing.imports import name_for
-from precast_lint.editing.lines import block_of
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.tensors import (
     TensorOperation,
@@ -14,9 +12,8 @@ from precast_lint.meaning.tensors import (
     operation,
     starts_with_layer,
     value_of,
-    written,
 )
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst
 
@@ -45,9 +42,7 @@ def check(source: Source) -> Iterator[LintFinding]:
             source.code(value_of(source, total.operand)) == source.code(power.call)
         )
         if same:
-            plain = isinstance(division, cst.BinaryOperation) and division.left is power.call
-            fix = _fix(source, division, power, total) if plain else None
-            yield source.find(RULE, division, fix=fix)
+            yield source.find(RULE, division)
     for call, arguments in source.calls("torch.nn.functional.normalize"):
         order = arguments.get("p", 1)
         if order is None or constant(source, order) != 1 or not arguments.positional:
@@ -139,7 +134,7 @@ def _in_place(source: Source, name: cst.Name) -> TensorOperation | None:
         if not is_it or source.function(call) is not source.function(name):
             continue
         line = source.statement(call)
-        block = block_of(source, line)
+        block = source.block(line)
         behind = block[block.index(line) + 1 :] if line in block else []
         is_read = {*behind} & {*source.around(name)} and not arguments.positional
         if is_read and not _is_lowered(source, name):
@@ -270,30 +265,11 @@ def _names(source: Source, node: Node) -> list[cst.Name]:
     return result
 
 
-def _fix(
-    source: Source, division: Node, power: TensorOperation, total: TensorOperation
-) -> Fix | None:
-    """One call, if the sum keeps its dimension and both exponentials stand there."""
-    assert isinstance(division, cst.BinaryOperation)
-    dim = total.get("dim", 0)
-    keep = total.get("keepdim", 1)
-    is_kept = isinstance(keep, cst.Name) and keep.value == "True"
-    direct = power.call is division.left and total.call is division.right
-    entry = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
-    if dim is None or not is_kept or not direct or not entry or isinstance(dim, cst.Tuple):
-        return None
-    name = name_for(source, "torch", division)
-    if name is None or b"#" in source.code(division).encode():
-        return None
-    text = f"{name[0]}.softmax({source.code(power.operand)}, dim={written(source, dim)})"
-    return source.fix("Call softmax", source.replace(division, text), name[1], unsafe=True)
-
-
 RULE = LintRule(
     code="AMP401",
     name="softmax-by-hand",
     severity=Severity.WARNING,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="`exp(x)` overflows float16 above 11, float32 above 88: use `torch.softmax`",
     what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without the maximum subtracted first.",
     why="inf divided by inf is NaN. `torch.softmax` subtracts the maximum, and is one kernel instead of three.",

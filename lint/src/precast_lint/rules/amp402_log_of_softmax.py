@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import called_forward, called_function
 from precast_lint.meaning.tensors import (
     TensorOperation,
@@ -13,17 +12,16 @@ from precast_lint.meaning.tensors import (
     modules_in,
     operation,
     value_of,
-    written,
 )
-from precast_lint.model import Applicability, Edit, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.training_step.propagated import has_no_grad
 
 __all__ = ["RULE"]
 
-_NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 _SEARCHES = re.compile(r"beam|search|generate|translate|viterbi", re.IGNORECASE)
 _SEARCHERS = re.compile(r"beam|search|tracker|predictor", re.IGNORECASE)
 _MODULES = {
@@ -62,25 +60,21 @@ def check(source: Source) -> Iterator[LintFinding]:
             result = _found(source, log)
         if result is None or _is_meant(source, call, result[1]) or _only_ranks(source, call):
             continue
-        name, better, inner = result
-        is_direct = inner is not None and inner.call is log.operand and log.name == "log"
-        fix = _fix(source, log, inner) if inner is not None and is_direct else None
-        yield source.find(RULE, call, RULE.message.format(old=name, new=better), fix)
+        name, better = result
+        yield source.find(RULE, call, RULE.message.format(old=name, new=better))
 
 
-def _found(source: Source, log: TensorOperation) -> tuple[str, str, TensorOperation | None] | None:
-    """Return the operand of the logarithm, the better function, and the operation that made the operand."""
+def _found(source: Source, log: TensorOperation) -> tuple[str, str] | None:
+    """Return the operand of the logarithm, and the better function."""
     inner = operation(source, value_of(source, log.operand), *_BETTER)
     if inner is not None and inner.name in _TOTALS:
         is_it = _is_of_exponentials(source, inner)
-        return (inner.name, "logsumexp", inner) if is_it else None
+        return (inner.name, "logsumexp") if is_it else None
     name = inner.name if inner is not None else _probabilities(source, log.operand)
-    return (name, _BETTER[name], inner) if name is not None else None
+    return (name, _BETTER[name]) if name is not None else None
 
 
-def _complement(
-    source: Source, log: TensorOperation
-) -> tuple[str, str, TensorOperation | None] | None:
+def _complement(source: Source, log: TensorOperation) -> tuple[str, str] | None:
     """`torch.log(1 - torch.sigmoid(x))`, and `torch.log1p(-torch.sigmoid(x))`."""
     node = value_of(source, log.operand)
     other: Node | None = None
@@ -91,7 +85,7 @@ def _complement(
         other = node.expression if log.name == "log1p" else None
     if other is None or _probabilities(source, other) != "sigmoid":
         return None
-    return "1 - sigmoid", "logsigmoid(-x)", None
+    return "1 - sigmoid", "logsigmoid(-x)"
 
 
 def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None:
@@ -189,15 +183,7 @@ def _only_ranks(source: Source, call: Node) -> bool:
             searches = _SEARCHES if isinstance(outer, cst.FunctionDef) else _SEARCHERS
             if searches.search(outer.name.value):
                 return True
-        entered: list[Node] = []
-        if isinstance(outer, cst.FunctionDef):
-            entered = [decorator.decorator for decorator in outer.decorators]
-        elif isinstance(outer, cst.With):
-            entered = [item.item for item in outer.items]
-        for node in entered:
-            if source.origin(node.func if isinstance(node, cst.Call) else node) in _NO_GRAD:
-                return True
-    return False
+    return has_no_grad(source, call)
 
 
 def _is_of_exponentials(source: Source, total: TensorOperation) -> bool:
@@ -225,72 +211,11 @@ def _is_shifted(exponent: Node) -> bool:
     return scales and (_is_shifted(exponent.left) or _is_shifted(exponent.right))
 
 
-def _fix(source: Source, log: TensorOperation, inner: TensorOperation) -> Fix | None:
-    """One call with the inner one's arguments."""
-    text = None
-    imports: tuple[Edit, ...] = ()
-    if inner.name == "softmax":
-        text, imports = _log_softmax(source, inner)
-    elif inner.name == "sum":
-        text, imports = _logsumexp(source, inner)
-    elif inner.name == "sigmoid" and not inner.positional and not inner.keywords:
-        name = _functional(source, log.call)
-        if name is not None:
-            text, imports = f"{name[0]}.logsigmoid({source.code(inner.operand)})", name[1]
-    if text is None or b"#" in source.code(log.call).encode():
-        return None
-    message = f"Call {_BETTER[inner.name]}"
-    return source.fix(message, source.replace(log.call, text), imports)
-
-
-def _log_softmax(source: Source, inner: TensorOperation) -> tuple[str | None, tuple[Edit, ...]]:
-    """The same call of another function; None without a dim, whose default is deprecated."""
-    func = inner.call.func
-    rest = _after(source, inner.call)
-    if inner.get("dim", 0) is None:
-        return None, ()
-    if isinstance(func, cst.Attribute):
-        return f"{source.code(func.value)}.log_softmax{rest}", ()
-    name = _functional(source, inner.call)
-    return (f"{name[0]}.log_softmax{rest}", name[1]) if name else (None, ())
-
-
-def _logsumexp(source: Source, total: TensorOperation) -> tuple[str | None, tuple[Edit, ...]]:
-    power = operation(source, total.operand, "exp")
-    dim, keep = total.get("dim", 0), total.get("keepdim", 1)
-    entry = {"dim", "keepdim"} >= set(total.keywords) and len(total.positional) <= 2
-    if power is None or power.positional or power.keywords or dim is None or not entry:
-        return None, ()
-    name = name_for(source, "torch", total.call)
-    if name is None:
-        return None, ()
-    more = f", keepdim={written(source, keep)}" if keep is not None else ""
-    x = source.code(power.operand)
-    return f"{name[0]}.logsumexp({x}, dim={written(source, dim)}{more})", name[1]
-
-
-def _functional(source: Source, at: Node) -> tuple[str, tuple[Edit, ...]] | None:
-    """A name for torch.nn.functional."""
-    scope = source.scope(at)
-    for name, bindings in source.scopes.module.bindings.items():
-        is_it = all(b.path == "torch.nn.functional" for b in bindings)
-        if is_it and scope.lookup(name) is bindings:
-            return name, ()
-    result = name_for(source, "torch", at)
-    return (f"{result[0]}.nn.functional", result[1]) if result else None
-
-
-def _after(source: Source, call: cst.Call) -> str:
-    """The text of a call after the name of what it calls."""
-    start, end = source.span(call.func).end, source.span(call).end
-    return source.text.data[start:end].decode("utf-8")
-
-
 RULE = LintRule(
     code="AMP402",
     name="log-of-softmax",
     severity=Severity.WARNING,
-    fix=Applicability.SAFE,
+    fix=Applicability.NONE,
     message="the logarithm of `{old}` is -inf or inf where it need not be: use `{new}`",
     what="The logarithm of a softmax, of a sigmoid, of one minus a sigmoid, or of a sum or mean of exponentials.",
     why=(

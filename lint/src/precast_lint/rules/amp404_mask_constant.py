@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import (
-    TensorOperation,
     constant,
     is_half,
     is_lowered,
@@ -42,7 +41,7 @@ def check(source: Source) -> Iterator[LintFinding]:
         if fill is None or value is None:
             continue
         sign = _too_large(source, value)
-        if sign and _is_float16(source, fill.operand) and not _is_filled(source, fill):
+        if sign and _is_float16(source, fill.operand):
             fix = _fix(source, fill.operand, value, sign)
             if _is_optional(source, call):
                 yield source.find(RULE, value, _OPTIONAL, fix, Severity.WARNING)
@@ -56,12 +55,6 @@ def check(source: Source) -> Iterator[LintFinding]:
         for value, other in ((product.left, product.right), (product.right, product.left)):
             if _too_large(source, value) and _is_additive(source, other):
                 yield _silent(source, value)
-
-
-def _is_filled(source: Source, fill: TensorOperation) -> bool:
-    """Return True if a tensor that is no product of matrices is filled: AMP405 names that."""
-    is_fill = fill.name in ("fill_", "fill_diagonal_") and fill.is_method
-    return is_fill and not is_lowered(source, fill.operand)
 
 
 def _is_optional(source: Source, call: Node) -> bool:
@@ -125,8 +118,7 @@ def _number_in(source: Source, value: Node) -> Node:
     arguments = Arguments.of(definition)
     if arguments.starred or len(arguments.positional) != 1:
         return value
-    dtype = source.origin(arguments.get("dtype"))  # of what is float16 by itself AMP405 speaks
-    return value if dtype in ("torch.float16", "torch.half") else arguments.positional[0]
+    return arguments.positional[0]
 
 
 def _stored(source: Source) -> Iterator[LintFinding]:

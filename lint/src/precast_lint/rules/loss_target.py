@@ -5,12 +5,12 @@ Invariant: only with evidence for each value that the target may have; of what i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.callers import calls_of
 from precast_lint.meaning.functions import methods_of
-from precast_lint.meaning.low_values import SHAPES, lowered_by
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding
@@ -27,6 +27,10 @@ _MAKERS = {
 }
 _NEW = ("new_empty", "new_full", "new_ones", "new_zeros")
 _LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_KEEPS_DTYPE = re.compile(
+    r"clone|contiguous|cpu|cuda|detach|diagonal|expand|expand_as|flatten|movedim|narrow|permute|repeat|reshape|select|"
+    r"squeeze|swapaxes|t|transpose|unflatten|unsqueeze|view"
+)
 _DEEP = 8
 
 
@@ -58,7 +62,7 @@ def is_low(
         if isinstance(one, (cst.Integer, cst.SimpleString)):
             return False  # one of several that a model returns may be float32
         return again(node.value)
-    if is_output(node) or lowered_by(source, node) is not None:
+    if is_output(node):
         return True
     if isinstance(node, cst.Call):
         return _is_low_call(source, node, again)
@@ -107,7 +111,7 @@ def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) 
         return alike or any(map(is_low_dtype, values))
     if name in _NEW:
         return is_low_dtype(dtype) if dtype is not None else again(owner)
-    return name in SHAPES and again(owner)
+    return bool(_KEEPS_DTYPE.fullmatch(name)) and again(owner)
 
 
 def handed(source: Source, plain: Node) -> list[Node]:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINE",
-    "TO_PRECAST",
     "Short",
     "all_rules",
     "expand",
@@ -27,8 +26,6 @@ __all__ = [
 
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}
-# What `fix --to precast` selects. The first is a choice, not a fault: only its own code or name selects it.
-TO_PRECAST = ("AMP601", "AMP001", "AMP002", "AMP003", "AMP004", "AMP005", "AMP006")
 _PACKAGE = "precast_lint.rules"
 
 
@@ -39,7 +36,6 @@ class Short(NamedTuple):
     module: str
     name: str
     severity: str
-    default: bool
     words: tuple[str, ...]
 
 
@@ -95,7 +91,7 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
         fits = {
             code
             for code, name in entry.items()
-            if (expected == "ALL" and code != TO_PRECAST[0])
+            if expected == "ALL"
             or (code.startswith(expected) and expected)
             or name.upper() == expected
         }

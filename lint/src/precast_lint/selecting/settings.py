@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from precast_lint.selecting.pins import oldest_torch
-from precast_lint.selecting.registry import ENGINE, TO_PRECAST, expand, index
+from precast_lint.selecting.registry import expand
 
 __all__ = ["LintSettings", "load"]
 
@@ -25,11 +25,6 @@ _KEYS = {
     "min-torch",
     "unsafe-fixes",
 }
-
-
-def default_codes() -> frozenset[str]:
-    """The rules that are selected if nothing is asked for."""
-    return frozenset({rule.code for rule in index().values() if rule.default} | set(ENGINE))
 
 
 @dataclass(frozen=True)
@@ -45,16 +40,12 @@ class LintSettings:
         root: the folder that patterns are relative to.
     """
 
-    codes: frozenset[str] = field(default_factory=default_codes)
+    codes: frozenset[str] = field(default_factory=lambda: expand(["ALL"]))
     min_torch: str | None = None
     unsafe_fixes: bool = False
     exclude: tuple[str, ...] = ()
     per_file_ignores: tuple[tuple[str, frozenset[str]], ...] = ()
     root: str = "."
-
-    def toward_precast(self) -> LintSettings:
-        """The same with the rules that move PyTorch's names to precast, whose oldest PyTorch has them all."""
-        return replace(self, codes=self.codes | set(TO_PRECAST), min_torch=None)
 
     def codes_for(self, filename: str) -> frozenset[str]:
         """The rules for one file."""

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from precast_lint.meaning.functions import followed_call
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import Event, key
@@ -342,14 +342,11 @@ def _is_made(value: Node | None) -> bool:
     return isinstance(value, cst.Call)
 
 
+@once
 def flows(source: Source) -> list[FunctionFlow]:
-    """The flows of a file: its functions and its top level; computed once."""
-    cached = source.cache.get("flows")
-    if cached is None:
-        nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
-        cached = source.cache["flows"] = [FunctionFlow(source, node) for node in nodes]
-    assert isinstance(cached, list)
-    return cached
+    """The flows of a file: its functions and its top level."""
+    nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
+    return [FunctionFlow(source, node) for node in nodes]
 
 
 def _targets(node: cst.AssignTarget | cst.AnnAssign) -> list[Node]:

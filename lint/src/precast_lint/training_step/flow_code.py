@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from precast_lint.meaning.functions import followed_call
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, children, cst
 from precast_lint.training_step.flow_events import Event, key, with_event
 
@@ -174,46 +174,36 @@ class Reach:
     assigned: frozenset[str]
 
 
+@once
 def code_of(source: Source, function: Node) -> FunctionCode:
-    """The parts of a function, or of the top level; computed once."""
-    cached = source.cache.setdefault("codes", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        assert isinstance(function, (cst.FunctionDef, cst.Module))
-        body = function.body if isinstance(function, cst.Module) else function.body.body
-        notes = _Noted(set(), set(), [])
-        parts = _CodeReader(source, notes).read(lambda reader: reader.block(body))
-        cached[function] = FunctionCode(
-            parts, frozenset(notes.tests), frozenset(notes.assigned), tuple(notes.follows)
-        )
-    result: FunctionCode = cached[function]
-    return result
+    """The parts of a function, or of the top level."""
+    assert isinstance(function, (cst.FunctionDef, cst.Module))
+    body = function.body if isinstance(function, cst.Module) else function.body.body
+    notes = _Noted(set(), set(), [])
+    parts = _CodeReader(source, notes).read(lambda reader: reader.block(body))
+    return FunctionCode(
+        parts, frozenset(notes.tests), frozenset(notes.assigned), tuple(notes.follows)
+    )
 
 
+@once
 def reach_of(source: Source, function: Node) -> Reach:
-    """Return the reach of a function, computed once."""
-    cached = source.cache.setdefault("reaches", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        tests: set[str] = set()
-        handed: set[str] = set()
-        assigned: set[str] = set()
-        waiting, visited = [function], {function}
-        while waiting:
-            code = code_of(source, waiting.pop())
-            tests |= code.tests
-            assigned |= code.assigned
-            for follow in code.follows:
-                plain = [
-                    v for v in follow.given.values() if isinstance(v, (cst.Name, cst.Attribute))
-                ]
-                handed |= {key(source, value) or "" for value in plain}
-                if follow.function not in visited:
-                    visited.add(follow.function)
-                    waiting.append(follow.function)
-        cached[function] = Reach(frozenset(tests), frozenset(handed), frozenset(assigned))
-    result: Reach = cached[function]
-    return result
+    """Return the reach of a function."""
+    tests: set[str] = set()
+    handed: set[str] = set()
+    assigned: set[str] = set()
+    waiting, visited = [function], {function}
+    while waiting:
+        code = code_of(source, waiting.pop())
+        tests |= code.tests
+        assigned |= code.assigned
+        for follow in code.follows:
+            plain = [v for v in follow.given.values() if isinstance(v, (cst.Name, cst.Attribute))]
+            handed |= {key(source, value) or "" for value in plain}
+            if follow.function not in visited:
+                visited.add(follow.function)
+                waiting.append(follow.function)
+    return Reach(frozenset(tests), frozenset(handed), frozenset(assigned))
 
 
 @dataclass
@@ -436,15 +426,11 @@ class _CodeReader:
         self._add(follow)
 
 
+@once
 def _parts(source: Source, node: Node) -> tuple[Node, ...]:
     """Return the direct parts of an expression that have events."""
-    cached = source.cache.setdefault("parts with events", {})
-    assert isinstance(cached, dict)
-    if node not in cached:
-        inside = () if isinstance(node, _RUNS_LATER) else children(node)
-        cached[node] = tuple(n for n in inside if _is_event(n) or _parts(source, n))
-    results: tuple[Node, ...] = cached[node]
-    return results
+    inside = () if isinstance(node, _RUNS_LATER) else children(node)
+    return tuple(n for n in inside if _is_event(n) or _parts(source, n))
 
 
 def _is_event(node: Node) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from precast_lint.meaning.functions import followed_call
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, children, cst
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow_events import key
@@ -25,7 +25,6 @@ __all__ = [
     "methods_in",
     "methods_of_scalers",
     "nodes_of",
-    "own_nodes",
 ]
 
 _ROOT = re.compile(r"\w*")
@@ -101,64 +100,46 @@ def called_frames(source: Source, function: Node) -> Iterator[tuple[Frame, list[
             waiting.append((result[0], frame.named, depth + 1))
 
 
+@once
 def calls_in(source: Source, function: Node) -> list[tuple[cst.FunctionDef, dict[str, Node]]]:
-    """The functions of this file that one calls itself, with what their parameters get; computed once."""
-    cached = source.cache.setdefault("calls in functions", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        calls = [n for n in nodes_of(source, function) if type(n) is cst.Call]
-        results = [followed_call(source, call) for call in calls]
-        cached[function] = [pair for pair in results if pair is not None]
-    called: list[tuple[cst.FunctionDef, dict[str, Node]]] = cached[function]
-    return called
+    """The functions of this file that one calls itself, with what their parameters get."""
+    calls = [n for n in nodes_of(source, function) if type(n) is cst.Call]
+    results = [followed_call(source, call) for call in calls]
+    return [pair for pair in results if pair is not None]
 
 
-def nodes_of(source: Source, function: Node) -> list[Node]:
-    """The nodes of a function's body; computed once."""
-    cached = source.cache.setdefault("nodes of functions", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        cached[function] = list(own_nodes(function))
-    nodes: list[Node] = cached[function]
-    return nodes
-
-
-def methods_in(source: Source, function: Node) -> list[MethodCall]:
-    """The calls of methods in a function's body; computed once."""
-    cached = source.cache.setdefault("methods in functions", {})
-    assert isinstance(cached, dict)
-    if function not in cached:
-        cached[function] = [
-            (node, node.func.attr.value, node.func.value)
-            for node in nodes_of(source, function)
-            if type(node) is cst.Call and isinstance(node.func, cst.Attribute)
-        ]
-    calls: list[MethodCall] = cached[function]
-    return calls
-
-
-def methods_of_scalers(source: Source) -> set[Node]:
-    """The calls of methods of what is known to be a scaler, in the whole file; computed once."""
-    cached = source.cache.get("methods of scalers")
-    if cached is None:
-        cached = source.cache["methods of scalers"] = {
-            call
-            for call in source.all(cst.Call)
-            if isinstance(call.func, cst.Attribute) and source.instance(call.func.value) in SCALERS
-        }
-    assert isinstance(cached, set)
-    return cached
-
-
-def own_nodes(function: Node) -> Iterator[Node]:
+@once
+def nodes_of(_: Source, function: Node) -> list[Node]:
     """The nodes of a function's body; of functions and classes in it, only they themselves."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     apart = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
     stack: list[Node] = [function.body] if isinstance(function, cst.FunctionDef) else []
     if isinstance(function, cst.Module):
         stack = list(reversed(function.body))
+    nodes = []
     while stack:
         node = stack.pop()
-        yield node
+        nodes.append(node)
         if type(node) not in apart:
             stack.extend(reversed(list(children(node))))
+    return nodes
+
+
+@once
+def methods_in(source: Source, function: Node) -> list[MethodCall]:
+    """The calls of methods in a function's body."""
+    return [
+        (node, node.func.attr.value, node.func.value)
+        for node in nodes_of(source, function)
+        if type(node) is cst.Call and isinstance(node.func, cst.Attribute)
+    ]
+
+
+@once
+def methods_of_scalers(source: Source) -> set[Node]:
+    """The calls of methods of what is known to be a scaler, in the whole file."""
+    return {
+        call
+        for call in source.all(cst.Call)
+        if isinstance(call.func, cst.Attribute) and source.instance(call.func.value) in SCALERS
+    }

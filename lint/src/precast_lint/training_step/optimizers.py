@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from precast_lint.parsing.source import Source
+from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["acts_as_optimizer", "is_scheduler"]
@@ -34,19 +34,14 @@ def is_scheduler(instance: str | None) -> bool:
     return _SCHEDULER.search(instance or "") is not None
 
 
+@once
 def _used(source: Source) -> set[str]:
     """The texts of what both `step()` and `zero_grad` are called on, and neither `backward` nor `train`."""
-    cached = source.cache.get("used as optimizers")
-    if cached is None:
-        called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
-        for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
-            assert isinstance(call.func, cst.Attribute)
-            called.get(call.func.attr.value, called["other"]).add(_text(owner))
-        cached = source.cache["used as optimizers"] = called["step"] & called["zero_grad"] - called[
-            "other"
-        ] - {""}
-    assert isinstance(cached, set)
-    return cached
+    called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
+    for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
+        assert isinstance(call.func, cst.Attribute)
+        called.get(call.func.attr.value, called["other"]).add(_text(owner))
+    return called["step"] & called["zero_grad"] - called["other"] - {""}
 
 
 def _text(node: Node) -> str:

@@ -6,14 +6,13 @@ made with `enabled=False`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
 from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source, once
+from precast_lint.parsing.syntax import Node, cst, methods_named, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
@@ -24,13 +23,11 @@ __all__ = [
     "comes_each_time",
     "followed",
     "hides",
-    "is_plain",
     "judged",
     "leading_to",
     "loop_around",
     "loop_in",
     "loops_around",
-    "mentions",
     "only_here",
     "scales_by_hand",
 ]
@@ -68,21 +65,17 @@ _WRITES = {
     "add_scalars",
     "update",
 }
-_PLAIN = re.compile(r"[\w.]+(\[[\w'\"]+\])?$")
 
 
+@once
 def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
-    """Each function with each scaler in it that can be followed there; computed once."""
-    cached = source.cache.get("followed scalers")
-    if cached is None:
-        cached = source.cache["followed scalers"] = [
-            (flow, scaler)
-            for flow in flows(source)
-            for scaler in flow.scalers
-            if not flow.leaks(scaler) and not _is_off(source, flow, scaler)
-        ]
-    assert isinstance(cached, list)
-    return cached
+    """Each function with each scaler in it that can be followed there."""
+    return [
+        (flow, scaler)
+        for flow in flows(source)
+        for scaler in flow.scalers
+        if not flow.leaks(scaler) and not _is_off(source, flow, scaler)
+    ]
 
 
 def only_here(flow: FunctionFlow, scaler: str, *methods: str) -> bool:
@@ -95,8 +88,8 @@ def judged(
     follow: Callable[
         [FunctionFlow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None
     ],
-) -> Iterator[tuple[FunctionFlow, str, Node, str | None]]:
-    """The nodes that are wrong wherever functions come by: each with its function, its scaler and its message.
+) -> Iterator[tuple[Node, str | None]]:
+    """Yield the nodes that are wrong in every function that runs them, each once, with its message.
 
     Args:
         source: the file.
@@ -121,26 +114,22 @@ def judged(
                 continue  # a function that another caller comes by rightly
             if node not in reported:
                 reported.add(node)
-                yield flow, scaler if is_own else _name_there(flow), node, message
-
-
-def _name_there(flow: FunctionFlow) -> str:
-    """The name by which a function knows the scaler that it is given; empty, which no fix uses, if it has several."""
-    return flow.scalers[0] if len(flow.scalers) == 1 else ""
+                yield node, message
 
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
     """Return True if a call may use a scaler out of sight: it hands on the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
-    cached = source.cache.setdefault("calls that hide", {})
-    assert isinstance(cached, dict)
-    owner = scaler.rpartition(".")[0]
-    if (event, owner) not in cached:  # all rules ask it, in each of their states
-        is_one = owner.partition(".")[0] == "self" and _hides(source, event.node)
-        cached[event, owner] = is_one or (owner != "self" and _uses_object(source, event, owner))
-    result: bool = cached[event, owner]
-    return result
+    return _hides_owner(source, event, scaler.rpartition(".")[0])
+
+
+@once
+def _hides_owner(source: Source, event: Event, owner: str) -> bool:
+    """Return True if a call hands on the object that holds a scaler."""
+    if owner.partition(".")[0] == "self" and _hides(source, event.node):
+        return True
+    return owner != "self" and _uses_object(source, event, owner)
 
 
 def _uses_object(source: Source, event: Event, owner: str) -> bool:
@@ -156,11 +145,7 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
     name = call.func.attr.value
     if home is not None and name in source.values.attributes(home):
         return False  # `state.model(batch)`
-    results = [
-        line
-        for line in (home.body.body if home is not None else ())
-        if isinstance(line, cst.FunctionDef) and line.name.value == name
-    ]
+    results = methods_named(home, name) if home is not None else []
     return len(results) != 1 or any(
         isinstance(node, cst.Name) and node.value == "self" and not _reads_setting(source, node)
         for node in walk(results[0].body)
@@ -247,16 +232,11 @@ def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
                 yield call if isinstance(call, cst.Call) and call.func is node else node
 
 
+@once
 def _scales(source: Source) -> set[Node]:
-    """The attributes of a file that may be a scaler's scale; computed once."""
-    cached = source.cache.get("scales")
-    if cached is None:
-        names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
-        cached = source.cache["scales"] = {
-            node for node in source.all(cst.Attribute) if node.attr.value in names
-        }
-    assert isinstance(cached, set)
-    return cached
+    """The attributes of a file that may be a scaler's scale."""
+    names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
+    return {node for node in source.all(cst.Attribute) if node.attr.value in names}
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
@@ -396,19 +376,6 @@ def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
             return False
         inner = outer
     return False
-
-
-def mentions(source: Source, node: Node, *names: str) -> bool:
-    """Return True if one of some names or attributes occurs in an expression, by its text."""
-    return any(
-        isinstance(inner, (cst.Name, cst.Attribute)) and key(source, inner) in names
-        for inner in walk(node)
-    )
-
-
-def is_plain(text: str | None) -> bool:
-    """Return True if a key can be written into a fix: a dotted name, or an item of one."""
-    return bool(text and _PLAIN.match(text))
 
 
 def _is_off(source: Source, flow: FunctionFlow, scaler: str) -> bool:
