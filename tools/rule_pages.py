@@ -29,7 +29,7 @@ def index_file() -> str:
     for module, rule in modules():
         fields = (rule.code, module, rule.name, rule.severity.value, rule.words)
         rows.append(f"    {fields!r},\n".replace("'", '"'))
-    says = "All rules in short, written by `python -m tools.rule_pages`: what is asked before a rule is loaded."
+    says = "The short data of all rules, for use before a rule is loaded. Written by `python -m tools.rule_pages`."
     head = f'"""{says}"""\n\n# fmt: off\n# ruff: noqa: E501'
     kind = "tuple[tuple[str, str, str, str, tuple[str, ...]], ...]"
     return f"{head}\nRULES: {kind} = (\n{''.join(rows)})\n"

@@ -48,7 +48,7 @@ def test_fix_leaves_a_read_only_file_alone_and_names_it(here: Path) -> None:
     (here / "a.py").chmod(0o444)
     result = precast_("fix", "a.py")
     assert result.exit_code == 1
-    assert "a.py: it is read-only and stays as it is" in result.stderr
+    assert "a.py: it is read-only and was not changed" in result.stderr
     assert "AMP001" in result.stdout
     assert (here / "a.py").read_text() == OLD
 

@@ -1,7 +1,7 @@
 """The commands `precast-lint check`, `precast-lint fix` and `precast-lint rule`; precast has them too, by entry points.
 
 Invariants: torch is never imported, and LibCST only if a file has to be parsed; findings go to stdout, notes,
-progress and what is said about fixes to stderr where stdout is for a program.
+progress and the summary of fixes to stderr where stdout is for a program.
 Exit codes: 0 clean or all fixed, 1 findings are left or `--diff` shows something, 2 asked for wrongly.
 """
 
@@ -157,7 +157,7 @@ def _main(
     jobs: int | None,
     **request: Any,
 ) -> None:
-    """Runs, prints, and ends the process with the exit code."""
+    """Run, print, and end the process with the exit code."""
     from precast_lint.running.runner import RunMode
 
     paths = paths or (Path(),)
@@ -309,9 +309,9 @@ def _exit_code(reports: Sequence[FileReport], as_diff: bool, exit_zero: bool) ->
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], object]]:
-    """A progress bar on stderr, if that is a terminal; yields what is told how many of how many are done.
+    """Show a progress bar on stderr if it is a terminal; yield a function that takes the files done and their total.
 
-    None where rich is missing: checking needs click and LibCST alone.
+    No bar is shown without rich: precast-lint requires click and LibCST only.
     """
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield max  # any function of two numbers
@@ -319,7 +319,7 @@ def _progress() -> Iterator[Callable[[int, int], object]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    # No thread of its own: processes are made from this one while it is shown.
+    # The bar has no thread: the process forks while the bar is shown.
     with Progress(console=Console(stderr=True), transient=True, auto_refresh=False) as progress:
         task = progress.add_task("checking", total=None)
 

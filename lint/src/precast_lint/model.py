@@ -1,4 +1,4 @@
-"""The values that rules consist of and report, without LibCST.
+"""The data classes of rules and findings, without LibCST.
 
 Invariants: spans are offsets in the UTF-8 bytes of a file's text; a `Fix` is applied whole or not
 at all; a `LintFinding` has a span inside the file.
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True, order=True)
 class Edit:
-    """Puts `text` in the place of the bytes from `start` to `end`."""
+    """A replacement of the bytes from `start` to `end` by `text`."""
 
     start: int
     end: int
@@ -58,10 +58,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """Edits that belong together, in any order; they never overlap one another.
+    """Edits that are applied together. They do not overlap.
 
-    Several findings may carry equal fixes (one import with several uses): it is applied once, and
-    only if none of the findings that carry it is suppressed.
+    Several findings may have equal fixes (one import with several uses). Such a fix is applied once, and only if
+    none of these findings is suppressed.
     """
 
     edits: tuple[Edit, ...]
@@ -71,7 +71,7 @@ class Fix:
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One place in a file that a rule has something to say about."""
+    """A finding of a rule at one place in a file."""
 
     code: str
     name: str

@@ -38,7 +38,7 @@ class Checked:
 
 
 def check(text: Text, filename: str, settings: LintSettings) -> Checked:
-    """Finds what the selected rules have to say about a text."""
+    """Return the findings of the selected rules in a text."""
     codes = settings.codes_for(filename)
     if not interesting(text.data, codes):
         return Checked(text, ())
@@ -52,20 +52,20 @@ def check(text: Text, filename: str, settings: LintSettings) -> Checked:
 def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     suppressions = Suppressions(text)
 
-    def is_told(finding: LintFinding) -> bool:
+    def is_reported(finding: LintFinding) -> bool:
         return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
 
     raw = list(_once(_run(source, codes)))
-    selection = list(filter(is_told, raw))
+    selection = list(filter(is_reported, raw))
     shared = _withheld(raw, selection)
     results = [_limited(finding, shared) for finding in selection]
     if "AMP901" in codes:
-        results += filter(is_told, _unused(text, suppressions, codes))
+        results += filter(is_reported, _unused(text, suppressions, codes))
     return Checked(text, tuple(sorted(results, key=lambda f: (f.span, f.code))))
 
 
 def _once(findings: Iterable[LintFinding]) -> Iterator[LintFinding]:
-    """Each finding once: two functions may both come to one place."""
+    """Yield each finding once: two functions may lead to the same place."""
     visited = set()
     for finding in findings:
         place = finding.code, finding.span
@@ -75,7 +75,7 @@ def _once(findings: Iterable[LintFinding]) -> Iterator[LintFinding]:
 
 
 def fix(text: Text, filename: str, settings: LintSettings) -> Checked:
-    """Applies all fixes that the settings allow, again and again, and reports what is left."""
+    """Apply all fixes that the settings allow until nothing changes, and report the remaining findings."""
     fixed: list[str] = []
     checked = check(text, filename, settings)
     for _ in range(_PASSES):
@@ -108,14 +108,14 @@ def _run(source: Source, codes: frozenset[str]) -> Iterator[LintFinding]:
 
 
 def _withheld(raw: list[LintFinding], selection: list[LintFinding]) -> frozenset[Fix]:
-    """Fixes that a suppressed finding carries: to apply them elsewhere would change that place too."""
+    """Return the fixes of suppressed findings: another finding with such a fix would change the suppressed place."""
     return frozenset(f.fix for f in raw if f.fix) & frozenset(
         f.fix for f in raw if f.fix and f not in selection
     )
 
 
 def _limited(finding: LintFinding, withheld: frozenset[Fix]) -> LintFinding:
-    """A finding without its fix, if that fix would change what is not to be reported."""
+    """Return a finding without its fix if the fix would change a suppressed place."""
     if finding.fix not in withheld:
         return finding
     return LintFinding(finding.code, finding.name, finding.severity, finding.message, finding.span)
@@ -146,7 +146,7 @@ def _is_python(text: str) -> bool:
 
 
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[LintFinding]:
-    """Suppressions that silence nothing. One of a rule that is not selected may be needed."""
+    """Yield a finding for each suppression that silences nothing, unless its rule is not selected."""
     for comment, unused in suppressions.unused():
         remainder = [code for code in unused if code in codes or code not in index()]
         if remainder:

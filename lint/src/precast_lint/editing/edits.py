@@ -1,7 +1,7 @@
-"""Applies fixes to a text: byte-exact, whole or not at all, and only if the result is still Python.
+"""Application of fixes to the bytes of a text.
 
-Invariants: bytes outside the edits stay; of fixes that touch the same place the first one wins and
-the others wait for the next pass; a fix whose result does not parse is dropped.
+Invariants: bytes outside the edits stay; a fix is applied whole; of fixes at one place the first is applied, and the
+others wait for the next pass; a fix whose result does not parse is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["apply", "compatible", "parses"]
 
 
 def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
-    """The text after edits that do not overlap."""
+    """Return the text after edits that do not overlap."""
     parts = []
     at = 0
     for edit in sorted(edits):
@@ -27,7 +27,7 @@ def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
 
 
 def compatible(fixes: Iterable[Fix]) -> list[Fix]:
-    """The fixes that can be applied together, the first of each conflict; equal ones once."""
+    """Return the fixes that can be applied together, the first of each conflict; equal ones once."""
     chosen: dict[Fix, None] = {}
     in_body: list[Edit] = []
     for fix in sorted(set(fixes), key=lambda fix: fix.edits):
@@ -39,7 +39,7 @@ def compatible(fixes: Iterable[Fix]) -> list[Fix]:
 
 
 def _collide(one: Edit, other: Edit) -> bool:
-    """Overlapping, or two insertions at one place (whose order would be a guess)."""
+    """Return True for edits that overlap, or two insertions at one place, whose order would be unknown."""
     if one.start == other.start:
         return True
     first, second = sorted((one, other))
@@ -66,7 +66,7 @@ def _compiles(data: bytes) -> bool:
 
 
 def apply_parsing(data: bytes, fixes: Sequence[Fix]) -> tuple[bytes, list[Fix]]:
-    """Applies fixes that can go together, leaving out those after which the text is not Python."""
+    """Apply compatible fixes, without those after which the text is not Python."""
     fixes = list(fixes)
     merged = apply(data, {edit for fix in fixes for edit in fix.edits})
     if not fixes or parses(merged, data):
@@ -74,6 +74,6 @@ def apply_parsing(data: bytes, fixes: Sequence[Fix]) -> tuple[bytes, list[Fix]]:
     if len(fixes) == 1:
         return data, []
     good = [fix for fix in fixes if apply_parsing(data, [fix])[1]]
-    if len(good) == len(fixes):  # each alone is fine, together they are not: one now
+    if len(good) == len(fixes):  # each one alone parses, but not all together: apply one now
         good = good[:1]
     return apply_parsing(data, good)

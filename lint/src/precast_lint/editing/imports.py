@@ -1,4 +1,4 @@
-"""Edits of imports: a name for the module torch, names taken out of a statement, statements put in."""
+"""Edits of imports: adding a module, removing one, and moving names to another module."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["is_alone", "move_names", "name_for", "without_import"]
 
 
 def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ...]] | None:
-    """A name for a top-level module at some node, and the edits that import it if it is not there.
+    """Return a name for a top-level module at a node, and the edits that import the module if needed.
 
-    None where its own name stands for something else there.
+    Return None if the module's name means something else there.
     """
     scope = source.scope(at)
     for name, bindings in source.scopes.module.bindings.items():
@@ -29,7 +29,7 @@ def name_for(source: Source, module: str, at: Node) -> tuple[str, tuple[Edit, ..
 
 
 def _insert(source: Source, line: str) -> Edit:
-    """Puts a line before the first import of the file that may have something before it, or at its top."""
+    """Return an edit that adds a line before the first import that is not from `__future__`, or at the top."""
     module = source.module
     assert isinstance(module, cst.Module)
     after = None
@@ -61,7 +61,7 @@ def _insert(source: Source, line: str) -> Edit:
 
 
 def is_alone(source: Source, statement: Node) -> bool:
-    """Return True if a small statement has its line for itself: no semicolons, no `if x: import y`."""
+    """Return True if a simple statement is alone on its line: no semicolons, no `if x: import y`."""
     line = source.parents.get(statement)
     if not isinstance(line, cst.SimpleStatementLine) or len(line.body) != 1:
         return False
@@ -70,7 +70,7 @@ def is_alone(source: Source, statement: Node) -> bool:
 
 
 def without_import(source: Source, statement: cst.Import, alias: cst.ImportAlias) -> Edit | None:
-    """Takes a module out of an import, and its line if nothing else is there; None where it can't be."""
+    """Return an edit that removes a module from an import, or the whole import; None if that is not possible."""
     if len(statement.names) > 1:
         return next(iter(_without(source, statement.names, [alias])))
     line = source.parents.get(statement)
@@ -87,15 +87,15 @@ def move_names(
     moved: Collection[cst.ImportAlias],
     new: Mapping[Node, str],
 ) -> tuple[Edit, ...] | None:
-    """Edits that import some names of a `from` import from somewhere else; each stays bound as it was.
+    """Return edits that import some names of a `from` import from another module, under the same names.
 
     Args:
         source: the file.
         statement: the import.
         moved: its names that move.
-        new: what each of them is then: a dotted name, or a module of its own.
+        new: the new dotted name of each of them, or the new module.
 
-    None where it cannot be done without touching anything else.
+    Return None if other code would have to change.
     """
     assert not isinstance(statement.names, cst.ImportStar)
     homes = {new[alias].rpartition(".")[0] for alias in moved}
@@ -117,7 +117,7 @@ def move_names(
 
 
 def _line(home: str, aliases: Sequence[cst.ImportAlias], new: Mapping[Node, str]) -> str:
-    """The statement that imports names of one module, or modules of their own."""
+    """Return the statement that imports names of one module, or modules."""
     names = []
     for alias in aliases:
         bound = dotted(alias.asname.name if alias.asname else alias.name) or ""
@@ -131,7 +131,7 @@ def _without(
     aliases: Sequence[cst.ImportAlias],
     removals: Collection[cst.ImportAlias],
 ) -> list[Edit]:
-    """Edits that delete names of a list; commas go with them, and one name at least stays."""
+    """Return edits that delete names of an import list; at least one name stays."""
     edits = []
     last_kept = max(i for i, alias in enumerate(aliases) if alias not in removals)
     for alias, following in itertools.pairwise(aliases[: last_kept + 1]):

@@ -1,7 +1,7 @@
-"""The assignments that a read of a name can see, in straight code.
+"""The assignments that may reach a read of a name in straight code.
 
-Invariant: the answer holds on every path to the read. Where a branch came between, there are several; where a loop may
-have, all.
+Invariant: the result holds on every path to the read. A branch before the read adds assignments; a loop that may
+assign the name makes all assignments possible.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from precast_lint.parsing.syntax import Node, cst
 __all__ = ["default_of_field", "the_value", "value_stored", "values_seen"]
 
 _Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes around it
-_DEEP = 4  # calls that hand an object on
+_DEEP = 4  # calls that pass an object on
 
 
 @once
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
-    """The bindings that a read may see: those since the last certain one before it, else all of the name's."""
+    """Return the bindings that may reach a read: those since the last certain one before it, else all of the name."""
     bindings = source.names.bindings(name)
     last = _last(source, name, bindings) if len(bindings) > 1 else None
     return bindings if last is None else last
@@ -35,7 +35,7 @@ def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Bindi
 
 
 def the_value(source: Source, node: Node | None) -> Node | None:
-    """The expression itself, or the one thing that its name, or that attribute of self, is given anywhere."""
+    """Return an expression, or the only value that its name or attribute of self gets in the file."""
     for _ in range(_DEEP):
         if isinstance(node, cst.Name):
             binding = source.names.only_binding(node)
@@ -52,7 +52,7 @@ def the_value(source: Source, node: Node | None) -> Node | None:
 
 
 def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
-    """The default value of a class's field, `cfg.eps` of `eps: float = 1e-8`, if nothing here gives another."""
+    """Return the default of a class's field, `cfg.eps` of `eps: float = 1e-8`, if no call of this file sets it."""
     result = source.values.sources(attribute)
     value, note = result[0] if len(result) == 1 else (None, None)
     line = source.parents.get(value) if value is not None and note is not None else None
@@ -66,7 +66,7 @@ def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
 
 @once
 def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
-    """The keywords of all calls of a file, and the classes that are called with arguments that have none."""
+    """Return the keywords of all calls of a file, and the classes that are called with positional arguments."""
     names: set[str] = set()
     classes: set[Node] = set()
     for call in source.all(cst.Call):
@@ -79,9 +79,9 @@ def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
 
 
 def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:
-    """The value that an attribute of an object, `args.device`, got last in straight code; None where that is not known.
+    """Return the last value that straight code assigns to an attribute of an object, `args.device`; None if unknown.
 
-    A parameter is what the calls of this file hand to it: where there are several, they have to agree in their text.
+    For a parameter, the arguments of all calls in this file have to agree.
     """
     if not isinstance(attribute.value, cst.Name) or attribute.value.value in ("self", "cls"):
         return None
@@ -109,7 +109,7 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
 
 @once
 def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
-    """The values that attributes of names get in a file, by the name and the attribute."""
+    """Return the values that attributes of names get in a file, by the name and the attribute."""
     table: dict[tuple[str, str], list[Binding]] = {}
     for assign in source.all(cst.Assign):
         for one in assign.targets:
@@ -122,19 +122,19 @@ def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
 
 
 def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
-    """The last of some bindings before a node, if it is certain which one that is."""
+    """Return the last of some bindings before a node, if it is certain."""
     result = _reaching(source, name, bindings)
     return result[0] if result is not None and len(result) == 1 else None
 
 
 def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
-    """Return the bindings that a node may see: the last certain one, and those of later tests and loops."""
+    """Return the bindings that may reach a node: the last certain one, and those of later tests and loops."""
     inside = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
     several: list[Binding] = []
     inner = source.statement(name)
     while True:
         block = source.parents[inner]
-        if isinstance(block, cst.If):  # an `elif`, which is a statement inside the one before it
+        if isinstance(block, cst.If):  # an `elif` is a statement inside the preceding `if`
             inner = block
             continue
         result, is_sure = _in_block(_before(block, inner), inside)
@@ -156,7 +156,7 @@ def _before(block: Node, inner: Node) -> Sequence[Node]:
 
 
 def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding], bool]:
-    """The bindings of some statements that are seen behind them, and whether one of them is made for certain."""
+    """Return the bindings in some statements that may reach the code after them, and True if one is certain to."""
     several: list[Binding] = []
     for statement in reversed(statements):
         hits = [binding for binding, around in inside if statement in around]
@@ -173,10 +173,10 @@ def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding
 
 
 def _is_unsure(outer: Node, inside: _Inside) -> bool:
-    """Return True if code around a read may have bound the name in an order that is not seen."""
+    """Return True if the code around a read may bind the name in an unknown order."""
     if isinstance(outer, cst.FunctionDef):
         return False
-    if isinstance(outer, cst.With):  # what its body binds behind the read comes too late
+    if isinstance(outer, cst.With):  # bindings of its body after the read do not reach it
         return any(outer in around and outer.body not in around for _, around in inside)
     loops = (cst.For, cst.While, cst.Try, cst.TryStar, cst.ExceptHandler, cst.Finally, cst.Match)
     others = isinstance(outer, (*loops, cst.MatchCase, cst.ClassDef))

@@ -1,6 +1,6 @@
-"""Values that only a default says: of a parameter, or of a class's field, that nothing in the file gives another.
+"""Default values of parameters and of fields of classes, if no code of the file sets another value.
 
-Invariant: what the command line may fill, a class or a function that is handed to other code, has no default here.
+Invariant: a class or function that other code gets, such as a parser of the command line, has no default here.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def by_default(source: Source, node: Node | None, depth: int = _DEEP) -> tuple[N
 
 
 def _of_field(source: Source, value: Node) -> Node | None:
-    """The default value itself, or the one in `field(default=...)`."""
+    """Return a default value, or the one in `field(default=...)`."""
     if isinstance(value, cst.Call) and source.origin(value.func) == "dataclasses.field":
         return Arguments.of(value).keywords.get("default")
     return value
 
 
 def _of_attribute(source: Source, node: cst.Attribute, depth: int) -> tuple[Node, bool] | None:
-    """The default of the parameter that an attribute of self, or of an object of this file, gets."""
+    """Return the default of the parameter that is assigned to an attribute of an object of this file."""
     values = source.values.sources(node)
     value = values[0][0] if len(values) == 1 and values[0][1] is None else None
     if not isinstance(value, cst.Name):
@@ -91,19 +91,19 @@ def _uses(source: Source, home: cst.ClassDef) -> int | None:
 
 
 def _is_handed_on(source: Source, parent: Node | None) -> bool:
-    """Return True if a name is an argument, and no base of a class."""
+    """Return True if a name is an argument, and not a base of a class."""
     return isinstance(parent, cst.Arg) and not isinstance(source.parents[parent], cst.ClassDef)
 
 
 def _is_named(source: Source, function: cst.FunctionDef) -> bool:
-    """Return True if anything in a file asks for a function, or for a method of its name."""
+    """Return True if a file uses a function, or a method of the same name."""
     name = function.name.value
     is_asked = any(node.attr.value == name for node in source.all(cst.Attribute))
     return is_asked or any(node is not function.name for node in _named(source, name))
 
 
 def _named(source: Source, text: str) -> list[cst.Name]:
-    """The names of a file that are spelled in one way, what is no expression left out."""
+    """Return the names of a file with one spelling."""
     return [
         node for node in source.scopes.names if isinstance(node, cst.Name) and node.value == text
     ]

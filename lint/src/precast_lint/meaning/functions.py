@@ -1,7 +1,7 @@
-"""The classes of a file that are autograd Functions, with their methods and decorators.
+"""The functions and methods that calls of a file run, and the autograd Functions among its classes.
 
-Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; what a
-decorator that is not PyTorch's does is not known, and rules then say nothing.
+Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; a decorator that is not PyTorch's
+makes a function unknown, and rules then report nothing.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ NEW_CUSTOM = (
     "precast.custom_fwd",
     "precast.custom_bwd",
 )
-"""The decorators that are told their device type, by keyword alone."""
+"""The decorators that take the device type, as a keyword."""
 
 CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
 
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """A method, and what decorates it, `staticmethod` left out; the origin of each, or None."""
+    """A method with its decorators except `staticmethod` and `classmethod`, each with its origin or None."""
 
     node: cst.FunctionDef
     decorators: tuple[tuple[cst.Decorator, str | None], ...]
 
     def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
-        """The decorator that is one of some, with its origin."""
+        """Return the decorator that has one of some origins, with its origin."""
         results = (pair for pair in self.decorators if pair[1] in origins)
         decorator, origin = next(results, (None, None))
         return None if decorator is None or origin is None else (decorator, origin)
@@ -85,7 +85,7 @@ def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
 
 
 def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
-    """The method of the same class that `self.name(...)` runs, if the class defines it once and nothing wraps it."""
+    """Return the method that `self.name(...)` runs, if the class defines it once and no decorator wraps it."""
     func = call.func if isinstance(call, cst.Call) else None
     if not isinstance(func, cst.Attribute):
         return None
@@ -113,7 +113,7 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
 
 
 def _of_others(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
-    """The one method that `self.name` runs in the classes that come of its own, which leaves it to them."""
+    """Return the method that `self.name` runs if the class leaves it to its subclasses, and one of them defines it."""
     home = source.values.enclosing_class(func) if dotted(func.value) == "self" else None
     if not isinstance(home, cst.ClassDef) or not source.values.family.is_of_file(home):
         return None
@@ -136,7 +136,7 @@ def called_object(source: Source, call: Node) -> Node | None:
 
 
 def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.FunctionDef | None:
-    """The method that an object of a class of this file has, if no class that comes of that one has its own."""
+    """Return the method of an object of a class of this file, if no subclass overrides it."""
     if owner is None or name not in _method_names(source):
         return None
     home = source.values.object_class(owner)
@@ -170,7 +170,7 @@ def _method_names(source: Source) -> set[str]:
 
 
 def _is_static(source: Source, function: cst.FunctionDef) -> bool:
-    """Return True if a method is told of no object and no class."""
+    """Return True if a method is a static method."""
     return any(source.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
 
 
@@ -180,7 +180,7 @@ def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
 
 
 def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | None:
-    """The class whose method `self.name` or `super().name` is: its own, or that of a base in this file."""
+    """Return the class of this file that defines the method `self.name` or `super().name`."""
     owner, name = func.value, func.attr.value
     is_self = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
     binding = source.names.only_binding(owner)
@@ -198,7 +198,7 @@ def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | No
 
 @once
 def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str, Node]] | None:
-    """The function or method of this file that a call runs, with what its parameters get, if both are certain."""
+    """Return the function of this file that a call runs, and the arguments by parameter, if both are certain."""
     function = called_function(source, call)
     if function is None or not isinstance(call, cst.Call) or not _is_plain(source, function):
         return None
@@ -228,7 +228,7 @@ def _yields(_: Source, function: cst.FunctionDef) -> bool:
 
 
 def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
-    """The function or method of this file that a call runs, if there is just one; a function may have decorators."""
+    """Return the function or method of this file that a call runs, if it is certain. It may have decorators."""
     method = called_method(source, call)
     if method is not None:
         return method
@@ -242,7 +242,7 @@ def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
 
 
 def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """The `forward` that a call of a module of this file runs: `self.loss(output, target)`, and `self(x)`."""
+    """Return the `forward` that a call of a module of this file runs: `self.loss(output, target)`, `self(x)`."""
     func = call.func
     home: Node | None = source.values.object_class(func)
     if isinstance(func, cst.Name) and func.value == "self" and _is_first_parameter(source, func):
@@ -258,7 +258,7 @@ def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
 
 
 def _is_first_parameter(source: Source, name: cst.Name) -> bool:
-    """Return True if a name is what a method is told its object by."""
+    """Return True if a name is the first parameter of its method."""
     binding = source.names.only_binding(name)
     function = source.function(name)
     first = function.params.params[:1] if isinstance(function, cst.FunctionDef) else ()
@@ -276,7 +276,7 @@ def _decorators(
 
 
 def _filled_in(source: Source, name: Node) -> Node | None:
-    """The function that a name calls with some arguments: `fwd = functools.partial(custom_fwd, device_type="cuda")`."""
+    """Return the function in `fwd = functools.partial(custom_fwd, device_type="cuda")`."""
     binding = source.names.only_binding(name)
     definition = binding.value if binding is not None and binding.kind == "assign" else None
     if (

@@ -1,4 +1,4 @@
-"""Code that is there on purpose: for some versions, for failed imports, or to see something fail."""
+"""Detection of code for some versions of PyTorch only, for failed imports, or for expected failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VERSION = re.compile(
 
 
 def is_guarded(source: Source, node: Node) -> bool:
-    """Return True if a node is in a fallback of an import, or under a test of what PyTorch has.
+    """Return True if a node is in a fallback of an import, or under a test of PyTorch's version or names.
 
     Both sides of such a test, both blocks of such a `try`, and what follows a test that leaves are guarded.
     """
@@ -41,10 +41,7 @@ def is_guarded(source: Source, node: Node) -> bool:
 
 
 def is_tried(source: Source, node: Node) -> bool:
-    """Return True if a node is expected to fail: in a `try` that catches it, or under `pytest.raises`.
-
-    As far as its own function shows.
-    """
+    """Return True if a node's function expects it to fail: in a `try` that catches it, or under `pytest.raises`."""
     inner = node
     for outer in source.around(node):
         if isinstance(outer, cst.Try) and inner is outer.body:
@@ -62,7 +59,7 @@ def is_tried(source: Source, node: Node) -> bool:
 
 
 def _asks_for_failure(item: Node) -> bool:
-    """`pytest.raises(...)`, `self.assertRaisesRegex(...)`, `self.assertWarns(...)`, `suppress(...)`."""
+    """Return True for `pytest.raises(...)`, `self.assertRaisesRegex(...)`, `self.assertWarns(...)`, `suppress(...)`."""
     name = (dotted(item.func) or "") if isinstance(item, cst.Call) else ""
     last = name.rpartition(".")[2].lower()
     return "raises" in last or "warns" in last or last == "suppress"
@@ -98,7 +95,7 @@ def _follows_guard(source: Source, node: Node) -> bool:
 
 
 def _only_imports(node: cst.Try) -> bool:
-    """Return True if nothing but imports is tried."""
+    """Return True if a `try` block contains only imports."""
     return all(
         isinstance(line, cst.SimpleStatementLine)
         and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in line.body)
@@ -107,18 +104,18 @@ def _only_imports(node: cst.Try) -> bool:
 
 
 def _tries_amp(node: cst.Try) -> bool:
-    """Return True if all that is tried is a call or two of AMP, which older versions refuse with a TypeError."""
+    """Return True if a `try` block is one or two statements with AMP's names, which may raise TypeError."""
     names = (inner.value for inner in walk(node.body) if isinstance(inner, cst.Name))
     return len(node.body.body) <= 2 and any(_AMP.search(name) for name in names)
 
 
 def _catches(handler: cst.ExceptHandler, caught: Collection[str]) -> bool:
-    """Return True if a handler is for names that are missing, or for other arguments."""
+    """Return True if a handler catches one of some exceptions."""
     return bool(_names(handler) & set(caught))
 
 
 def _names(handler: cst.ExceptHandler) -> set[str]:
-    """The last names of the exceptions that a handler is for; empty for a bare `except`."""
+    """Return the last names of the exceptions that a handler catches; empty for a bare `except`."""
     kinds = [handler.type] if handler.type is not None else []
     if isinstance(handler.type, cst.Tuple):
         kinds = [element.value for element in handler.type.elements]
@@ -126,7 +123,7 @@ def _names(handler: cst.ExceptHandler) -> set[str]:
 
 
 def is_version_test(source: Source, test: Node) -> bool:
-    """Return True if an expression asks for PyTorch's version, or whether something exists in it."""
+    """Return True if an expression tests PyTorch's version, or whether PyTorch has a name."""
     return any(
         (
             isinstance(node, cst.Name)
@@ -138,7 +135,7 @@ def is_version_test(source: Source, test: Node) -> bool:
 
 
 def _asks_for_attribute(source: Source, call: cst.Call) -> bool:
-    """`hasattr(torch, "amp")`, and `getattr`; not `hasattr(self, "scaler")`."""
+    """Return True for `hasattr(torch, "amp")` and `getattr`, but not for `hasattr(self, "scaler")`."""
     if source.names.builtin(call.func) not in ("hasattr", "getattr") or not call.args:
         return False
     owner = call.args[0].value
@@ -146,7 +143,7 @@ def _asks_for_attribute(source: Source, call: cst.Call) -> bool:
 
 
 def _asks_by_name(source: Source, node: cst.Name) -> bool:
-    """`if NEW:` after `NEW = hasattr(torch, "amp")`, or one that a fallback of an import sets."""
+    """Return True for `NEW` after `NEW = hasattr(torch, "amp")`, or after a fallback of an import that sets it."""
     for binding in source.names.bindings(node):
         if isinstance(binding.node, cst.FunctionDef) and _reads_version(binding.node):
             return True
@@ -164,14 +161,14 @@ def _asks_by_name(source: Source, node: cst.Name) -> bool:
 
 
 def _reads_version(function: cst.FunctionDef) -> bool:
-    """Return True if a function looks at a version: `def torch_release(): return torch.__version__.split(".")`."""
+    """Return True if a function reads a version: `def torch_release(): return torch.__version__.split(".")`."""
     return any(
         isinstance(n, cst.Attribute) and n.attr.value == "__version__" for n in walk(function.body)
     )
 
 
 def _is_of_torch(source: Source, node: cst.Try) -> bool:
-    """Return True if something of PyTorch's is tried."""
+    """Return True if a `try` block uses a name of PyTorch."""
     for inner in walk(node.body):
         if isinstance(inner, cst.ImportFrom) and f"{dotted(inner.module)}.".startswith("torch."):
             return True

@@ -1,7 +1,7 @@
 """Detection of texts and devices.
 
-Invariants: True only with evidence: a literal, an operation that gives nothing else, an annotation, a
-default value, or a name all of whose values have such evidence. A variable's name is no evidence.
+Invariants: True only with evidence: a literal, an operation with only such results, an annotation, a
+default value, or a name whose values all have such evidence. A variable's name is no evidence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_device(source: Source, node: Node | None) -> bool:
 
 
 def texts(source: Source, node: Node | None) -> frozenset[str]:
-    """The strings that an expression may be, if it is certainly one of some; else empty."""
+    """Return the possible values of an expression, if they are all strings; else empty."""
     return _texts(source, node, _DEPTH)
 
 
@@ -69,7 +69,7 @@ def _device(source: Source, node: Node, depth: int) -> bool:
 
 
 def _has_device(source: Source, node: Node) -> bool:
-    """Return True if the attribute `device` of something is a `torch.device`."""
+    """Return True if the attribute `device` of an object is a `torch.device`."""
     if _is_tensor(source, node) or source.instance(node) in TRAINERS:
         return True
     return isinstance(node, cst.Name) and is_tensor(source, node)
@@ -119,7 +119,7 @@ def _texts(source: Source, node: Node | None, depth: int) -> frozenset[str]:
         parts = (_texts(source, value, depth - 1) for value, _ in values)
     results: frozenset[str] = frozenset()
     for part in parts:
-        if not part:  # one that is not known: the others need not be
+        if not part:  # one value is unknown
             return part
         results |= part
     return results

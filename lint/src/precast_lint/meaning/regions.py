@@ -1,7 +1,7 @@
 """The autocast regions that a file writes down: `with` statements and decorators.
 
 Invariants: a region is listed only if what makes it resolves to an autocast class, or is `autocast` of a trainer of
-Accelerate's or Lightning's; device, dtype and enabled are None where the text does not say (a variable), never a guess.
+Accelerate's or Lightning's; device, dtype and enabled are None if the code does not determine them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from precast_lint.meaning.assignments import the_value, values_seen
 from precast_lint.meaning.defaults import by_default
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, strings, walk
 
@@ -31,14 +30,14 @@ __all__ = [
 ]
 
 NEW_AUTOCASTS = ("torch.amp.autocast", "precast.autocast")
-"""What is told its device type, as its first argument."""
+"""The classes that take the device type as their first argument."""
 
 AUTOCASTS = (*NEW_AUTOCASTS, "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
-"""All classes that open a region; the last two have their device in their name, and are deprecated."""
+"""All classes that open a region. The last two are deprecated and have their device in their name."""
 
 
 DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
-"""The dtype of a region that is not told one, by device type."""
+"""The default dtype of a region, by device type."""
 
 _DEEP = 4
 _SAME_DTYPE = {"torch.half": "torch.float16"}
@@ -88,12 +87,12 @@ def regions(source: Source) -> list[Region]:
 
 
 def regions_around(source: Source, node: Node, trainers: bool = False) -> Iterator[Region]:
-    """The regions that a node runs in, the innermost first, as far as its own function shows them.
+    """Yield the regions around a node within its function, the innermost first.
 
     Args:
         source: the file.
         node: what runs.
-        trainers: those that trainers make count, too.
+        trainers: True to include the regions of trainers.
     """
     by_body = _by_body(source, trainers)
     for outer in source.around(node):
@@ -112,14 +111,14 @@ def _by_body(source: Source, trainers: bool) -> dict[Node, list[Region]]:
 
 
 def region_in_force(source: Source, node: Node, trainers: bool = False) -> Region | None:
-    """The innermost region around a node, unless the text says that it is disabled."""
+    """Return the innermost region around a node, unless it is disabled."""
     region = next(regions_around(source, node, trainers), None)
     return region if region is not None and region.enabled is not False else None
 
 
 def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
-    origin = source.origin(call.func) or _one_of_autocasts(source, call)
+    origin = source.origin(call.func)
     arguments = arguments_of(source, call)
     if origin is None and (definition := source.values.filled_in(call.func)) is not None:
         origin = source.origin(definition.args[0].value)
@@ -135,18 +134,6 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
         device = _device(source, arguments.get("device_type", 0))
     enabled = _flag(source, arguments.get("enabled", 0 if old else 2))
     return Region(node, call, device, _dtype(source, arguments.get("dtype", 1), device), enabled)
-
-
-def _one_of_autocasts(source: Source, call: cst.Call) -> str | None:
-    """The function that a name means that two imports bind: only the new one is given a device."""
-    results = {b.path and canonical(b.path) for b in source.names.bindings(call.func)}
-    if len(results) < 2 or not all(path in AUTOCASTS for path in results):
-        return None
-    is_new = "device_type" in Arguments.of(call).keywords or (
-        bool(call.args) and strings(call.args[0].value) is not None
-    )
-    old = [path for path in results if path is not None and path.startswith("torch.cuda.")]
-    return "torch.amp.autocast" if is_new or not old else old[0]
 
 
 def arguments_of(source: Source, call: cst.Call) -> Arguments:
@@ -171,7 +158,7 @@ def arguments_of(source: Source, call: cst.Call) -> Arguments:
 
 
 def _is_trainers(source: Source, func: Node) -> bool:
-    """`accelerator.autocast`: what its region is like is settled where the trainer is made or launched."""
+    """Return True for `accelerator.autocast`, whose dtype is set where the trainer is created."""
     if not isinstance(func, cst.Attribute) or func.attr.value != "autocast":
         return False
     return is_trainer(source, func.value)
@@ -294,7 +281,7 @@ def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
 
 
 def _made_by(source: Source, item: Node) -> list[Node]:
-    """The expressions that make what a `with` item enters: one, or both sides of a test; names are followed."""
+    """Return the expressions that create what a `with` item enters: one, or both sides of a conditional."""
     if isinstance(item, cst.Name):
         result = values_seen(source, item)  # one of several where the code is straight
         definition = result[0].value if len(result) == 1 and result[0].kind == "assign" else None

@@ -15,7 +15,7 @@ from precast_lint.parsing.syntax import Node, cst, dotted
 __all__ = ["is_module_method", "is_tensor"]
 
 _NOTES = ("torch.Tensor", "torch.FloatTensor", "torch.nn.Parameter")
-# Methods that give a tensor if they are called on one.
+# Methods that return a tensor if they are called on one.
 _METHODS = re.compile(
     r"abs|bfloat16|clone|contiguous|cpu|cuda|detach|double|exp|expand|flatten|float|half|log|masked_fill|matmul|max|"
     r"mean|min|norm|permute|prod|relu|reshape|sigmoid|softmax|squeeze|std|sum|tanh|to|transpose|unsqueeze|var|view"
@@ -28,7 +28,7 @@ _DEPTH = 4
 
 
 def is_module_method(source: Source, node: Node) -> bool:
-    """Return True if a node is in a method of a class that is a module by its own bases."""
+    """Return True if a node is in a method of a class with a module as a direct base."""
     home = source.values.enclosing_class(node)
     return isinstance(home, cst.ClassDef) and any(
         source.origin(base.value) in MODULES for base in home.bases
@@ -47,7 +47,7 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
         return False
     results = values_seen(source, node)
     if results and all(_comes_of(b.value, node) for b in results):
-        results = source.names.bindings(node)  # `x = x / 2` is what x was before
+        results = source.names.bindings(node)  # `x = x / 2` keeps x a tensor
     first = [b for b in results if not _comes_of(b.value, node)]
     return bool(first) and all(
         source.origin(b.annotation) in _NOTES
@@ -60,7 +60,7 @@ def is_tensor(source: Source, node: Node, depth: int = _DEPTH) -> bool:
 
 
 def _comes_of(value: Node | None, name: cst.Name) -> bool:
-    """Return True if a value is a name's own tensor after arithmetic or methods that give a tensor: `x.float() / 2`."""
+    """Return True if a value is computed from a name by arithmetic or methods of tensors: `x.float() / 2`."""
     if isinstance(value, cst.BinaryOperation):
         return _comes_of(value.left, name) or _comes_of(value.right, name)
     if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
@@ -82,7 +82,7 @@ def _gives_tensor(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def _is_input(source: Source, name: cst.Name) -> bool:
-    """A parameter without an annotation, of a method of a module, or that functions of torch are given; not `self`."""
+    """Return True for a parameter of a module's method, or one that PyTorch's functions get; not for self."""
     if name.value in ("self", "cls"):
         return False
     if is_module_method(source, name):

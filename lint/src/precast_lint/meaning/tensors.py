@@ -1,7 +1,7 @@
-"""Operations on tensors as rules about numerics want them: one shape for `torch.exp(x)` and `x.exp()`.
+"""Operations on tensors for the rules about numerics: one class for `torch.exp(x)` and `x.exp()`.
 
-Invariants: a method's receiver is never a module, `self`, or anything else that is imported; what is called
-float16 or a product of matrices is that in every place where its name is bound.
+Invariants: a method's receiver is never a module, `self`, or an imported name; a name is float16, or a product of
+matrices, only if all its values are.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import re
 from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import default_of_field, the_value, values_seen
-from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -24,10 +22,10 @@ __all__ = [
     "TensorOperation",
     "constant",
     "is_half",
+    "is_layer",
     "is_lowered",
     "modules_in",
     "operation",
-    "starts_with_layer",
     "value_of",
 ]
 
@@ -66,7 +64,7 @@ _RESHAPES = ("einops.rearrange", "einops.repeat", "einops.einops.rearrange")
 _ARITHMETIC = {
     **dict.fromkeys(("add", "sub", "add_", "sub_", "subtract"), False),
     **dict.fromkeys(("mul", "div", "mul_", "div_", "multiply", "divide", "true_divide"), True),
-}  # whether the other one may be something else than a product or a number
+}  # True if the other operand may be something else than a product or a number
 _IN_PLACE = (cst.AddAssign, cst.SubtractAssign, cst.MultiplyAssign, cst.DivideAssign)
 
 
@@ -120,14 +118,14 @@ class TensorOperation:
     is_method: bool
 
     def get(self, name: str, position: int) -> Node | None:
-        """An argument, its position counted after the operand."""
+        """Return an argument; its position is counted after the operand."""
         if name in self.keywords:
             return self.keywords[name]
         return self.positional[position] if position < len(self.positional) else None
 
 
 def operation(source: Source, node: Node | None, *names: str) -> TensorOperation | None:
-    """The operation that a call is, if it is one of some names."""
+    """Return the operation of a call, if it has one of some names."""
     if not isinstance(node, cst.Call):
         return None
     arguments = Arguments.of(node)
@@ -164,7 +162,7 @@ def operation(source: Source, node: Node | None, *names: str) -> TensorOperation
 
 
 def value_of(source: Source, node: Node) -> Node:
-    """The expression itself, or the one that its name is given, if nothing else changes that name's value."""
+    """Return an expression, or the only value of its name, if nothing changes that value in place."""
     binding = source.names.only_binding(node)
     if binding is None or binding.kind != "assign" or binding.value is None:
         return node
@@ -182,7 +180,7 @@ def value_of(source: Source, node: Node) -> Node:
 
 
 def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
-    """The value of a number that is written down, or of a name, or an attribute, that is bound to one."""
+    """Return the value of a number, or of a name or attribute that is bound to a number."""
     if depth == 0:
         return None
     if isinstance(node, (cst.Integer, cst.Float)):
@@ -223,7 +221,7 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
 
 
 def _limit(source: Source, node: cst.Attribute) -> float | None:
-    """The number that `torch.finfo(torch.float32).eps` is, and its kin of float32 and float64."""
+    """Return the value of `torch.finfo(torch.float32).eps` and other limits of float32 and float64."""
     call = node.value
     if not isinstance(call, cst.Call) or len(call.args) != 1:
         return None
@@ -234,7 +232,7 @@ def _limit(source: Source, node: cst.Attribute) -> float | None:
 
 
 def _default(source: Source, binding: Binding, depth: int) -> float | None:
-    """The number that a parameter is: its default value, if no call of this file gives another one."""
+    """Return the number that all calls of this file pass to a parameter, or else its default value."""
     if binding.kind != "param":
         return None
     values = source.values.handed.whatever_to(binding) or [binding.value]
@@ -243,7 +241,7 @@ def _default(source: Source, binding: Binding, depth: int) -> float | None:
 
 
 def _parsed(text: str) -> float | None:
-    """The number in `float("-1e20")`; infinity and NaN are no numbers here."""
+    """Return the number in `float("-1e20")`; None for infinity and NaN."""
     try:
         value = float(text)
     except ValueError:
@@ -252,7 +250,7 @@ def _parsed(text: str) -> float | None:
 
 
 def _kept(source: Source, name: cst.Name) -> list[Binding]:
-    """The bindings that a read may see; `x *= y` and its kin keep a tensor's dtype, so what was before it is seen."""
+    """Return the bindings that may reach a read, without updates such as `x *= y`, which keep a tensor's dtype."""
     results = values_seen(source, name)
     for _ in range(_UPDATES):
         others = [b for b in results if not _is_update(source, b)]
@@ -344,7 +342,7 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
-    """Return True if a call of an operation gives the dtype of its operand, which is float16."""
+    """Return True if an operation keeps the dtype of its operand, and that is float16."""
     result = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
     if result is None:
         return False
@@ -356,7 +354,7 @@ def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def _is_tensor(source: Source, node: Node) -> bool:
-    """Not a model: `model.half()` has no arithmetic, but its name may be bound to its output, too."""
+    """Return False for a module: `model.half()` is not a tensor."""
     return not (source.instance(node) or "").startswith("torch.nn.")
 
 
@@ -392,7 +390,7 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
 
 
 def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
-    """Return True if a call multiplies matrices, or gives a product of them in another shape."""
+    """Return True if a call multiplies matrices, or reshapes such a product."""
     alike = _made_like(source, node)
     if alike is not None:
         return is_lowered(source, alike, depth - 1)
@@ -411,47 +409,19 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
     sum_ = operation(source, node, *_ARITHMETIC)
     if sum_ is not None:
         return _is_lowered_method(source, sum_, depth)
-    if instance in _SEQUENTIALS:
-        return _ends_with_layer(source, node.func)
-    if _is_lowered_forward(source, node, depth):
-        return True
     if _ACTIVATIONS.match(instance):
         return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
     same = operation(source, node, *_SAME_DTYPE, *_LOWERED_TOO)
     return same is not None and is_lowered(source, same.operand, depth - 1)
 
 
-def _is_lowered_forward(source: Source, call: cst.Call, depth: int) -> bool:
-    """Return True if a module of this file ends with a product of matrices, in the region in which it is called."""
-    forward = called_forward(source, call)
-    returned = returned_by(forward) if forward is not None else []
-    return bool(returned) and all(
-        not any(True for _ in regions_around(source, value))
-        and is_lowered(source, value, depth - 1)
-        for value in returned
-    )
-
-
-def starts_with_layer(source: Source, module: Node) -> bool:
-    """Return True if a module first multiplies its input by weights: a layer, or `nn.Sequential(layer, ...)`."""
-    instance = source.instance(module) or ""
-    if instance not in _SEQUENTIALS:
-        return bool(LAYERS.match(instance))
-    inner = modules_in(source, module)
-    return bool(inner) and bool(LAYERS.match(source.instance(inner[0]) or ""))
-
-
-def _ends_with_layer(source: Source, module: Node) -> bool:
-    """Return True if `nn.Sequential(...)` ends with a layer, or with what keeps the dtype behind one."""
-    for inner in reversed(modules_in(source, module)):
-        instance = source.instance(inner) or ""
-        if not _ACTIVATIONS.match(instance):
-            return bool(LAYERS.match(instance))
-    return False
+def is_layer(source: Source, module: Node) -> bool:
+    """Return True if a module multiplies its input by weights."""
+    return LAYERS.match(source.instance(module) or "") is not None
 
 
 def modules_in(source: Source, module: Node) -> list[Node]:
-    """The modules of `nn.Sequential(...)`; none where they are not all written there."""
+    """Return the modules of `nn.Sequential(...)`; empty if one is unknown."""
     definition = source.values.constructed(module)
     if not isinstance(definition, cst.Call) or source.origin(definition.func) not in _SEQUENTIALS:
         return []
@@ -467,7 +437,7 @@ def modules_in(source: Source, module: Node) -> list[Node]:
 
 
 def _named_modules(table: cst.Call) -> list[Node]:
-    """The modules of `OrderedDict([("fc", nn.Linear(8, 8)), ...])`, and of one made of a table."""
+    """Return the modules of `OrderedDict([("fc", nn.Linear(8, 8)), ...])`, also of a dictionary."""
     value = table.args[0].value if len(table.args) == 1 else None
     if isinstance(value, cst.Dict):
         entries: list[Node] = [e.value for e in value.elements if isinstance(e, cst.DictElement)]
@@ -480,7 +450,7 @@ def _named_modules(table: cst.Call) -> list[Node]:
 
 
 def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int) -> bool:
-    """A product of matrices, or one that a number, or another one, is added to or multiplied by."""
+    """Return True for a product of matrices, and for its sum or product with a number or another one."""
     if isinstance(node.operator, cst.MatrixMultiply):
         return not _casts(node)
     if isinstance(node.operator, (cst.Add, cst.Subtract)):
@@ -496,7 +466,7 @@ def _is_lowered_arithmetic(source: Source, node: cst.BinaryOperation, depth: int
 
 
 def _is_lowered_method(source: Source, result: TensorOperation, depth: int) -> bool:
-    """`scores.div(8)`, `torch.mul(scores, scale)`, `scores.add(bias)`, as the operators."""
+    """Return True for `scores.div(8)`, `torch.mul(scores, scale)` and others, as for the operators."""
     other = result.get("other", 0)
     if other is None or "alpha" in result.keywords or "rounding_mode" in result.keywords:
         return False
@@ -508,7 +478,7 @@ def _is_lowered_method(source: Source, result: TensorOperation, depth: int) -> b
 
 
 def _are_lowered(source: Source, sides: list[Node], depth: int) -> bool:
-    """Return True if all are products of matrices, or numbers, and one at least is no number."""
+    """Return True if all are products of matrices or numbers, and at least one is not a number."""
     lowered = [is_lowered(source, side, depth - 1) for side in sides]
     numbers = [constant(source, side) is not None for side in sides]
     return any(lowered) and all(a or b for a, b in zip(lowered, numbers, strict=True))
@@ -538,7 +508,7 @@ def _is_number(source: Source, call: cst.Call) -> bool:
 
 
 def _casts(node: Node) -> bool:
-    """Return True if something in an expression makes it float32, or another dtype."""
+    """Return True if an expression contains a cast."""
     return any(
         isinstance(inner, cst.Attribute)
         and inner.attr.value in ("float", "double", "to", "type", "type_as")

@@ -1,8 +1,8 @@
 """Evaluation of an expression that contains PyTorch's version, for one release.
 
-Invariants: texts, numbers, tuples and lists are Python's own, so what goes wrong where versions are compared as texts
-goes wrong here as well; `torch.__version__` and the result of a version parser compare as versions; anything else in an
-expression makes its value unknown.
+Invariants: strings, numbers, tuples and lists are Python's, so versions that are compared as strings give the same
+wrong result here; `torch.__version__` and the result of a version parser compare as versions; any other expression is
+unknown.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OLDER = {
     "torch.amp": "1.12",
 }
 _PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
-_DEEPEST = 20  # how many expressions may stand in one another
+_DEEPEST = 20  # the limit of nested expressions
 _COMPARE: dict[type, Callable[[Any, Any], bool]] = {
     cst.GreaterThanEqual: operator.ge,
     cst.GreaterThan: operator.gt,
@@ -74,17 +74,17 @@ _OF_TEXTS = {
 }
 
 
-class _Unknown(Exception):  # noqa: N818 - no error: it says that a value is not known
+class _Unknown(Exception):  # noqa: N818 - not an error
     """The value of an expression is not known."""
 
 
 class _Version(str):
-    """A text that compares as versions do, with other texts and with tuples of numbers."""
+    """A string that compares as a version with other strings and with tuples of numbers."""
 
     __slots__ = ()
 
     def _compared(self, compare: Callable[[Any, Any], bool], other: object) -> bool:
-        """Both as tuples of numbers, of one length."""
+        """Compare both as tuples of numbers of one length."""
         try:
             expected = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -117,9 +117,9 @@ class _Version(str):
 
 
 def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
-    """Return True if a test lets a release through; None where that is not known.
+    """Return the result of a test for a release; None if it is unknown.
 
-    What else an `and` asks for (`torch.cuda.is_available()`) is left out, if it compares nothing.
+    Operands of `and` without a comparison (`torch.cuda.is_available()`) are ignored.
     """
     if isinstance(node, cst.BooleanOperation):
         sides = (node.left, node.right)
@@ -143,7 +143,7 @@ def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
 
 
 def names_releases(source: Source, node: Node) -> bool:
-    """Return True if a test names the releases that it is for, so that newer ones may well be otherwise."""
+    """Return True if a test names single releases, so that its result for newer ones may differ on purpose."""
     exact = (cst.Equal, cst.NotEqual, cst.In, cst.NotIn)
     inner = list(walk(node))
     values = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
@@ -155,7 +155,7 @@ def names_releases(source: Source, node: Node) -> bool:
 
 
 def _compares(side: Node) -> bool:
-    """Return True if a test compares anything: what does not has nothing to do with versions."""
+    """Return True if a test contains a comparison or an index."""
     return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
 
 
@@ -171,7 +171,7 @@ class _VersionReader:
         """Return the value of an expression; `local` are the variables of the comprehensions around it.
 
         Raises:
-            _Unknown: that is not known.
+            _Unknown: the value is unknown.
         """
         self.depth += 1
         try:
@@ -198,7 +198,7 @@ class _VersionReader:
         return self._computed(node, local)
 
     def _own(self) -> str:
-        """`torch.__version__`: up to 1.9 a plain text. Such releases are asked about where they are named."""
+        """Return `torch.__version__`, which is a plain string up to PyTorch 1.9."""
         is_plain = self.source.min_torch is not None and version(self.release) < (1, 10)
         return self.release if is_plain else _Version(self.release)
 
@@ -249,7 +249,7 @@ class _VersionReader:
         one, result = self.value(node.left, local), True
         for target in node.comparisons:
             compare = _COMPARE.get(type(target.operator))
-            # a name that is compared with None may be a module, whose attributes are tested beside it
+            # a name that is compared with None may be a module
             is_unsure = (
                 compare in (operator.is_, operator.is_not) and type(node.left) is not cst.Call
             )
@@ -318,7 +318,7 @@ class _VersionReader:
 
 
 def _since_of_name(source: Source, call: cst.Call) -> str | None:
-    """The version that introduced the name that `hasattr` or `getattr(..., None)` asks for."""
+    """Return the version that introduced the name in `hasattr` or `getattr(..., None)`."""
     arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
     if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
         return None
@@ -341,7 +341,7 @@ def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
 
 
 def value_given(source: Source, node: Node) -> Node:
-    """The one value that a name or an attribute of self gets, or the expression itself."""
+    """Return the only value of a name or an attribute of self, or the expression itself."""
     result = source.values.sources(node)
     if len(result) != 1 or source.origin(node) is not None:
         return node

@@ -16,7 +16,7 @@ __all__ = ["FORMATS", "diff", "statistics", "summary"]
 
 
 def full(findings: Sequence[Reported]) -> str:
-    """One line a finding, and the line of the file with a mark under what is meant."""
+    """Return one line for each finding, and the line of the file with marks under the place."""
     return "\n".join(part for finding in findings for part in _full(finding))
 
 
@@ -36,7 +36,7 @@ def _full(finding: Reported) -> Iterator[str]:
 
 
 def concise(findings: Sequence[Reported]) -> str:
-    """One line a finding."""
+    """Return one line for each finding."""
     return "\n".join(map(_concise, findings))
 
 
@@ -50,7 +50,7 @@ def _concise(finding: Reported) -> str:
 
 
 def as_json(findings: Sequence[Reported]) -> str:
-    """A list of objects, with the keys that ruff gives them."""
+    """Return a list of objects, with ruff's keys."""
     import json
 
     return json.dumps([_object(finding) for finding in findings], indent=2)
@@ -73,7 +73,7 @@ def _object(finding: Reported) -> dict[str, Any]:
 
 
 def github(findings: Sequence[Reported]) -> str:
-    """Workflow commands, which GitHub shows beside the lines."""
+    """Return workflow commands, which GitHub shows beside the lines."""
     return "\n".join(map(_annotation, findings))
 
 
@@ -90,7 +90,7 @@ def _escaped(text: str, data: bool = False) -> str:
 
 
 def sarif(findings: Sequence[Reported]) -> str:
-    """SARIF 2.1.0."""
+    """Return SARIF 2.1.0."""
     import json
 
     codes = sorted({finding.code for finding in findings})
@@ -164,7 +164,7 @@ def summary(reports: Sequence[FileReport]) -> str:
     lines = []
     if failed:
         files = "1 file" if failed == 1 else f"{failed} files"
-        lines.append(f"{files} could not be checked, which is a defect of precast-lint.")
+        lines.append(f"{files} could not be checked: a defect of precast-lint.")
     if fixed:
         lines.append(f"Found {_counted(len(rest) + fixed)} ({fixed} fixed, {len(rest)} left).")
     else:
@@ -185,7 +185,7 @@ def _counted(count: int) -> str:
 
 
 def statistics(reports: Sequence[FileReport]) -> str:
-    """The number of findings by rule, the most frequent first."""
+    """Return the number of findings by rule, the most frequent first."""
     results = [finding for report in reports for finding in report.findings]
     counts = Counter((f.code, f.name) for f in results)
     rows = sorted(counts.items(), key=lambda row: (-row[1], row[0]))

@@ -1,7 +1,7 @@
-"""Contents of the lists and tables of a file, their items, and the variables of loops over them.
+"""The items of the lists and dictionaries of a file, and the variables of loops over them.
 
-Invariants: a container is known only if all that goes into it is written in the file: displays, comprehensions, items
-that are assigned, and `append`; one that is handed on may get more elsewhere, which is taken to be alike.
+Invariants: a container is known only if the file shows all its items: literals, comprehensions, assigned items and
+`append`. Items that other code may add are assumed to be alike.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Containers:
         return self.elements(over) if over is not None else None
 
     def _iterated(self, node: Node, place: int | None) -> Node | None:
-        """The container whose elements a name gets, which stands at a place among several or alone."""
+        """Return the container whose elements a loop variable gets; `place` is its position among several variables."""
         if not isinstance(node, cst.Call):
             return node if place is None else None
         func = node.func
@@ -119,7 +119,7 @@ class Containers:
         return None
 
     def elements(self, node: Node | None, depth: int = _DEPTH) -> list[Node] | None:
-        """All that a container holds; None where something is not known, or nothing is."""
+        """Return the elements of a container; None if it is empty or one is unknown."""
         results = list(self._elements(node, depth)) if node is not None else []
         entries = [inner for inner in results if inner is not None]
         return entries if entries and len(entries) == len(results) else None
@@ -144,7 +144,7 @@ class Containers:
             yield None
 
     def _held(self, node: Node, depth: int) -> Iterator[Node | None]:
-        """The elements of what a name, or an attribute of self, is given, and what is put into it later."""
+        """Yield the elements of the values of a name or an attribute of self, and those that are added later."""
         values = (
             [(value, None) for value in self.values.returned(node)]
             if isinstance(node, cst.Call)
@@ -201,7 +201,7 @@ class Containers:
 
     @cached_property
     def _stores(self) -> list[tuple[Node, str | None, Node]]:
-        """The containers that get a value, the text under which they do, and the value."""
+        """The containers that get an item, with the key, if it is a string, and the item."""
         results: list[tuple[Node, str | None, Node]] = []
         for node in self.parents:
             if type(node) is cst.Assign:

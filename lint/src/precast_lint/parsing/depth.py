@@ -1,7 +1,6 @@
 """Limits on nesting: on deeply nested text, LibCST's parser overflows the stack and ends the process.
 
-Invariant: what `guard` lets pass is no deeper than what Python itself compiles; Python's parser says so in a tenth
-of the time that LibCST's needs.
+Invariant: `guard` accepts only text that Python's parser accepts. That parser needs a tenth of the time of LibCST's.
 """
 
 from __future__ import annotations

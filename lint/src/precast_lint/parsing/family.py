@@ -1,6 +1,6 @@
 """Inheritance between the classes of a file, including mixins.
 
-Invariants: a class is only looked for by a name that is bound once; what a base of another file brings is not seen.
+Invariants: a class is only looked for by a name that is bound once; methods of a base of another file are unknown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Family:
         self.names = names
 
     def bases(self, home: cst.ClassDef) -> list[cst.ClassDef]:
-        """The classes of this file from which one comes, in the order in which Python looks for their attributes."""
+        """Return the bases of a class in this file, in the order in which Python searches them."""
         results: list[cst.ClassDef] = []
         waiting = list(reversed(self._direct.get(home, ())))
         while waiting:
@@ -39,7 +39,7 @@ class Family:
         return results
 
     def related(self, home: cst.ClassDef) -> list[cst.ClassDef]:
-        """The bases of a class, and all that come of it, with their other bases."""
+        """Return the bases of a class, its subclasses, and the other bases of those."""
         if not self._direct:
             return []
         result = self.bases(home)
@@ -50,7 +50,7 @@ class Family:
         return result
 
     def is_of_file(self, home: cst.ClassDef) -> bool:
-        """Return True if all bases of a class are seen, or give it no method that a training step has."""
+        """Return True if all bases are in this file or have no methods that a training step uses."""
         entries = {home, *self.bases(home)}
         return all(
             self.names.class_named(arg.value) in entries or self._is_harmless(arg.value)
@@ -59,13 +59,13 @@ class Family:
         )
 
     def is_overridden(self, home: cst.ClassDef, name: str) -> bool:
-        """Return True if a class of this file that comes of one has a method of its own by a name."""
+        """Return True if a subclass in this file overrides a method."""
         return any(
             home in self.bases(other) and methods_named(other, name) for other in self._direct
         )
 
     def run_by_self(self, function: cst.FunctionDef) -> list[cst.FunctionDef]:
-        """The methods that `self.name()` may run: one that only says what others have to define stands for theirs."""
+        """Return the methods that `self.name()` may run: for an abstract method, those of the subclasses."""
         if not is_left_open(function):
             return [function]
         scope = self.names.scopes.owned[function].parent
@@ -75,7 +75,7 @@ class Family:
         return self.overriding(home, function.name.value) or [function]
 
     def overriding(self, home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
-        """The methods of one name in the classes of this file that come of one, those left open again apart."""
+        """Return the methods of one name in the subclasses in this file, without abstract ones."""
         return [
             line
             for other in self._direct
@@ -85,7 +85,7 @@ class Family:
         ]
 
     def provider(self, home: cst.ClassDef, name: str) -> cst.ClassDef | None:
-        """The base of this file that gives a class a method; None if another base may give it."""
+        """Return the base in this file that defines a method; None if a base of another file may define it."""
         waiting, visited = [arg.value for arg in reversed(home.bases)], {home}
         while waiting:
             node = waiting.pop()
@@ -101,12 +101,12 @@ class Family:
         return None
 
     def _is_harmless(self, node: Node) -> bool:
-        """Return True if a base of another file gives no method that a training step has."""
+        """Return True if a base of another file has no methods that a training step uses."""
         return self.names.origin(node) in _HARMLESS or self.names.builtin(node) == "object"
 
     @cached_property
     def _direct(self) -> dict[cst.ClassDef, list[cst.ClassDef]]:
-        """The classes that have bases in this file, each with these."""
+        """The classes that have bases in this file, with these bases."""
         table: dict[cst.ClassDef, list[cst.ClassDef]] = {}
         for scope in self.names.scopes.owned.values():
             if isinstance(scope.node, cst.ClassDef):
@@ -118,7 +118,7 @@ class Family:
 
 
 def is_left_open(function: cst.FunctionDef) -> bool:
-    """Return True if a method does nothing but say that others define it."""
+    """Return True if a method is abstract: its body only raises, passes or is a docstring."""
     if isinstance(function.body, cst.SimpleStatementSuite):
         lines = list(function.body.body)
     else:

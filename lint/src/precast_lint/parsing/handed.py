@@ -1,7 +1,7 @@
 """The arguments that the calls of a file pass to its functions' parameters.
 
-Invariants: a function is known only if every place that names it calls it, without stars, and nothing but PyTorch's
-decorators wraps it; what other files hand it is not seen, and taken to be the same.
+Invariants: a function is known only if each use of its name is a call without starred arguments, and all its
+decorators are PyTorch's. Calls in other files are assumed to pass the same arguments.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Handed:
         self.parents = parents
 
     def to(self, binding: Binding) -> list[Node | None]:
-        """The values that a parameter gets, one for each call; nothing where calls are not known."""
+        """Return the arguments for a parameter, one for each call; empty if a call is unknown."""
         return self.whatever_to(binding) if binding.annotation is None else []
 
     def whatever_to(self, binding: Binding) -> list[Node | None]:
-        """The same, also where an annotation says what the parameter is."""
+        """Return the arguments for a parameter, also for an annotated one."""
         if binding.kind != "param":
             return []
         function = self._function(binding.node)
@@ -38,11 +38,11 @@ class Handed:
         return [self._argument(function, call, binding) for call in self._calls.get(function, ())]
 
     def calls(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """The calls of a function that is only called; empty where it may be called from elsewhere, too."""
+        """Return the calls of a function; empty if its name is also used in other ways."""
         return self._calls.get(function, [])
 
     def function_called(self, call: cst.Call) -> cst.FunctionDef | None:
-        """The function of this file that a call runs, or the method of the same class, if there is just one."""
+        """Return the function of this file, or the method of the same class, that a call runs."""
         if isinstance(call.func, cst.Name):
             binding = self.names.only_binding(call.func)
             node = binding.node if binding is not None and binding.kind == "def" else None
@@ -77,7 +77,7 @@ class Handed:
 
     @cached_property
     def _calls(self) -> dict[cst.FunctionDef, list[cst.Call]]:
-        """The calls of each function that is only called."""
+        """The calls of each function whose name is used in no other way."""
         results: dict[cst.FunctionDef, list[cst.Call]] = {}
         unknown: set[cst.FunctionDef] = set()
         for node in self.parents:
@@ -93,7 +93,7 @@ class Handed:
         return {f: calls for f, calls in results.items() if f not in unknown and self.is_plain(f)}
 
     def _named(self, node: Node) -> Iterable[cst.FunctionDef]:
-        """The functions that an expression names: `train`, `self.train`, `Trainer` for its `__init__`."""
+        """Return the functions that an expression means: `train`, `self.train`, or `Trainer` for its `__init__`."""
         if isinstance(node, cst.Name) and not isinstance(
             self.parents.get(node), (cst.FunctionDef, cst.ClassDef)
         ):

@@ -28,7 +28,7 @@ _CANONICAL = {
 
 
 def canonical(path: str) -> str:
-    """The documented name of what a dotted name says."""
+    """Return the documented spelling of a dotted name."""
     for old, new in _CANONICAL.items():
         if path == old or path.startswith(old + "."):
             return new + path[len(old) :]
@@ -48,12 +48,12 @@ class NameTable:
         self._known: dict[object, str | None] = {}
 
     def origin(self, node: Node | None) -> str | None:
-        """The documented dotted name of what an expression stands for; None where it is not known."""
+        """Return the documented dotted name of an expression; None if it is unknown."""
         path = self.path(node)
         return canonical(path) if path else None
 
     def path(self, node: Node | None) -> str | None:
-        """The same as it is spelled: "torch.autocast" stays "torch.autocast"."""
+        """Return the dotted name without the documented spelling: "torch.autocast" stays "torch.autocast"."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
         entry = node if isinstance(node, cst.Attribute) else self._variable(node)

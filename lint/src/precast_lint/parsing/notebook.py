@@ -176,7 +176,7 @@ def _shown(source: str) -> str | Broken | None:
 
 def _without_magics(lines: list[str]) -> Iterator[str]:
     """Lines with magics and shell commands hidden, and the lines on which these go on behind a backslash."""
-    indent: str | None = None  # that of a magic that goes on
+    indent: str | None = None  # of a magic that continues on the next line
     for line in lines:
         if indent is not None and line.startswith(indent):
             shown = f"{indent}{_HIDDEN}{line[len(indent) :]}"

@@ -1,8 +1,9 @@
 """The scopes of a file and the bindings of its names, from one walk over its tree.
 
 Python's own rules: a class body's names are not seen by the functions in it, a comprehension has a
-scope of its own, `global` and `nonlocal` move a binding, decorators, defaults and annotations belong to
-the scope around a function. Order is not looked at: a name has all its bindings, everywhere in its scope.
+separate scope, `global` and `nonlocal` move a binding, decorators, defaults and annotations belong to
+the scope around a function. The order of bindings is ignored: a name has all its
+bindings everywhere in its scope.
 
 LibCST's ScopeProvider takes 37 times as long: 26.4 s against 0.71 s for the 114,959 lines of every tenth file of
 torch 2.13, which LibCST 1.9 parses in 7.5 s (measured at commit 5bc2574).
@@ -66,7 +67,7 @@ class Scope:
         return None
 
     def lookup(self, name: str) -> list[Binding]:
-        """All bindings of a name as it is read here; empty for builtins and star imports."""
+        """Return the bindings that a read of a name in this scope refers to; empty for builtins and star imports."""
         home = self.home(name)
         return home.bindings[name] if home else []
 

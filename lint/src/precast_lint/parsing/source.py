@@ -1,4 +1,4 @@
-"""One parsed file, and all that a rule may ask about it.
+"""One parsed file, with the queries that rules use.
 
 Invariants: the tree is parsed once; the walk, the scopes and the positions are computed when first
 asked for, and positions only of the functions and lines in which something is found (those of all cost as much as
@@ -40,11 +40,11 @@ _Rest = ParamSpec("_Rest")
 
 
 class Source:
-    """A file's tree with everything that can be asked about it.
+    """The tree of a file, with its names, values and positions.
 
     Args:
         text: the file's text.
-        filename: as it is reported.
+        filename: the name in reports.
         min_torch: the oldest PyTorch that the file is for; None: any that exists today.
         codes: the selected rules; None: all. For fixes that are shared by several rules.
 
@@ -194,7 +194,7 @@ class Source:
         return Values(self.names, self.parents)
 
     def origin(self, node: Node | None) -> str | None:
-        """The documented dotted name of what an expression stands for, or None."""
+        """Return the documented dotted name of an expression, or None."""
         return self.names.origin(node)
 
     def instance(self, node: Node | None) -> str | None:
@@ -264,17 +264,17 @@ class Source:
         return Fix(tuple(sorted(set(flat))), message, kind)
 
     def replace(self, node: Node, text: str) -> Edit:
-        """Puts text in the place of a node; its parentheses stay."""
+        """Return an edit that replaces a node by a text; its parentheses stay."""
         span = self.span(node)
         return Edit(span.start, span.end, text)
 
     def before(self, node: Node, text: str) -> Edit:
-        """Puts text before a node."""
+        """Return an edit that inserts a text before a node."""
         start = self.span(node).start
         return Edit(start, start, text)
 
     def after(self, node: Node, text: str) -> Edit:
-        """Puts text after a node."""
+        """Return an edit that inserts a text after a node."""
         end = self.span(node).end
         return Edit(end, end, text)
 

@@ -96,7 +96,7 @@ class _Provider(ByteSpanPositionProvider):
         codegen: Callable[[SpanProvidingCodegenState], None],
         indents: list[str],
     ) -> bytes:
-        """Writes a node, and notes where in its text all nodes in it are.
+        """Write a node, and record the positions of all nodes in it.
 
         Without a `MetadataWrapper`, which walks the whole tree once more for nothing: half the time.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 else:
 
     class _Lazy:
-        """Stands for the package `libcst` until one of its names is asked for."""
+        """A proxy of the package `libcst` that imports it when one of its names is first used."""
 
         def __getattr__(self, name: str) -> Any:
             value = getattr(import_module("libcst"), name)

@@ -72,7 +72,7 @@ class Text:
 
 
 def decode(data: bytes) -> Text:
-    """Reads the bytes of a Python file as Python does.
+    """Decode the bytes of a Python file as Python does.
 
     Raises:
         ValueError: they are not text in the encoding that they say they are in.

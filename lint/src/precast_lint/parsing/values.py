@@ -57,7 +57,7 @@ class Values:
         self._objects: dict[object, cst.ClassDef | None] = {}
 
     def instance(self, node: Node | None) -> str | None:
-        """The documented dotted name of the class that an expression is an instance of."""
+        """Return the documented dotted name of an expression's class."""
         if node is None or self._open:
             return self._named_class(node)
         if node not in self._classes:
@@ -69,7 +69,7 @@ class Values:
         return canonical(result) if result else None
 
     def constructed(self, node: Node | None) -> Node | None:
-        """The one call that made an expression's value, if there is just one; also where a parameter gets it."""
+        """Return the one call that creates an expression's value, also if a parameter passes it."""
         visited: set[Node] = set()
         while node is not None:
             if node in visited:
@@ -119,16 +119,16 @@ class Values:
         return None
 
     def _scaler_made(self, func: Node) -> str | None:
-        """The class of a scaler that has two names, by the version of PyTorch or by a flag."""
+        """Return the class of a scaler whose class is chosen by the version of PyTorch or by a flag."""
         results = {b.path and canonical(b.path) for b in self.names.bindings(func)}
         return "torch.amp.GradScaler" if len(results) > 1 and results <= SCALERS else None
 
     def _by_use(self, node: Node) -> str | None:
-        """A scaler, if it is used as one."""
+        """Return the scaler class if a value is used as a scaler."""
         return "torch.amp.GradScaler" if self.variable(node) in self._used_as_scalers else None
 
     def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
-        """Return True if a value comes from elsewhere: as a parameter, or from a parameter."""
+        """Return True if a value is a parameter or comes from one."""
         if isinstance(node, cst.Name):
             bindings = self.names.bindings(node)
             return bool(bindings) and all(
@@ -153,9 +153,10 @@ class Values:
 
     @cached_property
     def _used_as_scalers(self) -> set[tuple[object, str] | None]:
-        """The variables and attributes on which `unscale_` or `scale(...).backward` is called.
+        """The variables and attributes that are used as scalers.
 
-        And those of which the name says so, on which both `step` and `update` are called.
+        `unscale_` or `scale(...).backward` is called on them; or their name ends with "scaler", and both `step` and
+        `update` are called on them.
         """
         attributes = [n for n in self.parents if type(n) is cst.Attribute]
         owners = (_scaler_in(node) for node in attributes)
@@ -167,7 +168,7 @@ class Values:
         return (results | stepped & updated) - {None}
 
     def filled_in(self, func: Node) -> cst.Call | None:
-        """The call of `functools.partial` that made a function: `region = partial(torch.autocast, "cuda")`."""
+        """Return the `functools.partial` call that defines a function: `region = partial(torch.autocast, "cuda")`."""
         if "functools" not in self._imported:
             return None
         sources = self.sources(func) if isinstance(func, (cst.Name, cst.Attribute)) else []
@@ -180,7 +181,7 @@ class Values:
         return definition if plain and isinstance(definition, cst.Call) else None
 
     def returned(self, call: cst.Call) -> list[Node]:
-        """The values that a call of a function of this file returns; empty where they are not all written there."""
+        """Return the values that a call of a function of this file returns; empty if one is unknown."""
         function = self.handed.function_called(call) or self._method_of_base(call)
         if function is None:
             return self._of_lambda(call)
@@ -201,7 +202,7 @@ class Values:
         return [definition.body]
 
     def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
-        """The method of a base in this file that `self.make()` runs."""
+        """Return the method of a base in this file that `self.make()` runs."""
         func = call.func
         if not isinstance(func, cst.Attribute) or not _is_self(func.value):
             return None
@@ -216,9 +217,9 @@ class Values:
         return self._instance(value)
 
     def sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
-        """The values and annotations that a name or an attribute of self gets, wherever.
+        """Return the values of a name or an attribute of self anywhere in the file, each with its annotation.
 
-        A value is None where it is not known, and so is an annotation that is not there.
+        An unknown value is None, as is a missing annotation.
         """
         if isinstance(node, cst.Name):
             return [source for binding in self.names.bindings(node) for source in self._of(binding)]
@@ -270,7 +271,7 @@ class Values:
         return self._objects[place]
 
     def object_class(self, node: Node | None) -> cst.ClassDef | None:
-        """The class of this file that an object is made of; None for the class itself, and where it is not known."""
+        """Return the class of this file that an object is an instance of; None for the class itself, and if unknown."""
         if not isinstance(node, (cst.Name, cst.Attribute)) or self.names.path(node) is not None:
             return None
         if isinstance(node, cst.Attribute) and node.attr.value in self._stored_outside:
@@ -281,7 +282,7 @@ class Values:
         return self._object(node)
 
     def has_scaler(self, home: cst.ClassDef) -> bool:
-        """Return True if objects of a class of this file have a scaler: one that it makes, or that is annotated."""
+        """Return True if a class of this file has a scaler as an attribute."""
         sources = [source for results in self.attributes(home).values() for source in results]
         return any(canonical(self._source(*source) or "") in SCALERS for source in sources)
 
@@ -303,12 +304,12 @@ class Values:
 
     @cached_property
     def _stored_outside(self) -> set[str]:
-        """The names of attributes that objects get from outside: `args.device = ...`."""
+        """The names of attributes that code assigns on other objects than self: `args.device = ...`."""
         targets = [n.target for n in self.parents if type(n) is cst.AssignTarget]
         return {t.attr.value for t in targets if type(t) is cst.Attribute and not _is_self(t.value)}
 
     def _class_of(self, node: Node | None, depth: int) -> cst.ClassDef | None:
-        """The class of this file that an object is made of, or annotated with; all its values have to agree."""
+        """Return the class of this file that all values of an expression are instances of, or its annotation."""
         if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute, cst.Call)):
             return None
         if isinstance(node, cst.Call):
@@ -346,7 +347,7 @@ class Values:
         return Family(self.names)
 
     def _of(self, binding: Binding) -> Iterator[tuple[Node | None, Node | None]]:
-        """The value and annotation of a binding; for a parameter those that the calls of this file hand to it."""
+        """Yield the value and annotation of a binding; for a parameter, the arguments of the calls in this file."""
         handed = self.handed.to(binding)
         if handed:
             yield from ((value, None) for value in handed)
@@ -357,7 +358,7 @@ class Values:
             yield from ((value, None) for value in items or (None,))
 
     def attributes(self, home: Node) -> dict[str, list[tuple[Node | None, Node | None]]]:
-        """The attributes that a class gives itself, each with the values and annotations they get."""
+        """Return the attributes that a class assigns, each with its values and annotations."""
         if home not in self._attributes:
             table: dict[str, list[tuple[Node | None, Node | None]]] = {}
             for name, source in _stores(home):
@@ -396,7 +397,7 @@ class Values:
 
 
 def _itself(call: cst.Call) -> Node | None:
-    """The module in `module.cuda()`, `module.to(device)` and others that give the module itself in its dtype."""
+    """Return the module in `module.cuda()`, `module.to(device)` and other calls that keep its dtype."""
     func = call.func
     if not isinstance(func, cst.Attribute) or not isinstance(func.value, cst.Call):
         return None
@@ -424,13 +425,13 @@ def _scaler_in(method: cst.Attribute) -> Node | None:
 
 
 def _named(node: Node) -> bool:
-    """Return True if the name of a variable, or of an attribute, says that it is a scaler."""
+    """Return True if the name of a variable or an attribute ends with "scaler"."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     return isinstance(last, cst.Name) and last.value.lower().endswith("scaler")
 
 
 def _agreed(results: Iterable[str | None]) -> str | None:
-    """The class that all name; the empty text for None alone. Nobody is asked after one who does not know."""
+    """Return the class that all results agree on; the empty text if all are None. Stops at the first unknown one."""
     kinds = set()
     for kind in results:
         if kind is None:

@@ -1,11 +1,10 @@
-"""One fix for each set of uses that have to change together; `moves.py` says what moves.
+"""One fix for each set of uses that have to change together.
 
 Invariants:
-    - A use through a module that stays (`torch.`) has a fix of its own. A use through a name that an import
-      or an assignment binds shares one fix with that and with all other uses of the name; if one of
-      them can't be changed, none is.
-    - A name that other files may see is changed by unsafe fixes at most: an alias. An import that
-      `__all__` or an `__init__.py` offers is not changed at all.
+    - A use that starts with `torch.` has its own fix. A use of an imported or assigned name shares one fix with the
+      import or assignment and with all other uses of the name; if one of them cannot be changed, none is.
+    - An alias, which other files may use, is changed by unsafe fixes only. An import that `__all__` or an
+      `__init__.py` exports is not changed.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Group:
 
     bindings: list[Binding]
     uses: list[NameUse] = field(default_factory=list)
-    foreign: bool = False  # it is used in a way that is not listed
+    foreign: bool = False  # True if the name has a use that is not listed
 
 
 # Why a use of some kind makes the fix of its import unsafe.
@@ -63,7 +62,7 @@ def group_key(source: Source, node: Node) -> tuple[Scope, str] | None:
 
 
 def groups_of(source: Source, uses: list[NameUse]) -> _Groups:
-    """The groups of a file, imports and aliases without uses among them."""
+    """Return the groups of a file, also those of imports and aliases without uses."""
     groups: dict[tuple[Scope, str], Group] = {}
     for use in uses:
         key = group_key(source, use.node)
@@ -87,7 +86,7 @@ def groups_of(source: Source, uses: list[NameUse]) -> _Groups:
 
 
 def _is_moved(source: Source, bindings: list[Binding]) -> bool:
-    """Return True if what moves is all that a name is bound to, or one import of several."""
+    """Return True if a name is only bound to deprecated names, or to one beside its replacement."""
     paths = [_path(source, binding) for binding in bindings]
     if all(map(is_deprecated, paths)):
         return True
@@ -118,7 +117,7 @@ def exported(source: Source) -> set[str]:
 
 
 def share(source: Source, uses: list[NameUse], groups: _Groups) -> None:
-    """Gives each use its fix: its own, or that of its group together with groups of the same import."""
+    """Give each use its fix: its own, or one for its group and the groups of the same import."""
     for (scope, name), group in groups.items():
         if [b.kind for b in group.bindings] == ["assign"]:
             _follow(group, [u for u in uses if _binds(source, u, scope, name)])
@@ -147,7 +146,7 @@ def _binds(source: Source, use: NameUse, scope: Scope, name: str) -> bool:
 
 
 def _follow(group: Group, aliases: list[NameUse]) -> None:
-    """Hands what the uses of an alias need to the place that binds it."""
+    """Add the edits for the uses of an alias to the assignment that binds it."""
     for alias in aliases:
         alias.followers = group.uses
         if group.foreign or any(use.edits is None for use in group.uses):
@@ -161,7 +160,7 @@ def _all(use: NameUse) -> Iterator[NameUse]:
 
 
 def _edits(uses: list[NameUse]) -> tuple[Edit, ...] | None:
-    """The edits of uses and of all that follow them; None if one of them can't be changed."""
+    """Return the edits of uses and of the uses of their aliases; None if one of them cannot be changed."""
     results: list[Edit] = []
     for use in (inner for outer in uses for inner in _all(outer)):
         if use.edits is None:
@@ -185,7 +184,7 @@ def _give(uses: list[NameUse], fix: Fix | None) -> None:
 
 
 def _own_fix(source: Source, use: NameUse) -> Fix | None:
-    """The fix of `torch.cuda.amp.autocast()`, which no other use has a part in but those of an alias."""
+    """Return the fix of a use such as `torch.cuda.amp.autocast()`, with the uses of its alias."""
     edits = _edits([use])
     if edits is None or not _is_selected(source, [use]):
         return None

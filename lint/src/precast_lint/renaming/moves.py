@@ -86,15 +86,15 @@ class NameUse:
     """One place where a deprecated name is used.
 
     Attributes:
-        node: the expression that stands for the name.
+        node: the expression.
         place: the node that is reported.
-        origin: the name.
-        kind: call, decorator, import, or how else the name is used.
-        code: the rule that reports it; empty: none does.
-        edits: what has to change here besides the name; None: it can't be changed.
-        unsafe: whether that may change what the program does.
+        origin: the deprecated name.
+        kind: the kind of use: call, decorator, import ...
+        code: the rule that reports it; empty if none does.
+        edits: the changes here besides the name; None if the use cannot be changed.
+        unsafe: True if the change may change the program's results.
         followers: the uses of the alias that is bound here.
-        renamed: the edits that change the name here, if that is no replacement of the node.
+        renamed: the edits of the name, if they are not a replacement of the node.
     """
 
     node: Node
@@ -119,7 +119,7 @@ def root(node: Node) -> Node:
 def expressions(source: Source) -> Iterator[tuple[Node, Node, str]]:
     """Yield each expression that means a deprecated name, with the node to report and the name.
 
-    In a quoted annotation the expression is that of the text, and it is reported at the string.
+    In a quoted annotation the expression is parsed from the string, and the string is the node to report.
     """
     node: Node
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
@@ -127,7 +127,7 @@ def expressions(source: Source) -> Iterator[tuple[Node, Node, str]]:
             continue
         origin = source.origin(node)
         counts = origin in OLD or _is_module_alias(source, node)
-        # `autocast.__init__` is no use that we know: groups see it as a foreign one.
+        # `autocast.__init__` is not listed, so its group counts it as foreign.
         inside = isinstance(source.parents.get(node), cst.Attribute)
         if origin and counts and not inside and not is_bound_here(source, node):
             yield node, node, origin
@@ -145,13 +145,13 @@ def is_bound_here(source: Source, node: Node) -> bool:
 
 
 def in_string(source: Source, string: Node, node: Node) -> tuple[Edit, ...] | None:
-    """Edits that rename a dotted name in a quoted annotation; None where the text is not that plain."""
+    """Return edits that rename a dotted name in a quoted annotation; None if the string has escapes or a prefix."""
     text, value = source.code(string), strings(string)
     base = source.names.path(root(node))
     if value is None or text[1:-1] != value or base is None:
         return None
     if is_in_old_module(base):
-        return ()  # its import is changed
+        return ()  # the edit of its import changes it
     tree: Node = node
     while source.names.path(tree) not in MODULES:
         if not isinstance(tree, cst.Attribute):

@@ -1,7 +1,7 @@
 """Conversion of a deprecated name's arguments to those of its replacement.
 
-`autocast(enabled, dtype, cache_enabled)` became `autocast(device_type, dtype, enabled, cache_enabled)`:
-what was positional is written as keywords. `GradScaler` got the device in front of its parameters.
+`autocast(enabled, dtype, cache_enabled)` became `autocast(device_type, dtype, enabled, cache_enabled)`, so
+positional arguments become keywords. `GradScaler` got the device in front of its parameters.
 `custom_fwd` and `custom_bwd` got a keyword.
 """
 
@@ -24,7 +24,7 @@ _OLD_PARAMETERS = ("enabled", "dtype", "cache_enabled")
 def call_edits(
     source: Source, call: cst.Call, args: Sequence[cst.Arg], kind: str, device: str
 ) -> tuple[Edit, ...] | None:
-    """The edits between the parentheses of a call; None where they can't be made."""
+    """Return the edits of a call's arguments; None if they cannot be converted."""
     dtype = Arguments.of(call).get("dtype", _OLD_PARAMETERS.index("dtype"))
     if kind == "autocast" and dtype is None and any(regions_around(source, call)):
         return None  # the new name inherits the dtype of the region around it, the old one does not
@@ -42,7 +42,7 @@ def call_edits(
 
 
 def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
-    """Return True if a call of an old name gives the device, which only the new name takes."""
+    """Return True if a call of an old name passes the device, which only the new name accepts."""
     arguments = Arguments.of(call)
     if kind == "custom":
         return "device_type" in arguments.keywords
@@ -55,7 +55,7 @@ def has_new_arguments(source: Source, call: cst.Call, kind: str) -> bool:
 def device_edits(
     source: Source, after: cst.Arg | None, args: Sequence[cst.Arg], kind: str, device: str
 ) -> tuple[Edit, ...] | None:
-    """The edits of a list of arguments, which may begin after another one (that of a partial)."""
+    """Return the edits of a list of arguments, which may follow another one (the function of a partial)."""
     if kind in ("cast", "same"):
         return () if kind == "same" else None
     last = args[-1] if args else after
@@ -77,7 +77,7 @@ def device_edits(
 
 
 def _as_keywords(source: Source, args: Sequence[cst.Arg]) -> list[Edit] | None:
-    """Edits that write the old positional arguments as keywords; None where there is a `*args`."""
+    """Return edits that turn positional arguments into keywords; None if there is a `*args`."""
     edits = []
     for position, arg in enumerate(args):
         if arg.star == "*" or position >= len(_OLD_PARAMETERS):

@@ -1,10 +1,10 @@
-"""The deprecated names of PyTorch's AMP: every use in a file, and what has to change for it to be new.
+"""The uses of deprecated names in a file, with the edits that each needs.
 
-Rules AMP001 to AMP006 and AMP010 each report one kind of use from here. The fixes are made together, because
-one import may carry names of several rules; `move_fixes.py` makes them.
+Rules AMP001 to AMP006 and AMP010 each report one kind of use from here. `move_fixes.py` makes their fixes together,
+because one import may bind names of several rules.
 
-Invariant: guarded uses, uses that the oldest supported PyTorch has no new name for, and classes that are only
-listed or compared (there the old name is meant) are not listed.
+Invariant: a use is left out if it is guarded, if the oldest supported PyTorch does not have the new name, or if the
+code only lists or compares the class, which then means the old one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["findings", "is_listed"]
 
 
 def findings(source: Source, rule: LintRule) -> Iterator[LintFinding]:
-    """The findings of a rule: its uses."""
+    """Yield the findings of a rule."""
     for use in _uses(source):
         if use.code == rule.code:
             message = rule.message.format(old=use.origin, new=new_name(use.origin))
@@ -62,7 +62,7 @@ def _counts(source: Source, place: Node, origin: str) -> bool:
 
 
 def is_listed(source: Source, node: Node) -> bool:
-    """Return True if a class stands in a list, is a key, or is compared: code about the old name, not with it."""
+    """Return True if a class is in a list, a key or compared: such code is about the old name."""
     parent = source.parents[node]
     if isinstance(parent, cst.Element):
         around = source.parents[source.parents[parent]]
@@ -92,7 +92,7 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse
     unsafe = old.code == "AMP010"
     if isinstance(parent, cst.Call) and parent.func is node:
         if has_new_arguments(source, parent, old.kind):
-            # A lone text was taken for a flag that is true; beside others it has always raised.
+            # The old class takes a single string for `enabled`; with more arguments it raises.
             guess = len(parent.args) == 1 and parent.args[0].keyword is None
             return NameUse(node, parent, origin, "call", old.code, (), unsafe=guess)
         call = call_edits(source, parent, parent.args, old.kind, old.device)
@@ -109,7 +109,7 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse
 
 
 def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
-    """A use that is no call: AMP006."""
+    """Return a use that is not a call."""
     kind = reference_kind(source, node)
     if kind in ("annotation", "isinstance"):
         return NameUse(node, node, origin, kind, code, ())
@@ -132,12 +132,12 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
 
 
 def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
-    """The imports of a group, as uses that AMP005 reports, those of private names AMP010."""
+    """Yield the imports of a group as uses: of AMP005, or of AMP010 for private names."""
     for binding in group.bindings:
         path = binding.path or ""
         if binding.kind not in ("import", "from") or is_guarded(source, binding.node):
             continue
-        if not is_in_old_module(path):  # the other of two imports
+        if not is_in_old_module(path):  # the other one of two imports
             continue
         if not source.allows(_since(path, group)):
             continue
@@ -150,7 +150,7 @@ def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
 
 
 def _since(path: str, group: Group) -> str:
-    """The PyTorch that has the new names of all that is used through an import."""
+    """Return the first PyTorch that has the new names of everything used through an import."""
     if canonical(path) in OLD:
         return OLD[canonical(path)].since
     used = [OLD[use.origin].since for use in group.uses if use.origin in OLD]

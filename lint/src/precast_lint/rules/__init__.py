@@ -1,1 +1,1 @@
-"""The rules, one file each: `ampNNN_name.py` holds `RULE` with its cases, or a table of them as `RULES`."""
+"""The rules, one file each: `ampNNN_name.py` defines `RULE`, or several as `RULES`."""

@@ -17,7 +17,7 @@ _MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each name that an import takes from there."""
+    """Yield a finding for each import of a deprecated module or of its names."""
     yield from old_names.findings(source, RULE)
     yield from _left_over(source)
     for statement in source.all(cst.ImportFrom):
@@ -28,7 +28,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _left_over(source: Source) -> Iterator[LintFinding]:
-    """`import torch.cuda.amp` in a file that uses nothing of it: what is left behind when all uses are new."""
+    """Yield a finding for each `import torch.cuda.amp` in a file that uses nothing of it."""
     used = {source.names.path(node) for node in source.all(cst.Attribute)}
     for statement in source.all(cst.Import):
         for alias in statement.names:
@@ -52,8 +52,8 @@ RULE = LintRule(
     fix=Applicability.SAFE,
     message="`{old}` is deprecated; import from `torch.amp`",
     what="Imports of names of `torch.cuda.amp` and `torch.cpu.amp`, or of these modules under a name.",
-    why="What is imported is deprecated since PyTorch 2.4. All uses of the name are changed with the import.",
-    fine="The file offers the name to others, which call it in the old way.",
+    why="These names are deprecated since PyTorch 2.4. The fix changes all uses of a name with its import.",
+    fine="Other files import the name from this file and call it with the old arguments.",
     words=(
         "cuda autocast",
         "cpu autocast",

@@ -20,7 +20,7 @@ _OLD = re.compile(
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each use, and for imports that nothing else is to be said about."""
+    """Yield a finding for each use of an old function."""
     if not source.allows("2.4"):
         return
     replaced = _replaced(source)
@@ -43,13 +43,13 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _replaced(source: Source) -> set[str | None]:
-    """The functions of PyTorch's that the file puts others in the place of: it has to name them as they are."""
+    """Return the functions that the file replaces by others: it has to use their old names."""
     targets = (assign.target for assign in source.all(cst.AssignTarget))
     return {source.origin(target) for target in targets if isinstance(target, cst.Attribute)}
 
 
 def _fix(source: Source, node: Node, new: str, device: str) -> Fix | None:
-    """The device goes first; None for what is no call through the module."""
+    """Return a fix that passes the device first; None if the use is not a call through the module."""
     call = source.parents[node]
     if not isinstance(node, cst.Attribute) or not isinstance(call, cst.Call):
         return None
@@ -72,8 +72,8 @@ RULE = LintRule(
     message="`{old}` is deprecated; use `{new}` with the device type",
     what="`torch.get_autocast_gpu_dtype`, `torch.is_autocast_cpu_enabled` and others with a device in their name.",
     why=(
-        "They are deprecated since PyTorch 2.4 and warn. One function for each question takes the device type, so the "
-        "same code serves all devices."
+        "They are deprecated since PyTorch 2.4 and warn. The new functions take the device type, so the same code "
+        "serves all devices."
     ),
     fine="The code has to run on PyTorch before 2.4: set `min-torch`.",
     words=(

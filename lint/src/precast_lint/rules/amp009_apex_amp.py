@@ -23,7 +23,7 @@ _NEW = {
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each function of apex.amp that is called or handed on, where nothing else is offered."""
+    """Yield a finding for each use of a function of apex.amp in a file that does not use PyTorch's own."""
     if _has_pytorchs(source):
         return
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
@@ -43,7 +43,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _has_pytorchs(source: Source) -> bool:
-    """Return True if a file uses PyTorch's own mixed precision, too: then Apex is a choice that it offers."""
+    """Return True if a file also uses PyTorch's mixed precision: then Apex is one of its options."""
     return any(
         source.origin(node) in SCALERS or source.origin(node) in AUTOCASTS
         for node in [*source.all(cst.Attribute), *source.scopes.names]
@@ -51,7 +51,7 @@ def _has_pytorchs(source: Source) -> bool:
 
 
 def _is_for_apex(source: Source, node: Node) -> bool:
-    """Return True if the function or class around says by its name that it is there for Apex: `class ApexScaler`."""
+    """Return True if the name of the function or class around a node contains "apex"."""
     return any(
         isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and "apex" in outer.name.value.lower()
         for outer in source.around(node)
@@ -74,8 +74,8 @@ RULE = LintRule(
         "process, and is removed from newer versions of Apex."
     ),
     fine=(
-        "The code compares itself with Apex on purpose. Nothing is said in a function or class with Apex in its "
-        "name, or where the file uses PyTorch's own mixed precision beside it."
+        "The code compares itself with Apex. A function or class with Apex in its name is not reported, nor is a file "
+        "that also uses PyTorch's mixed precision."
     ),
     words=("apex amp",),
     check=check,

@@ -1,7 +1,6 @@
 """AMP001 to AMP004 and AMP006: uses of the deprecated names of PyTorch's AMP, one row of a table for each kind of use.
 
-`renaming/old_names.py` finds the uses, each with the code of its rule, and makes the fixes; what a rule says of them
-stands here, and its cases in `old_name_cases.py`.
+`renaming/old_names.py` finds the uses, each with the code of its rule, and makes the fixes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _rule(
     words: tuple[str, ...],
     example: str,
 ) -> LintRule:
-    """A rule that reports the uses with its code."""
+    """Return a rule that reports the uses with its code."""
 
     def check(source: Source) -> Iterator[LintFinding]:
         yield from old_names.findings(source, rule)
@@ -52,11 +51,10 @@ RULES = (
         code="AMP001",
         name="cuda-autocast",
         message="`{old}` is deprecated; use `{new}` with the device type",
-        what="Calls of `torch.cuda.amp.autocast`, and decorators made by one.",
+        what="Calls of `torch.cuda.amp.autocast`, also as decorators.",
         why=(
-            "It is deprecated since PyTorch 2.4 and warns whenever it is called. The new name takes the device type "
-            "first and has its other parameters in another order: PyTorch's own advice, to write the device type "
-            "before the old arguments, raises for positional ones."
+            "It is deprecated since PyTorch 2.4 and warns at each call. The new name takes the device type first, and "
+            "its other parameters have another order, so positional arguments cannot stay as they are."
         ),
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cuda autocast",),
@@ -72,7 +70,7 @@ RULES = (
         code="AMP002",
         name="cpu-autocast",
         message="`{old}` is deprecated; use `{new}` with the device type",
-        what="Calls of `torch.cpu.amp.autocast`, and decorators made by one.",
+        what="Calls of `torch.cpu.amp.autocast`, also as decorators.",
         why="It is deprecated since PyTorch 2.4 and warns whenever it is called.",
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cpu autocast",),
@@ -122,12 +120,12 @@ RULES = (
         name="class-reference",
         message="`{old}` is deprecated; use `{new}`",
         what=(
-            "Deprecated names not called: annotations, `isinstance`, `functools.partial`, aliases, tables, "
+            "Deprecated names that are not called: annotations, `isinstance`, `functools.partial`, aliases, tables, "
             "subclasses."
         ),
         why=(
-            "They keep the deprecated name alive, and hand it to code that calls it. The class `torch.amp.GradScaler` "
-            "is the base of the deprecated ones, so annotations and `isinstance` fit both."
+            "Other code may call the deprecated name through them. The class `torch.amp.GradScaler` is the base of the "
+            "deprecated ones, so annotations and `isinstance` accept both."
         ),
         fine="A subclass that has to run on PyTorch before 2.3.",
         words=("cuda autocast", "cpu autocast", "GradScaler", "custom_fwd", "custom_bwd"),

@@ -36,7 +36,7 @@ _SIX = {
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each private name, and each import of torch._six."""
+    """Yield a finding for each private name, each import of torch._six, and each name that AMP never had."""
     yield from old_names.findings(source, RULE)
     for statement in source.all(cst.ImportFrom):
         is_six = dotted(statement.module) == "torch._six" and not statement.relative
@@ -53,7 +53,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _unknown(source: Source) -> Iterator[LintFinding]:
-    """Names that the packages of AMP have never had: imported, used or not, or after a dot."""
+    """Yield a finding for each name that the packages of AMP have never had."""
     for statement in source.all(cst.ImportFrom):
         package = None if statement.relative else dotted(statement.module)
         if package not in PACKAGES or isinstance(statement.names, cst.ImportStar):
@@ -78,7 +78,7 @@ def _is_unknown(package: str, name: str) -> bool:
 
 
 def _is_expected(source: Source, node: Node) -> bool:
-    """Return True if a node is seen to fail on purpose, or under a test of what is there."""
+    """Return True if the code expects that a node fails, or tests whether the name exists."""
     return is_guarded(source, node) or is_tried(source, node)
 
 
@@ -96,7 +96,7 @@ _SIX_MESSAGE = "`torch._six` was removed in PyTorch 2.0"
 
 
 def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
-    """Statements that bind the same names; None where one of them is not known, or the line holds more."""
+    """Return a fix with statements that bind the same names; None if a name is unknown or shares its line."""
     if isinstance(statement.names, cst.ImportStar) or not is_alone(source, statement):
         return None
     start = source.text.line_start(source.span(statement).start)
@@ -110,7 +110,7 @@ def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
         line = _SIX[name].format(bound)
         lines.append(line if "{}" in _SIX[name] or bound == name else f"{line} as {bound}")
     text = f"{source.text.newline}{indent}".join(lines)
-    return source.fix("Import from where it is", source.replace(statement, text), unsafe=True)
+    return source.fix("Import it from its new module", source.replace(statement, text), unsafe=True)
 
 
 RULE = LintRule(
@@ -118,12 +118,12 @@ RULE = LintRule(
     name="removed-name",
     severity=Severity.ERROR,
     fix=Applicability.UNSAFE,
-    message="`{old}` is private to PyTorch: it moved, and may go without a warning",
+    message="`{old}` is private to PyTorch: it has moved, and may be removed without a warning",
     what=(
         "Private names that moved with `torch.amp` (`_cast`, `_refresh_per_optimizer_state`), `torch._six`, which was "
         "removed, and names that `torch.amp`, `torch.cuda.amp` and `torch.cpu.amp` have never had."
     ),
-    why="The import fails on a current PyTorch, or will on a coming one.",
+    why="The import fails on a current PyTorch, or will fail on a future one.",
     fine="The code runs on one fixed, old version of PyTorch only.",
     words=(
         "torch _six",

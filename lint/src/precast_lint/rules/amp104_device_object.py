@@ -1,4 +1,4 @@
-"""AMP104: a device where the device type is wanted."""
+"""AMP104: a device where a device type is expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from precast_lint.parsing.syntax import Node, cst, strings
 
 __all__ = ["RULE"]
 
-_INDEXED = "a device type has no index: older PyTorch raises, newer takes it without asking whether there is CUDA"
+_INDEXED = "a device type has no index: older PyTorch raises, newer PyTorch does not check whether CUDA is available"
 _NEVER_CAST = "a device type has no index: no tensor is on this one, so no input is cast"
 _QUERIES = (
     "torch.is_autocast_enabled",
@@ -27,7 +27,7 @@ _QUERIES = (
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each device that is given as a device type."""
+    """Yield a finding for each device that is passed as a device type."""
     for call, arguments in source.calls(*NEW_AUTOCASTS, *NEW_CUSTOM, *_QUERIES):
         origin = source.origin(call.func) or ""
         value = arguments.get("device_type", None if origin in NEW_CUSTOM else 0)
@@ -45,7 +45,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_indexed(source: Source, node: Node) -> bool:
-    """`"cuda:0"`, `f"cuda:{rank}"`, `str(device)`, or a name that may be such a text."""
+    """Return True for `"cuda:0"`, `f"cuda:{rank}"`, `str(device)`, or a name with such a value."""
     if isinstance(node, cst.FormattedString):
         return _beginning(node) is not None
     if _described(source, node) is not None:
@@ -71,13 +71,13 @@ def _beginning(node: Node | None) -> str | None:
 
 
 def _is_one_of_several(source: Source, node: Node) -> bool:
-    """Return True if a name gets texts with and without an index in different places: each may have its reasons."""
+    """Return True if a name has values with and without an index."""
     several = len(source.names.bindings(node)) > 1
     return several and not all(":" in text for text in texts(source, node))
 
 
 def _described(source: Source, node: Node) -> Node | None:
-    """The device in `str(device)`."""
+    """Return the device in `str(device)`."""
     if (
         isinstance(node, cst.Call)
         and source.names.builtin(node.func) == "str"
@@ -99,7 +99,7 @@ def _typed(source: Source, call: cst.Call, value: Node) -> Fix | None:
 
 
 def _root(node: Node) -> str | None:
-    """The name before all dots, of a dotted name."""
+    """Return the first name of a dotted name."""
     if isinstance(node, cst.Name):
         return None
     while isinstance(node, cst.Attribute):
@@ -138,17 +138,16 @@ RULE = LintRule(
     name="device-for-device-type",
     severity=Severity.ERROR,
     fix=Applicability.SAFE,
-    message="this is a torch.device; PyTorch wants its type, a text, and raises",
+    message="this is a torch.device; PyTorch expects its type, a string, and raises",
     what=(
-        'A `torch.device`, or a text with an index such as `"cuda:0"`, where a device type is wanted: in regions, in '
-        "`custom_fwd` and `custom_bwd`, and (devices only) in functions like `torch.is_autocast_enabled`."
+        'A `torch.device`, or a string with an index such as `"cuda:0"`, where a device type is expected: in regions, '
+        "in `custom_fwd` and `custom_bwd`, and (devices only) in functions like `torch.is_autocast_enabled`."
     ),
     why=(
-        "A `torch.device` raises. A text with an index raised before PyTorch 2.4. Since then a region takes it, but "
-        "then it does not ask whether CUDA is there, and `custom_fwd` compares it with the inputs' device types, "
-        "which it never equals: they are not cast."
+        "A `torch.device` raises. A string with an index raised before PyTorch 2.4. Since then a region accepts it, "
+        "but does not check whether CUDA is available. `custom_fwd` casts no input: no device type equals it."
     ),
-    fine="The text with an index is for a region alone, the program needs a GPU anyway, and PyTorch is 2.4 or newer.",
+    fine="The string with an index is passed to a region only, the program needs a GPU, and PyTorch is 2.4 or newer.",
     words=("autocast", "custom_fwd", "custom_bwd"),
     check=check,
     example="""

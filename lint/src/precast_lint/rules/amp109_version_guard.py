@@ -22,10 +22,8 @@ _EVERY = (
 _MENTIONED = re.compile(
     r"torch\.(cuda\.|cpu\.)?amp\.\w+|torch\.autocast|torch\.[gs]et_autocast_dtype"
 )
-_WRONG = (
-    "this test is wrong for PyTorch {releases}: compare whole versions, not their texts or parts"
-)
-_TOO_EARLY = "`{name}` is there from PyTorch {since}; this lets {releases} through"
+_WRONG = "this test is wrong for PyTorch {releases}: compare whole versions, not strings or parts of them"
+_TOO_EARLY = "`{name}` exists from PyTorch {since}; this test is true for {releases} too"
 _Results = dict[str, bool]
 _If = cst.If | cst.IfExp
 
@@ -157,16 +155,16 @@ RULE = LintRule(
     fix=Applicability.UNSAFE,
     message="this test of the version is wrong for some version of PyTorch",
     what=(
-        "A test of PyTorch's version that compares texts, or lets versions through that do not have the AMP name under "
-        'it. `torch.__version__` itself is no plain text since PyTorch 1.10: `torch.__version__ >= "2.4"` compares as '
-        "versions do, and is right. What is made of it is plain text: `str(torch.__version__)`, slices, and what "
-        "`split` and `partition` give. Versions that `importlib.metadata` tells are not looked at."
+        "A test of PyTorch's version that compares strings, or is true for versions that do not have the AMP name that "
+        'it guards. `torch.__version__` is more than a string since PyTorch 1.10: `torch.__version__ >= "2.4"` '
+        "compares versions, and is right. `str(torch.__version__)`, its slices and the results of its methods are "
+        "plain strings. Versions from `importlib.metadata` are not checked."
     ),
     why=(
-        "`torch.autocast` is there from PyTorch 1.10, `torch.amp.autocast` from 1.12, `torch.amp.GradScaler` from 2.3, "
-        '`torch.amp.custom_fwd` and `torch.get_autocast_dtype` from 2.4. As a text, "2.10" is less than "2.4".'
+        "PyTorch has `torch.autocast` from 1.10, `torch.amp.autocast` from 1.12, `torch.amp.GradScaler` from 2.3, "
+        '`torch.amp.custom_fwd` and `torch.get_autocast_dtype` from 2.4. As a string, "2.10" is less than "2.4".'
     ),
-    fine="The versions for which it is wrong are never used: say so with `min-torch`.",
+    fine="The project does not support the versions for which the test is wrong: set `min-torch`.",
     words=(
         "__version__ autocast",
         "__version__ GradScaler",

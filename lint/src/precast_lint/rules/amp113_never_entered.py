@@ -1,4 +1,4 @@
-"""AMP113: a region that is made and never entered."""
+"""AMP113: a region that is created and never entered."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["RULE"]
 
-_ONE_OF_TWO = "`{}` enters one of the two only, and this is the other; separate them by a comma"
-_TENSOR = "this decorates a tensor, which was computed before: call the region with the function, or enter it by `with`"
+_ONE_OF_TWO = "`{}` enters only one of the two, not this one; separate them by a comma"
+_TENSOR = "this decorates a tensor, which is computed already: decorate the function, or enter the region by `with`"
 _TENSORS = (
     "argmax",
     "backward",
@@ -42,7 +42,7 @@ _CONTEXTS = {
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each region that nothing enters."""
+    """Yield a finding for each region that nothing enters."""
     for decorated in _decorating(source):
         yield source.find(RULE, decorated, _TENSOR)
     for call, _ in source.calls(*AUTOCASTS):
@@ -60,7 +60,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_given_tensor(source: Source, definition: cst.Call) -> bool:
-    """`autocast("cuda")(x)`: a region decorates a function, and what it is given here is a tensor."""
+    """Return True for `autocast("cuda")(x)`: the region decorates a tensor instead of a function."""
     parent = source.parents[definition]
     return (
         isinstance(parent, cst.Call) and parent.func is definition and _takes_tensor(source, parent)
@@ -68,7 +68,7 @@ def _is_given_tensor(source: Source, definition: cst.Call) -> bool:
 
 
 def _takes_tensor(source: Source, call: cst.Call) -> bool:
-    """Return True if a call has one argument, and that is certainly a tensor, or what a model gives."""
+    """Return True if the one argument of a call is a tensor or the result of a model."""
     if len(call.args) != 1 or call.args[0].star:
         return False
     value = call.args[0].value
@@ -79,7 +79,7 @@ def _takes_tensor(source: Source, call: cst.Call) -> bool:
 
 
 def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:
-    """Return True if what a call gives is computed with: `loss = region(...)` and `loss.backward()`."""
+    """Return True if the result of a call is used as a tensor: `loss = region(...)` and `loss.backward()`."""
     parent = source.parents[call]
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in _TENSORS
@@ -95,7 +95,7 @@ def _is_used_as_tensor(source: Source, call: cst.Call) -> bool:
 
 
 def _decorating(source: Source) -> Iterator[cst.Call]:
-    """The calls of names that hold a region, with a tensor."""
+    """Yield the calls of regions by a name, with a tensor as the argument."""
     for call in source.all(cst.Call):
         if not isinstance(call.func, (cst.Name, cst.Attribute)):
             continue
@@ -108,7 +108,7 @@ def _decorating(source: Source) -> Iterator[cst.Call]:
 def _one_of_two(
     source: Source, both: cst.BooleanOperation, call: cst.Call
 ) -> Iterator[LintFinding]:
-    """Return the operand that `and` or `or` ignores: a context is true, so `and` gives its right side."""
+    """Yield a finding for the operand that is not entered: a context is true, so `and` returns its right side."""
     is_and = isinstance(both.operator, cst.And)
     left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
     entries = [n is call or _is_context(source, n) for n in (left_out, other)]
@@ -121,12 +121,12 @@ def _one_of_two(
 
 
 def _is_context(source: Source, node: Node) -> bool:
-    """A call that makes a context of PyTorch's, such as `torch.no_grad()`."""
+    """Return True if a call creates a context of PyTorch's, such as `torch.no_grad()`."""
     return isinstance(node, cst.Call) and source.origin(node.func) in _CONTEXTS
 
 
 def _is_unused(source: Source, statement: cst.Assign) -> bool:
-    """Return True if a function's own name gets the region, and nothing reads that name."""
+    """Return True if a local name gets the region, and nothing reads that name."""
     if len(statement.targets) != 1 or source.function(statement) is None:
         return False
     target = statement.targets[0].target
@@ -150,17 +150,17 @@ RULE = LintRule(
     name="region-never-entered",
     severity=Severity.ERROR,
     fix=Applicability.UNSAFE,
-    message="this makes a region and does not enter it: nothing runs in lower precision",
+    message="this creates a region and does not enter it: nothing runs in lower precision",
     what=(
-        "A region that is a statement of its own, or that is assigned to a name of a function which nothing reads. "
-        "Also `with torch.no_grad() and torch.autocast(...)`, which enters the second alone, and "
-        "`torch.autocast(...)(tensor)`, where a function is meant to be."
+        "A statement that only creates a region, or assigns it to a local name that nothing reads. Also `with "
+        "torch.no_grad() and torch.autocast(...)`, which enters only the second, and `torch.autocast(...)(tensor)`, "
+        "which needs a function instead of a tensor."
     ),
     why=(
-        "Making a region changes nothing. Only entering it does: by `with`, as a decorator, or in an `ExitStack`. And "
-        "`and` between two contexts is no way to enter both: it gives the second."
+        "Creating a region changes nothing. It has to be entered: by `with`, as a decorator, or in an `ExitStack`. "
+        "`and` between two contexts does not enter both: its result is the second."
     ),
-    fine="It is made only to see whether it can be.",
+    fine="The code only tests whether the region can be created.",
     words=("autocast",),
     check=check,
     example="""

@@ -23,20 +23,20 @@ __all__ = ["RULE"]
 _HANDLED = re.compile(
     r"scaler|loss_scale|scale_loss|scaled_loss|accelerat|deepspeed|apex|set_autocast|fabric", re.I
 )
-_LARGE = 64  # a factor that is no weight of a loss, but a scale
-_DEEP = 3  # names that get their values from others
+_LARGE = 64  # a factor of this size is a scale, not a weight of a loss
+_DEEP = 3  # names that are followed
 
 
 @dataclass(frozen=True)
 class _LossState:
-    """The names that hold results of float16 regions, and the last backward of one."""
+    """The names that hold results of float16 regions, and the last backward of such a result."""
 
     lower: frozenset[str] = frozenset()
     backward: Node | None = None
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each backward of a float16 region's loss that an optimizer's step follows."""
+    """Yield a finding for each backward of a float16 region's loss that is followed by an optimizer's step."""
     is_float16 = any(r.dtype == "torch.float16" for r in regions(source))
     if not is_float16 or _HANDLED.search(source.words):
         return
@@ -71,7 +71,7 @@ def _on(source: Source, state: _LossState, event: Event, say: Say) -> _LossState
 
 
 def _is_scaled(source: Source, node: Node | None) -> bool:
-    """Return True if a loss is scaled by hand in an expression: `loss * SCALE`, `loss * 1024`."""
+    """Return True if an expression scales a loss by hand: `loss * SCALE`, `loss * 1024`."""
     for inner in walk(node) if node is not None else ():
         if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Multiply):
             for side in (inner.left, inner.right):
@@ -86,7 +86,7 @@ def _last_name(node: Node) -> str:
 
 
 def _is_returned_from_region(source: Source, value: Node | None) -> bool:
-    """`loss = self.loss(batch)`, where the method returns from within a region, or so does a module's `forward`."""
+    """Return True if a value is a call of a method or module of this file that returns from within a region."""
     returned = source.values.returned(value) if isinstance(value, cst.Call) else []
     if returned:
         return all(_is_lower(source, node, _DEEP) for node in returned)
@@ -98,7 +98,7 @@ def _is_returned_from_region(source: Source, value: Node | None) -> bool:
 
 
 def _is_result(source: Source, backward: cst.Call) -> bool:
-    """`self.loss(batch).backward()`, also of a part or a sum, where the method returns from within a region."""
+    """Return True for `self.loss(batch).backward()` if the method returns from within a region."""
     func = backward.func
     parts = [func.value] if isinstance(func, cst.Attribute) else []
     inside = [n for part in (*parts, *backward.args) for n in walk(part)]
@@ -111,7 +111,7 @@ def _is_result(source: Source, backward: cst.Call) -> bool:
 
 
 def _is_unpacked(source: Source, target: Node) -> bool:
-    """Return True if a name is one of several results, or what a generator yields, and comes of a region each time."""
+    """Return True if all values of a loop variable, or of a name for one of several results, come from a region."""
     if not isinstance(target, (cst.Name, cst.Attribute)):
         return False
     values = source.values.contents.of_target(target) or _yielded(source, target)
@@ -143,7 +143,7 @@ def _yielded(source: Source, target: Node) -> list[Node]:
 
 
 def _is_lower(source: Source, value: Node, depth: int) -> bool:
-    """Return True if a value is computed in a float16 region, where it stands or where its names get theirs."""
+    """Return True if a value, or a name in it, is computed in a float16 region."""
     if _in_region(source, value):
         return True
     if depth == 0 or _is_scaled(source, value) or has_no_grad(source, value):
@@ -165,7 +165,7 @@ def _is_lower(source: Source, value: Node, depth: int) -> bool:
 
 
 def _forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """The `forward` that the call of a module runs whose class is in this file: `net(x)` after `net = Net().cuda()`."""
+    """Return the `forward` that the call of a module of this file runs: `net(x)` after `net = Net().cuda()`."""
     definition = source.values.constructed(call.func)
     while isinstance(definition, cst.Call) and isinstance(definition.func, cst.Attribute):
         if definition.func.attr.value not in ("cuda", "to", "train"):
@@ -192,7 +192,7 @@ def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
 
 
 def _is_cut(parent: Node | None) -> bool:
-    """`x.detach()`: no gradient comes back; `x.float()`: x may be what a frozen model says."""
+    """Return True for `x.detach()`, which stops gradients, and `x.float()`, where x may come from a frozen model."""
     return isinstance(parent, cst.Attribute) and parent.attr.value in ("detach", "float", "item")
 
 
@@ -212,7 +212,7 @@ def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
     cached = source.cache.setdefault("called in float16 regions", {})
     assert isinstance(cached, dict)
     if function not in cached:
-        cached[function] = False  # of functions that call each other nothing is known
+        cached[function] = False  # for functions that call each other
         calls = list(_calls_of(source, function))
         cached[function] = bool(calls) and all(
             source.function(call) is not function and _in_region(source, call) for call in calls
@@ -221,7 +221,7 @@ def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
 
 
 def _calls_of(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
-    """The calls of a function by its name, or by that of what `torch.compile` makes of it; of a method by self."""
+    """Yield the calls of a function, also those of its compiled version and, for a method, those by self."""
     for call in source.all(cst.Call):
         if called_method(source, call) is function or _is_function(source, call.func, function):
             yield call
@@ -250,7 +250,7 @@ RULE = LintRule(
         "Gradients that pass through float16 operations are float16 too. Those below 6e-8 become zero, and the weights "
         "behind them stop learning. A scaler, or bfloat16, avoids that."
     ),
-    fine="The gradients are known to be large enough, or something that the rule can't see scales the loss.",
+    fine="The gradients are large enough, or code of another file scales the loss.",
     words=("autocast backward( .step(",),
     check=check,
     example="""

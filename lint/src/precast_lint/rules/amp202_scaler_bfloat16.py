@@ -15,7 +15,7 @@ __all__ = ["RULE"]
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each scaler that is on, in a file whose regions are all in bfloat16."""
+    """Yield a finding for each enabled scaler in a file whose regions are all in bfloat16."""
     results = [region for region in regions(source) if region.enabled is not False]
     if not results or any(region.dtype != "torch.bfloat16" for region in results):
         return
@@ -27,13 +27,13 @@ def check(source: Source) -> Iterator[LintFinding]:
         enabled = arguments.get("enabled")
         is_on = enabled is None or (isinstance(enabled, cst.Name) and enabled.value == "True")
         if is_on_cpu and not _is_for_cpu(source, call, arguments):
-            continue  # bfloat16 is the default there; the scaler may be for a device that this file does not name
+            continue  # bfloat16 is the default on the CPU, so the scaler may be for another device
         if is_on and not arguments.starred and not _is_conditional(source, call):
             yield source.find(RULE, call)
 
 
 def _is_conditional(source: Source, call: cst.Call) -> bool:
-    """`GradScaler() if dtype == torch.float16 else None`."""
+    """Return True for `GradScaler() if dtype == torch.float16 else None`."""
     return any(
         isinstance(outer, cst.IfExp) or (isinstance(outer, cst.If) and not _is_main(outer.test))
         for outer in source.around(call)
@@ -41,7 +41,7 @@ def _is_conditional(source: Source, call: cst.Call) -> bool:
 
 
 def _is_main(test: Node) -> bool:
-    """`__name__ == "__main__"`, which asks nothing of dtypes."""
+    """Return True for `__name__ == "__main__"`, which does not depend on a dtype."""
     return any(isinstance(node, cst.Name) and node.value == "__name__" for node in walk(test))
 
 
@@ -58,12 +58,12 @@ RULE = LintRule(
     severity=Severity.INFORMATION,
     fix=Applicability.NONE,
     message="bfloat16 needs no scaler: its range is that of float32",
-    what="A `GradScaler` that is on, where all regions of the file are in bfloat16.",
+    what="An enabled `GradScaler` in a file whose regions are all in bfloat16.",
     why=(
-        "Gradients do not become zero in bfloat16. The scaler costs a look at all gradients, doubles the scale until "
+        "Gradients do not underflow in bfloat16. The scaler reads all gradients in each step, doubles the scale until "
         "something overflows, and then skips a step."
     ),
-    fine="The scaler is used with regions in other files.",
+    fine="Regions in other files use the scaler.",
     words=(
         "GradScaler bfloat16 scale(",
         "GradScaler cpu scale(",

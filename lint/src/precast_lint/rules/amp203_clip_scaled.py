@@ -14,10 +14,10 @@ from precast_lint.training_step.protocol import hides, judged, only_here, scales
 __all__ = ["RULE"]
 
 _State = str | frozenset[cst.Call | None]
-"""What gradients are; or the optimizers whose gradients were unscaled after a scaled backward."""
+"""The state of the gradients, or the optimizers whose gradients were unscaled after a scaled backward."""
 
 _SCALED, _UNSCALED, _UNKNOWN, _HIDDEN = "scaled", "unscaled", "unknown", "hidden"
-# What depends on how large a gradient is; sums, copies, reductions over processes and `is None` do not.
+# Methods whose result depends on the size of a gradient.
 _MEASURES = {"clamp", "clamp_", "clip", "clip_", "norm", "pow", "square", "std", "var"}
 _SAME = ("clone", "data", "detach", "flatten", "float", "ravel", "reshape", "view")
 _JOINS = ("torch.cat", "torch.concat", "torch.hstack", "torch.stack")
@@ -37,7 +37,7 @@ _FUNCTIONS = {
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each clip and norm of gradients between a scaled backward and its step."""
+    """Yield a finding for each clip and norm of gradients between a scaled backward and its step."""
 
     def follow(
         flow: FunctionFlow, scaler: str
@@ -53,10 +53,10 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _before(source: Source, flow: FunctionFlow, scaler: str) -> str:
-    """The state of the gradients at a function's start.
+    """Return the state of the gradients at a function's start.
 
-    They are scaled where a method steps a scaler that its class makes, without foreign bases, where another one runs
-    the backward, and where nothing in the file unscales: whoever calls the methods, the step comes behind the backward.
+    They are scaled if a method steps a scaler that its class creates, another method of the class runs the backward,
+    and nothing in the file unscales: whatever calls the methods, the step follows the backward.
     """
     home = source.values.enclosing_class(flow.node)
     events = [e for e in flow.events() if e.scaler == scaler or e.kind == "backward"]
@@ -88,7 +88,7 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
         if event.kind == "unscale" and event.scaler == scaler:
             definition = _optimizer_of(source, event)
             if isinstance(state, str) and state != _SCALED:
-                return _UNSCALED  # nobody knows what was unscaled before
+                return _UNSCALED  # the gradients that were unscaled before are unknown
             return (state if isinstance(state, frozenset) else frozenset()) | {definition}
         if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
             return _UNKNOWN
@@ -98,7 +98,7 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
             is_other = isinstance(state, frozenset) and _is_of_other(source, event, state)
             if state == _SCALED or is_other:
                 say.bad(event.node)
-            elif state != _UNKNOWN:  # what is hidden may have unscaled them
+            elif state != _UNKNOWN:  # code that is not followed may have unscaled them
                 say.good(event.node)
         return state
 
@@ -106,14 +106,14 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
 
 
 def _optimizer_of(source: Source, event: Event) -> cst.Call | None:
-    """The call that makes the optimizer whose gradients are unscaled; None if it is not known."""
+    """Return the call that creates the optimizer whose gradients are unscaled; None if it is unknown."""
     value = event.arguments.get("optimizer", 0) if event.arguments is not None else None
     definition = source.values.constructed(value)
     return definition if isinstance(definition, cst.Call) else None
 
 
 def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | None]) -> bool:
-    """Return True if what is clipped are gradients of a model of another optimizer than those that were unscaled."""
+    """Return True if the clipped gradients belong to another optimizer than the unscaled ones."""
     value = event.arguments.get("parameters", 0) if event.arguments is not None else None
     func = value.func if isinstance(value, cst.Call) else None
     if event.kind != "clip" or not isinstance(func, cst.Attribute) or None in unscaled:
@@ -141,14 +141,14 @@ def _gives(source: Source, arg: cst.Arg, model: str | None) -> bool:
 
 
 def _needs_size(source: Source, event: Event) -> bool:
-    """Return True if the size of gradients matters for what happens."""
+    """Return True if an event depends on the size of gradients."""
     if event.kind == "grad_read":
         return _measures(source, event.node)
     return event.kind == "clip" or (event.kind == "assign" and _adds(source, event))
 
 
 def _adds(source: Source, event: Event) -> bool:
-    """`p.grad += 0.1 * p`, `p.grad = p.grad + noise`: what is added is not scaled, unless it is a gradient, too."""
+    """Return True for `p.grad += 0.1 * p` and `p.grad = p.grad + noise`: the term is not scaled."""
     target, value = event.node, event.value
     if isinstance(target, cst.Attribute) and target.attr.value == "data":
         target = target.value
@@ -165,7 +165,7 @@ def _adds(source: Source, event: Event) -> bool:
 
 
 def _is_foreign(value: Node) -> bool:
-    """Return True if a value comes from no gradient: no name in it speaks of one, but for its shape."""
+    """Return True if no name in a value suggests a gradient, except as an argument of `zeros_like` and the like."""
     shaped = {
         inner
         for n in walk(value)
@@ -179,7 +179,7 @@ def _is_foreign(value: Node) -> bool:
 
 
 def _measures(source: Source, grad: Node) -> bool:
-    """Return True if the size of a gradient matters where it is read."""
+    """Return True if a read of a gradient uses its size."""
     node = grad
     parent = source.parents[node]
     while isinstance(parent, cst.Attribute) and parent.attr.value in _SAME:
@@ -204,7 +204,7 @@ def _measures(source: Source, grad: Node) -> bool:
 
 
 def _is_measured(source: Source, grads: Node) -> bool:
-    """Return True if the norm of a list of gradients is taken, where the list stands or of its name."""
+    """Return True if the norm of a list of gradients is computed, directly or by its name."""
     for use in _uses(source, grads):
         parent = source.parents.get(use)
         call = source.parents.get(parent) if isinstance(parent, cst.Arg) else None
@@ -229,7 +229,7 @@ def _takes_norm(source: Source, node: Node | None) -> bool:
 
 
 def _uses(source: Source, value: Node) -> list[Node]:
-    """Yield the uses of a value: its own place, and the reads of the name that it gets."""
+    """Return the uses of a value: itself, or the reads of the name that it is assigned to."""
     statement = source.parents[value]
     if isinstance(statement, cst.Assign) and isinstance(statement.targets[0].target, cst.Name):
         name = statement.targets[0].target
@@ -243,16 +243,16 @@ RULE = LintRule(
     name="clip-scaled-gradients",
     severity=Severity.ERROR,
     fix=Applicability.NONE,
-    message="gradients are still scaled here; call `scaler.unscale_(optimizer)` before",
+    message="gradients are still scaled here; call `scaler.unscale_(optimizer)` first",
     what=(
-        "`clip_grad_norm_`, `clip_grad_value_`, the norm of a `.grad`, or something added to one, between a scaled "
-        "backward and its step, no `unscale_` before."
+        "`clip_grad_norm_`, `clip_grad_value_`, the norm of a `.grad`, or a term that is added to one, between a "
+        "scaled backward and its step, without `unscale_` before."
     ),
     why=(
-        "The gradients are those of the scaled loss, 65536 times too large with the default scale. Clipping them to "
-        "norm 1 makes the step that much too small, and it changes whenever the scale does."
+        "The gradients are those of the scaled loss, 65536 times too large with the default scale. Clipped to norm "
+        "1, they make the step 65536 times too small, and the step changes whenever the scale does."
     ),
-    fine="The gradients are unscaled in code that the rule can't see.",
+    fine="Code of another file unscales the gradients.",
     words=("clip_grad scale(", ".grad scale("),
     check=check,
     example="""

@@ -1,4 +1,4 @@
-"""AMP205: an optimizer's own step with gradients of a scaled loss."""
+"""AMP205: a step of an optimizer with gradients of a scaled loss."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _INSPECTION = re.compile(
     r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$",
     re.IGNORECASE,
 )
-_TWICE = "`scaler.step` has made this optimizer's step already"
-_AGAIN = "`scaler.step` makes this optimizer's step again: leave it to the scaler, which skips it after an overflow"
+_TWICE = "`scaler.step` has stepped this optimizer already"
+_AGAIN = "`scaler.step` steps this optimizer again: leave the step to the scaler, which skips it after an overflow"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _StepState:
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each `optimizer.step()` with scaled gradients, or after the scaler's own."""
+    """Yield a finding for each `optimizer.step()` with scaled gradients, and for each beside `scaler.step`."""
 
     def follow(
         flow: FunctionFlow, scaler: str
@@ -100,7 +100,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _has_own_gradients(source: Source, step: Node) -> bool:
-    """Return True if a step is given a closure, which computes gradients, and scales no loss as far as it is seen."""
+    """Return True if a step has a closure that computes gradients without scaling the loss."""
     if not isinstance(step, cst.Call) or not step.args:
         return False
     closure = step.args[0].value
@@ -115,7 +115,7 @@ def _has_own_gradients(source: Source, step: Node) -> bool:
 
 
 def _only_asks(event: Event, scaler: str) -> bool:
-    """Return True if a call asks a scaler for something, and leaves the gradients as they are."""
+    """Return True if a call reads a scaler and does not change gradients."""
     call = event.node
     return (
         event.kind == "call"
@@ -182,14 +182,16 @@ def _judge(state: _StepState, event: Event, say: Say) -> None:
         say.bad(event.node, _TWICE)
     elif state.scaled and not state.plain and not state.unscaled:
         say.bad(event.node)
-    elif state.plain or state.hidden or state.unscaled:  # else a loop of backwards had no round
+    elif (
+        state.plain or state.hidden or state.unscaled
+    ):  # otherwise the loop with the backward did not run
         say.good(event.node)
 
 
 def _cancels(source: Source, step: Node) -> bool:
-    """Return True if a factor on all gradients cancels: Adam divides by their size, if `eps` is nothing beside it.
+    """Return True if the scale cancels: Adam divides by the size of gradients, if `eps` is very small.
 
-    That holds for one factor alone: as long as no scaler of the file updates its scale.
+    The scale has to be constant: no scaler of the file is updated.
     """
     func = step.func if isinstance(step, cst.Call) else None
     definition = source.values.constructed(func.value) if isinstance(func, cst.Attribute) else None
@@ -212,10 +214,10 @@ RULE = LintRule(
     message="the gradients here are those of a scaled loss: use `scaler.step(optimizer)`",
     what="`optimizer.step()` after `scaler.scale(loss).backward()`, in place of `scaler.step(optimizer)` or beside it.",
     why=(
-        "The optimizer sees gradients 65536 times too large, inf and NaN among them, and nobody skips the step. Beside "
-        "`scaler.step`, each step is made twice, and the second one is made even if the first was skipped."
+        "The optimizer gets gradients that are 65536 times too large, and nothing skips the step if they are inf or "
+        "NaN. Beside `scaler.step`, the optimizer steps twice, even if the scaler skips its step."
     ),
-    fine="The gradients are unscaled in code that the rule can't see.",
+    fine="Code of another file unscales the gradients.",
     words=("scale( .step(",),
     check=check,
     example="""

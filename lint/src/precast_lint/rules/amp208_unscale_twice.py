@@ -34,7 +34,7 @@ _SKIPPED = (
 
 
 class _Follower:
-    """Follows one scaler, and remembers at which `unscale_` which optimizer was unscaled already."""
+    """The `unscale_` calls of one scaler along the paths of a function, by optimizer."""
 
     def __init__(self, source: Source, scaler: str) -> None:
         self.source = source
@@ -43,13 +43,13 @@ class _Follower:
         self.second: set[Node] = set()
         self.again: set[Node] = set()
         self.pairs: set[tuple[Node, Node]] = set()
-        self.left: set[Node] = set()  # with no update when the function ends
+        self.pending: set[Node] = set()  # without an update when the function ends
 
     def on(self, state: _State, event: Event, _: Say) -> _State:
         if hides(self.source, event, self.scaler):
             return frozenset()
         if event.kind == "return":
-            self.left |= {node for _, node in state}
+            self.pending |= {node for _, node in state}
         if event.kind == "assign":
             word = re.compile(rf"(?<![\w.]){re.escape(event.assigned or '')}\b")
             return frozenset(pair for pair in state if not word.search(pair[0]))
@@ -67,7 +67,7 @@ class _Follower:
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each `unscale_` of an optimizer whose gradients are unscaled."""
+    """Yield a finding for each `unscale_` of an optimizer whose gradients are unscaled already."""
     for flow, scaler in followed(source):
         if not flow.comes_by(("unscale", scaler)) or not only_here(flow, scaler, "update"):
             continue
@@ -86,13 +86,13 @@ def check(source: Source) -> Iterator[LintFinding]:
                 yield source.find(
                     RULE, node, _AGAIN if _accumulates(source, flow, scaler) else _SKIPPED
                 )
-        for node in follower.left - follower.again - follower.second:
+        for node in follower.pending - follower.again - follower.second:
             if _is_in_each_call(source, flow, scaler, node):
                 yield source.find(RULE, node, _AGAIN)
 
 
 def _comes_always(source: Source, first: Node, second: Node) -> bool:
-    """Return True if the second comes whenever the first did, under a test."""
+    """Return True if the second node runs whenever the first one, which is under a test, does."""
     block = source.block(source.statement(second))
     before = (
         block[: block.index(source.statement(second))] if source.statement(second) in block else []
@@ -110,7 +110,7 @@ def _comes_always(source: Source, first: Node, second: Node) -> bool:
 
 
 def _is_each_time(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> bool:
-    """Return True if each round of the loop comes by, and the update is not in a loop inside it."""
+    """Return True if each iteration of the loop runs a node, and the update is not in an inner loop."""
     way = list(leading_to(flow, node))
     at = next((one for one in way if loop_around(source, one) is not None), node)
     loop = loop_around(source, at)
@@ -138,7 +138,7 @@ def _accumulates(source: Source, flow: FunctionFlow, scaler: str) -> bool:
 
 
 def _is_in_each_call(source: Source, flow: FunctionFlow, scaler: str, node: Node) -> bool:
-    """Return True if each call of a function comes by, and only every so many calls come by the update."""
+    """Return True if each call of a function runs a node, and a counter decides when the update runs."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
     updates = [e.node for e in flow.events() if e.kind == "update" and e.scaler == scaler]
@@ -184,7 +184,7 @@ def _leaves(line: Node) -> bool:
 
 
 def _always_runs(source: Source, node: Node) -> bool:
-    """Return True if a node runs whenever its function does: no test, `try` or way out stands before it."""
+    """Return True if a node runs whenever its function does: it is in no test or `try`, and behind no `return`."""
     function = source.function(node)
     line = source.statement(node)
     if (
@@ -213,7 +213,7 @@ RULE = LintRule(
         "`unscale_` raises a RuntimeError the second time. A step that is skipped by hand, as for a norm that is too "
         "large, needs `update` in that iteration, too."
     ),
-    fine="`update` is called in code that the rule can't see.",
+    fine="Code of another file calls `update`.",
     words=("unscale_(",),
     check=check,
     example="""

@@ -1,4 +1,4 @@
-"""AMP209: a scaler that is made anew for each batch."""
+"""AMP209: a scaler that is created for each batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from precast_lint.training_step.protocol import assigned_in, followed, loop_arou
 
 __all__ = ["RULE"]
 
-_IN_STEP = "this scaler is made anew in each step: make one before the loop that calls this, and hand it over"
+_IN_STEP = "each step creates this scaler: create one before the loop that calls this function, and pass it"
 _DEEP = 4  # functions between the loop and the step
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each scaler that is made in the loop of its backward and step."""
+    """Yield a finding for each scaler that is created in the loop with its backward and step."""
     for flow, scaler in followed(source):
         definitions = [
             e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)
@@ -52,7 +52,7 @@ def _makes(source: Source, statement: cst.Assign, scaler: str) -> bool:
 
 
 def _is_under_test(source: Source, statement: Node) -> bool:
-    """Return True if something decides if the scaler is made: `if self.scaler is None`."""
+    """Return True if a test decides whether the scaler is created: `if self.scaler is None`."""
     inner = statement
     for outer in source.around(statement):
         if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)) and inner is outer.body:
@@ -64,7 +64,7 @@ def _is_under_test(source: Source, statement: Node) -> bool:
 
 
 def _is_used_in(source: Source, flow: FunctionFlow, scaler: str, loop: Node | None) -> bool:
-    """Return True if a loop itself, not an inner one, trains; None for the body of a function."""
+    """Return True if a loop, not an inner one, has the backward and the step; None means the function's body."""
     events = [e for e in flow.events() if e.scaler == scaler]
     own = [e for e in events if loop_in(flow, e.node) is loop]
     assigned = assigned_in(source, loop) if loop is not None else set()
@@ -79,7 +79,7 @@ def _root(name: str | None) -> str:
 
 
 def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: int) -> bool:
-    """Return True if all calls of a function are in loops over batches, with optimizers that are there before."""
+    """Return True if all calls of a function are in loops over batches, with optimizers from before the loop."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
     calls = calls or _calls_of_objects(source, function)
@@ -91,7 +91,7 @@ def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: i
 
 
 def _calls_of_objects(source: Source, function: Node) -> list[cst.Call]:
-    """The calls of a method of objects of this file, `trainer.step(batch)`, if there are no others."""
+    """Return the calls of a method, `trainer.step(batch)`; none if the method is also used in other ways."""
     home = source.values.enclosing_class(function)
     if not isinstance(function, cst.FunctionDef) or not isinstance(home, cst.ClassDef):
         return []
@@ -121,13 +121,13 @@ RULE = LintRule(
     name="scaler-made-in-loop",
     severity=Severity.WARNING,
     fix=Applicability.NONE,
-    message="this scaler is made anew for each batch: make one before the loop",
-    what="A `GradScaler` that is made in the loop over batches in which it steps, or in a step that such a loop calls.",
+    message="this scaler is created for each batch: create one before the loop",
+    what="A `GradScaler` that is created in the loop over batches in which it steps, or in a function called there.",
     why=(
-        "A scaler learns how large the scale may be. A new one begins at 65536 each time: where that is too large, "
-        "each step is skipped, and the model learns nothing."
+        "A scaler finds how large the scale may be. A new one starts at 65536 each time. If that is too large, each "
+        "step is skipped, and the model learns nothing."
     ),
-    fine="Each round of the loop is a training of its own.",
+    fine="Each iteration of the loop is a separate training.",
     words=("GradScaler scale( .step(",),
     check=check,
     example="""

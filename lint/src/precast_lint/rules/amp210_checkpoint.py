@@ -24,7 +24,7 @@ _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each saved dictionary with states of a model and an optimizer alone."""
+    """Yield a finding for each saved dictionary with the states of a model and an optimizer, but not the scaler's."""
     if any(
         _SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
         for call, owner, _ in source.methods("state_dict")
@@ -45,7 +45,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_offered(source: Source, call: Node) -> bool:
-    """Return True if a class only offers a scaler's state, by a `state_dict` of its own."""
+    """Return True if a call is in the `state_dict` method of a class, which only returns the scaler's state."""
     function = source.function(call)
     home = source.values.enclosing_class(call)
     is_own = function is not None and function.name.value == "state_dict"
@@ -53,7 +53,7 @@ def _is_offered(source: Source, call: Node) -> bool:
 
 
 def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
-    """The file with an optimizer's state, beside one with a model's, where there is none with the scaler's."""
+    """Yield a finding for a file with only an optimizer's state, if no file gets the scaler's."""
     saving = _saves(source)
     saved = saving.get(flow, [])
     if len(saving) != 1 or len(saved) < 2:
@@ -71,7 +71,7 @@ def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
 
 @once
 def _saves(source: Source) -> dict[FunctionFlow, list[tuple[cst.Call, Node]]]:
-    """The calls of `torch.save` that save one state alone, by function, each with what it is the state of."""
+    """Return the calls of `torch.save` that save one state, by function, each with the object of the state."""
     results: dict[FunctionFlow, list[tuple[cst.Call, Node]]] = {}
     for flow in flows(source):
         for call in _calls_of_save(source, flow):
@@ -102,7 +102,7 @@ def _is_optimizers(source: Source, flow: FunctionFlow, owner: Node) -> bool:
 
 
 def _is_fixed(source: Source) -> bool:
-    """Return True if scalers only scale here, and optimizers step by themselves."""
+    """Return True if scalers only scale in this file, and optimizers step by themselves."""
     called = {
         call.func.attr.value
         for call, owner, _ in source.methods("scale", "step", "update", "unscale_")
@@ -121,9 +121,9 @@ class _Saved:
 
 
 def _dictionary(source: Source, node: Node) -> _Saved | None:
-    """The dictionary that is saved: a literal, `dict(...)`, what a function returns, or what a name is given.
+    """Return the saved dictionary: a literal, `dict(...)`, the result of a function, or the value of a name.
 
-    What is put in after that counts, too.
+    Its entries include those that are added later.
     """
     added: list[tuple[str, Node]] = []
     if isinstance(node, cst.Name):
@@ -180,7 +180,7 @@ def _updated(source: Source, parent: Node, call: Node | None) -> list[tuple[str,
 
 
 def _may_grow(source: Source, parent: Node, call: Node | None) -> bool:
-    """Return True if a dictionary is told to take more, or handed to something that may put in more."""
+    """Return True if a method or another function may add entries to a dictionary."""
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in ("update", "setdefault")
     if not isinstance(parent, cst.Arg) or not isinstance(call, cst.Call):
@@ -207,7 +207,7 @@ def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
 
 
 def _is_training_state(source: Source, flow: FunctionFlow, saved: _Saved) -> bool:
-    """Return True if it has the states of an optimizer and something else, and nothing that may be a scaler's."""
+    """Return True if a dictionary has the states of an optimizer and of something else, and no scaler's state."""
     states = []
     for name, value in saved.entries:
         if _SCALER_NAME.search(name) or _SCALER_NAME.search(key(source, value) or ""):
@@ -220,7 +220,7 @@ def _is_training_state(source: Source, flow: FunctionFlow, saved: _Saved) -> boo
 
 
 def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
-    """Return True if a function that saves is called, without a scaler, by one of this file that has one."""
+    """Return True if a function with a scaler calls the saving function without passing the scaler."""
     if not isinstance(flow.node, cst.FunctionDef):
         return False
     for other in flows(source):
@@ -239,7 +239,7 @@ def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
 
 
 def _is_ignored(source: Source, call: Node, value: Node) -> bool:
-    """Return True if a function that gets a scaler only steps with it, or does nothing with it at all."""
+    """Return True if a function that gets a scaler only steps with it, or does not use it."""
     result = followed_call(source, call)
     if result is None or source.instance(value) not in SCALERS:
         return False
@@ -249,7 +249,7 @@ def _is_ignored(source: Source, call: Node, value: Node) -> bool:
 
 
 def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
-    """Return True if all that a function does with a parameter, a scaler, is to call methods that make steps."""
+    """Return True if a function only calls the methods of a step on a parameter, which is a scaler."""
     scope = source.scopes.owned[function]
     if len(scope.bindings.get(name, ())) != 1:
         return False
@@ -259,7 +259,7 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
 
 @once
 def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
-    """A scaler that this function makes, or uses, or an attribute of its class that is one."""
+    """Return a scaler that a function or its class uses."""
     return _scaler_of_function(source, flow)
 
 
@@ -286,14 +286,14 @@ def _scaler_of_function(source: Source, flow: FunctionFlow) -> Node | None:
 
 @once
 def _scaler_of_class(source: Source, home: Node) -> Node | None:
-    """The first attribute of a class that is a scaler."""
+    """Return the first attribute of a class that is a scaler."""
     attributes = (node for node in walk(home) if isinstance(node, cst.Attribute))
     own = (node for node in attributes if key(source, node.value) == "self")
     return next((node for node in own if source.instance(node) in SCALERS), None)
 
 
 def _is_of_object(source: Source, flow: FunctionFlow) -> bool:
-    """Return True if a function or its class has an object of a class of this file that has a scaler."""
+    """Return True if a function or its class uses an object of this file that has a scaler."""
     home = source.values.enclosing_class(flow.node)
     steps = [o for _, o, _ in source.methods("step") if source.instance(o) in SCALERS]
     if not steps or _is_off(source, steps[0]):
@@ -325,10 +325,10 @@ RULE = LintRule(
     message="the scaler's state is not saved with the optimizer's",
     what="`torch.save` of a model's and an optimizer's state in code with a `GradScaler` whose state is not in it.",
     why=(
-        "A training that goes on from the checkpoint begins with the default scale. It skips steps until the scale "
-        "fits again, and is not the training it would have been."
+        "A training that resumes from the checkpoint starts with the default scale. It skips steps until the scale "
+        "fits again, so its results differ from those of an uninterrupted training."
     ),
-    fine="The state is saved elsewhere, or a few skipped steps do not matter.",
+    fine="Other code saves the state, or a few skipped steps do not matter.",
     words=("GradScaler torch.save state_dict", "GradScaler import save state_dict"),
     check=check,
     example="""

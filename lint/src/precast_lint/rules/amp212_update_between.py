@@ -22,7 +22,7 @@ __all__ = ["RULE"]
 
 
 @dataclass(frozen=True)
-class _State:
+class _UpdateState:
     """The optimizers stepped since the last backward, and the update after them."""
 
     scaled: bool = False
@@ -31,24 +31,24 @@ class _State:
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each update after which gradients of the old scale are used."""
+    """Yield a finding for each update that is followed by a step with gradients of the old scale."""
     for flow, scaler in followed(source):
         used = ("backward", scaler), ("scaler_step", scaler), ("update", scaler)
         if not flow.comes_by(*used) or not only_here(flow, scaler, "scale"):
             continue
 
-        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+        def on(state: _UpdateState, event: Event, say: Say, scaler: str = scaler) -> _UpdateState:
             if hides(source, event, scaler) or may_backward(source, event):
-                return _State()
+                return _UpdateState()
             return _on(state, event, say, scaler)
 
-        for node, message in flow.run(_State(), on):
+        for node, message in flow.run(_UpdateState(), on):
             if not _steps_one(source, flow, scaler, node):
                 yield source.find(RULE, node, message)
 
 
 def _steps_one(source: Source, flow: FunctionFlow, scaler: str, update: Node) -> bool:
-    """Return True if a loop over optimizers leaves some of them out: maybe all but one."""
+    """Return True if a loop over optimizers skips some of them, maybe all but one."""
     loop = loop_around(source, update)
     names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
     return (
@@ -58,22 +58,22 @@ def _steps_one(source: Source, flow: FunctionFlow, scaler: str, update: Node) ->
     )
 
 
-def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+def _on(state: _UpdateState, event: Event, say: Say, scaler: str) -> _UpdateState:
     if event.kind == "backward":
-        return _State(scaled=event.scaler == scaler)
+        return _UpdateState(scaled=event.scaler == scaler)
     if event.kind == "autograd_grad" or (event.kind == "scale" and event.scaler == scaler):
-        return _State()
-    if event.kind == "assign":  # the name of a loop over optimizers: the next one is another
+        return _UpdateState()
+    if event.kind == "assign":  # in a loop over optimizers, the name now means the next one
         renamed = frozenset("" if name == event.assigned else name for name in state.stepped)
-        return _State(state.scaled, renamed, state.update)
+        return _UpdateState(state.scaled, renamed, state.update)
     if event.scaler != scaler or not state.scaled:
         return state
     if event.kind == "scaler_step":
         if state.update is not None and event.optimizer not in state.stepped:
             say.bad(state.update)
-        return _State(True, state.stepped | {event.optimizer or ""}, state.update)
+        return _UpdateState(True, state.stepped | {event.optimizer or ""}, state.update)
     if event.kind == "update" and state.stepped:
-        return _State(True, state.stepped, event.node)
+        return _UpdateState(True, state.stepped, event.node)
     return state
 
 
@@ -83,12 +83,12 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="the next step divides gradients of the old scale by the new one: update once, after all steps",
-    what="`scaler.update()` between the steps of two optimizers whose gradients come from before it.",
+    what="`scaler.update()` between the steps of two optimizers whose gradients were computed before it.",
     why=(
-        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than they "
-        "were multiplied with, and gradients that were unscaled before are unscaled again."
+        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than the "
+        "one they were multiplied by, and gradients that were unscaled already are unscaled again."
     ),
-    fine="The second optimizer's gradients are computed after the update, in code that the rule can't see.",
+    fine="Code of another file computes the second optimizer's gradients after the update.",
     words=(
         "GradScaler .step(",
         ".scale( .step(",

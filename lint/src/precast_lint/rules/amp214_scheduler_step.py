@@ -1,4 +1,4 @@
-"""AMP214: a scheduler that goes on although the scaler may have skipped the step."""
+"""AMP214: a scheduler that steps although the scaler may have skipped the optimizer's step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FINITE = re.compile(r"finite|isnan|isinf|overflow", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class _State:
+class _SchedulerState:
     """The scaler's step since the last backward, and the schedulers that stepped before it."""
 
     stepped: bool = False
@@ -30,7 +30,7 @@ class _State:
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each scheduler's step beside a scaler's, if nobody asks for skipped ones."""
+    """Yield a finding for each scheduler's step beside a scaler's, if nothing in the file checks for skipped steps."""
     if _SKIPS.search(source.words):
         return
     if any(asks_scale(flow, scaler) for flow in flows(source) for scaler in flow.scalers):
@@ -40,21 +40,23 @@ def check(source: Source) -> Iterator[LintFinding]:
             continue
         steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
 
-        def on(state: _State, event: Event, say: Say, scaler: str = scaler) -> _State:
+        def on(
+            state: _SchedulerState, event: Event, say: Say, scaler: str = scaler
+        ) -> _SchedulerState:
             if hides(source, event, scaler) or event.kind == "optimizer_step":
-                return _State()
+                return _SchedulerState()
             if event.kind == "loop" and _is_over_schedulers(source, event.node):
                 return state
             return _on(state, event, say, scaler)
 
-        for node, message in flow.run(_State(), on):
+        for node, message in flow.run(_SchedulerState(), on):
             if _is_beside(flow, node, steps) and not _asks(source, node):
                 yield source.find(RULE, node, message)
 
 
-def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
+def _on(state: _SchedulerState, event: Event, say: Say, scaler: str) -> _SchedulerState:
     if event.kind == "loop":
-        return _State()
+        return _SchedulerState()
     if event.kind == "backward":
         return replace(state, stepped=False)
     if event.kind == "scheduler_step":
@@ -64,7 +66,7 @@ def _on(state: _State, event: Event, say: Say, scaler: str) -> _State:
     if event.kind == "scaler_step" and event.scaler == scaler:
         for node in state.early:
             say.bad(node)
-        return _State(stepped=True)
+        return _SchedulerState(stepped=True)
     return state
 
 
@@ -78,19 +80,21 @@ def _is_over_schedulers(source: Source, loop: Node) -> bool:
 
 
 def _asks(source: Source, node: Node) -> bool:
-    """Return True if a test around a scheduler's step asks if gradients are finite."""
+    """Return True if a test around a scheduler's step checks for finite gradients."""
     tests = [outer.test for outer in source.around(node) if isinstance(outer, cst.If)]
     return any(_FINITE.search(key(source, test) or "") for test in tests)
 
 
 def _is_beside(flow: FunctionFlow, node: object, steps: list[Event]) -> bool:
-    """Return True if the scheduler goes on with the batches, not with the epochs."""
+    """Return True if the scheduler steps for each batch, not for each epoch."""
     event = next(e for e in flow.events() if e.node is node)
     loop = loop_in(flow, event.node)
     if loop is not None and _is_over_schedulers(flow.source, loop):
         loop = loop_in(flow, loop)
     same = any(loop_in(flow, step.node) is loop for step in steps)
-    is_step = loop is not None or isinstance(flow.node, cst.FunctionDef)  # what is called in a loop
+    is_step = loop is not None or isinstance(
+        flow.node, cst.FunctionDef
+    )  # a function that a loop calls
     return same and is_step and not (event.instance or "").endswith(_BY_RESULT)
 
 
@@ -99,11 +103,12 @@ RULE = LintRule(
     name="scheduler-after-skipped-step",
     severity=Severity.INFORMATION,
     fix=Applicability.NONE,
-    message="the scheduler goes on even if the scaler has skipped the optimizer's step",
-    what="`scheduler.step()` for each batch after `scaler.step(optimizer)`, without a look at whether it stepped.",
+    message="the scheduler steps even if the scaler has skipped the optimizer's step",
+    what="`scheduler.step()` for each batch after `scaler.step(optimizer)`, without a test whether that was skipped.",
     why=(
         "The first steps are often skipped, while the scale is too large. The learning rate then runs ahead, and "
-        "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. A scale that went down tells."
+        "PyTorch warns that `lr_scheduler.step()` was called before `optimizer.step()`. After a skipped step the "
+        "scale is lower than before."
     ),
     fine="A few steps more or less do not matter to the schedule.",
     words=("schedule .step( scale(",),

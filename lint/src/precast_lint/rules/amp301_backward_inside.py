@@ -16,7 +16,7 @@ __all__ = ["RULE"]
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each backward pass that a region of its own function is around."""
+    """Yield a finding for each backward pass inside a region."""
     for call in source.all(cst.Call):
         if not _is_backward(source, call):
             continue
@@ -37,7 +37,7 @@ def _is_backward(source: Source, call: cst.Call) -> bool:
 
 
 def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
-    """A loss by what makes it, by its name, or by what backward is told; not an object with a method."""
+    """Return True if the receiver of `backward` is a loss: by its value, its name, or the arguments of `backward`."""
     if {"gradient", "retain_graph", "create_graph"} & set(arguments.keywords):
         return True
     if arguments.positional or arguments.keywords:
@@ -55,7 +55,7 @@ def _is_loss(source: Source, owner: Node, arguments: Arguments) -> bool:
 
 
 def _is_made_as_loss(source: Source, owner: Node) -> bool:
-    """Return True if all that a name is given is a mean or a sum, or what a loss of PyTorch gives."""
+    """Return True if each value of a name is a mean, a sum, or the result of a loss of PyTorch."""
     bindings = source.names.bindings(owner) if isinstance(owner, cst.Name) else []
     return bool(bindings) and all(
         b.kind == "assign" and isinstance(b.value, cst.Call) and _gives_loss(source, b.value.func)
@@ -79,13 +79,13 @@ RULE = LintRule(
     name="backward-in-region",
     severity=Severity.WARNING,
     fix=Applicability.NONE,
-    message="backward inside a region; PyTorch advises to end the region before it",
+    message="backward inside a region; PyTorch's advice is to end the region before it",
     what="`backward()` of a loss, by hand or by a trainer, inside a region that is not switched off.",
     why=(
-        "Backward runs in the types that forward has chosen, without a region. Inside one, its own operations are cast "
-        "as well: gradients of what was computed in float32 on purpose are computed in lower precision."
+        "Backward uses the dtypes of forward and needs no region. Inside a region its operations are cast too, so "
+        "gradients of operations that ran in float32 on purpose are computed in lower precision."
     ),
-    fine="Nothing in the region was computed in float32 on purpose, and no Function of your own takes part.",
+    fine="Nothing in the region runs in float32 on purpose, and no custom autograd Function takes part.",
     words=("autocast backward",),
     check=check,
     example="""

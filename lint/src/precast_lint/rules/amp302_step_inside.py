@@ -20,7 +20,7 @@ _PYTORCHS = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)(\w+\.)*[A-Z]\w
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each step that a region of its own function is around."""
+    """Yield a finding for each step inside a region."""
     for call, owner, arguments in source.methods("step"):
         by_scaler = source.instance(owner) in SCALERS and bool(arguments.positional)
         if not by_scaler and not _is_optimizer(source, owner):
@@ -41,7 +41,7 @@ def _is_optimizer(source: Source, node: Node) -> bool:
 
 
 def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
-    """Return True if a class of this file comes of an optimizer of PyTorch's."""
+    """Return True if a class of this file is a subclass of an optimizer of PyTorch's."""
     bases = (
         source.origin(base.value) or ""
         for one in (home, *source.values.family.bases(home))
@@ -51,7 +51,7 @@ def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
 
 
 def _opens_region(source: Source, home: cst.ClassDef) -> bool:
-    """Return True if a class, or its bases in this file, decides by itself what is cast in its step."""
+    """Return True if a class, or one of its bases in this file, opens or closes regions itself."""
     return any(
         source.origin(node) in AUTOCASTS
         for one in (home, *source.values.family.bases(home))
@@ -68,9 +68,9 @@ RULE = LintRule(
     message="the optimizer steps inside a region; end the region before it",
     what="`optimizer.step()` or `scaler.step(optimizer)` inside a region that is not switched off.",
     why=(
-        "The region's cache of cast weights lives until the outermost region ends. A region around a loop of forward, "
-        "backward and step goes on with the weights of its first iteration: the loss does not move. And the step's own "
-        "operations are cast, which matters to optimizers that multiply matrices (Muon, Shampoo)."
+        "The cache of cast weights lives until the outermost region ends. A region around a loop of forward, backward "
+        "and step uses the weights of the first iteration in all iterations: the loss does not change. Also, the "
+        "step's operations are cast, which matters for optimizers that multiply matrices (Muon, Shampoo)."
     ),
     fine="The optimizer works element by element, and the region ends before the next forward.",
     words=("autocast .step(",),

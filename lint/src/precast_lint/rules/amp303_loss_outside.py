@@ -1,4 +1,4 @@
-"""AMP303: a loss that is computed behind the region in which its inputs were."""
+"""AMP303: a loss that is computed after the region that computed its inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PARTS = {"last_hidden_state", "logits", "sample"}
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each loss of a region's outputs behind the region that is propagated back."""
+    """Yield a finding for each loss of a region's outputs that is computed after the region and propagated back."""
     if not any(region.enabled is not False for region in regions(source)):
         return
     for call in source.all(cst.Call):
@@ -65,15 +65,15 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_widened(call: cst.Call) -> bool:
-    """Return True if one of a loss's inputs is made float32, to which the other one is promoted."""
+    """Return True if one of a loss's inputs is cast to float32, so that PyTorch promotes the other one."""
     casts = [arg.value.func for arg in call.args[:2] if isinstance(arg.value, cst.Call)]
     return any(isinstance(func, cst.Attribute) and func.attr.value == "float" for func in casts)
 
 
 def _is_low(source: Source, call: cst.Call) -> bool:
-    """Return True if what a loss gets is all 16-bit: with float32 among it PyTorch computes in that, as a region would.
+    """Return True if all inputs of a loss are 16-bit; with a float32 input PyTorch computes it in float32.
 
-    Of cross entropies that is not so: with a float32 target, too, sigmoid and softmax are rounded to 16 bits.
+    Cross entropies round sigmoid and softmax to 16 bits also with a float32 target.
     """
     arguments = Arguments.of(call)
     target = arguments.get("target", 1)
@@ -98,13 +98,13 @@ def _is_low(source: Source, call: cst.Call) -> bool:
 
 
 def _text(source: Source, node: Node) -> str | None:
-    """The text of the name that an expression is a part or a view of."""
+    """Return the text of the name that an expression is a part or a view of."""
     plain = _plain(node)
     return source.code(plain) if plain is not None else None
 
 
 def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = True) -> bool:
-    """Return True if something behind all regions is what a model returned in one, in its dtype."""
+    """Return True if an expression after a region is what a model returned in it, in the same dtype."""
     plain = _plain(node)
     if plain is None or depth == 0:
         return False
@@ -135,7 +135,7 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
 
 
 def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """The `forward` of a module of this file that an autocast class decorates, and nothing else."""
+    """Return the `forward` of a module of this file whose only decorator is an autocast class."""
     home = source.values.object_class(call.func)
     method = methods_of(source, home).get("forward") if home is not None else None
     origins = [origin for _, origin in method.decorators] if method is not None else []
@@ -144,7 +144,7 @@ def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | No
 
 
 def _last_target(source: Source, plain: Node, at: Node) -> Node | None:
-    """The last place in the text before another one at which a name, or an attribute of self, gets a value."""
+    """Return the last target before a node at which a name or an attribute of self gets a value."""
     text, function, end = key(source, plain), source.function(at), source.span(at).start
     before = [
         target
@@ -158,7 +158,7 @@ def _last_target(source: Source, plain: Node, at: Node) -> Node | None:
 
 
 def _only_target(source: Source, plain: Node) -> Node | None:
-    """The one place of a class at which an attribute of self gets its value, if that is a region."""
+    """Return the only target in a class for an attribute of self, if it is in a region."""
     if not isinstance(plain, cst.Attribute) or source.values.enclosing_class(plain) is None:
         return None
     home = source.values.enclosing_class(plain)
@@ -173,7 +173,7 @@ def _only_target(source: Source, plain: Node) -> Node | None:
 
 @once
 def _stored(source: Source) -> dict[str, list[Node]]:
-    """The places at which names and attributes get values, by their texts."""
+    """Return the targets of assignments by their texts."""
     table: dict[str, list[Node]] = {}
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
     for line in source.all(*kinds):
@@ -204,7 +204,7 @@ def _targets(source: Source, value: Node) -> list[Node]:
 
 
 def _is_surely_there(source: Source, target: Node) -> bool:
-    """Return True if a region gives a value each time it runs, in no loop of its own."""
+    """Return True if each run of a region assigns a target: it is in no loop or `try` inside the region."""
     for outer in source.around(target):
         if isinstance(outer, (cst.For, cst.While, cst.Try, cst.FunctionDef)):
             return isinstance(outer, cst.FunctionDef)
@@ -214,7 +214,7 @@ def _is_surely_there(source: Source, target: Node) -> bool:
 
 
 def _is_forward_inside(source: Source, node: Node, grads: bool) -> bool:
-    """Return True if a region computes an expression that a model returns."""
+    """Return True if an expression is a model's result that a region computes."""
     if region_in_force(source, node) is None or (grads and has_no_grad(source, node)):
         return False  # of a teacher without gradients the loss of a float32 model is float32
     plain = _plain(node)
@@ -226,7 +226,7 @@ def _is_forward_inside(source: Source, node: Node, grads: bool) -> bool:
 
 
 def _is_forward(source: Source, node: Node) -> bool:
-    """`model(x)`, `self.model(x)`, `model.forward(x)`: by what the name says, or by whose parameters are asked for."""
+    """Return True for `model(x)`, `self.model(x)` and `model.forward(x)`: by the name, or by a call of `parameters`."""
     if not isinstance(node, cst.Call):
         return False
     func = node.func
@@ -242,12 +242,12 @@ def _is_forward(source: Source, node: Node) -> bool:
 
 
 def _is_wide(value: Node) -> bool:
-    """Return True if something in a result may make it float32: a cast, or an operation that a region runs so."""
+    """Return True if a result may be float32: by a cast, or by an operation that a region runs in float32."""
     return any(isinstance(n, cst.Attribute) and n.attr.value in _WIDE for n in walk(value))
 
 
 def _has_parameters(source: Source, func: Node) -> bool:
-    """Return True if the file asks what is called, or the value that `self` gets it from, for its parameters."""
+    """Return True if the file calls `parameters` on the called object, or on the value it was assigned from."""
     values = [func, *(value for value, _ in source.values.sources(func) if value is not None)]
     plain = (v for v in values if isinstance(v, (cst.Name, cst.Attribute)))
     return any(key(source, value) in _parameter_owners(source) for value in plain)
@@ -260,7 +260,7 @@ def _parameter_owners(source: Source) -> set[str | None]:
 
 
 def _loss(source: Source, call: cst.Call) -> str | None:
-    """The documented name of the function or the class of PyTorch's that computes a loss, if a call does."""
+    """Return the documented name of PyTorch's function or class if a call computes a loss."""
     path = source.origin(call.func)
     if path in _FUNCTIONS:
         return path
@@ -273,7 +273,7 @@ def _loss(source: Source, call: cst.Call) -> str | None:
 
 
 def _plain(node: Node | None) -> Node | None:
-    """The name in `out`, `out.logits`, `out[0]`, `out.view(-1)`: nothing that changes the dtype; or the call in it."""
+    """Return the name or call in `out.logits`, `out[0]`, `out.view(-1)`: none of these changes the dtype."""
     while not isinstance(node, cst.Name):
         if isinstance(node, cst.Call):
             func = node.func
@@ -297,14 +297,15 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="this loss is computed in the lower precision of its inputs; compute it inside the region",
-    what="A loss of PyTorch's that gets what a model returned in a region, stands behind it, and is propagated back.",
+    what="A loss of PyTorch's on the outputs of a model in a region, if the loss is computed after the region, and "
+    "`backward` is called on it.",
     why=(
-        "Inside a region for CUDA losses run in float32, which is part of why autocast is safe. Behind it they run in "
-        "the dtype of their inputs: sums over many elements lose digits, and may overflow in float16."
+        "Inside a region for CUDA, losses run in float32. After the region they run in the dtype of their inputs: sums "
+        "over many elements lose digits, and may overflow in float16."
     ),
     fine=(
         "The model returns float32, because its last operation does. `mse_loss`, `l1_loss` and `smooth_l1_loss` with a "
-        "float32 target run in float32 behind the region, too, and are left alone unless their target is 16-bit."
+        "float32 target also run in float32 after the region, and are reported only if their target is 16-bit."
     ),
     words=("autocast backward",),
     check=check,

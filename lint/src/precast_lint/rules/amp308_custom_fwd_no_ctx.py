@@ -1,4 +1,4 @@
-"""AMP308: custom_fwd on a function that gets no ctx."""
+"""AMP308: custom_fwd on a function without a ctx."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MODULES = re.compile(
     r"torch\.nn\.(modules\.(module\.|container\.)?)?(Module|ModuleDict|ModuleList|Sequential)"
 )
 _ON_A_MODULE = (
-    "`custom_fwd` is for autograd Functions: here it writes its notes into the module, "
-    "and backward does not read them"
+    "`custom_fwd` is for autograd Functions: here it writes its state into the module, "
+    "and backward does not read it"
 )
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each such decorator."""
+    """Yield a finding for each `custom_fwd` without a ctx."""
     for _, methods in functions(source):
         forward = methods.get("forward")
         result = forward.decorator(CUSTOM_FWD) if forward and "setup_context" in methods else None
@@ -44,14 +44,14 @@ RULE = LintRule(
     name="custom-fwd-without-ctx",
     severity=Severity.ERROR,
     fix=Applicability.NONE,
-    message="forward gets no ctx beside a setup_context: `custom_fwd` writes into its first input, and backward fails",
+    message="with setup_context forward gets no ctx: `custom_fwd` writes into its first input, and backward fails",
     what="`custom_fwd` on the forward of a Function that has `setup_context`, or on the forward of a module.",
     why=(
-        "It keeps the state of autocast in the first argument, which has to be `ctx`. Beside `setup_context` that is a "
-        "tensor, and `custom_bwd` raises AttributeError. On a module it is `self`; one that can be iterated, like "
-        "`Sequential`, arrives as a generator if inputs are cast."
+        "It stores the state of autocast in the first argument, which has to be `ctx`. With `setup_context` that is a "
+        "tensor, and `custom_bwd` raises AttributeError. On a module it is `self`; an iterable one, like "
+        "`Sequential`, is replaced by a generator if inputs are cast."
     ),
-    fine="It is on a module, casts its inputs, and works.",
+    fine="It decorates a module's forward to cast its inputs, and the module is not iterable.",
     words=("custom_fwd",),
     check=check,
     example="""

@@ -17,14 +17,14 @@ _GRADIENTS = ("torch.enable_grad", "torch.set_grad_enabled")
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each call in a backward of a function that the forward was given and ran."""
+    """Yield a finding for each call in a backward of a function that forward got as an argument and ran."""
     for node, methods in functions(source):
         forward, backward = methods.get("forward"), methods.get("backward")
         if forward is None or backward is None or forward.decorators or backward.decorators:
             continue
-        if _cares(node):
+        if _handles_regions(node):
             continue
-        selection = _kept(forward)
+        selection = _stored_functions(forward)
         call = next(
             (c for c in _with_gradients(source, backward) if _runs(backward, c, selection)), None
         )
@@ -32,14 +32,14 @@ def check(source: Source) -> Iterator[LintFinding]:
             yield source.find(RULE, call)
 
 
-def _cares(node: Node) -> bool:
-    """Return True if a class has to do with regions somehow: nothing is known then."""
+def _handles_regions(node: Node) -> bool:
+    """Return True if a name in a class suggests that it handles regions."""
     names = (n.value for n in walk(node) if isinstance(n, cst.Name))
     return any("autocast" in name.lower() or "amp" in name.lower().split("_") for name in names)
 
 
-def _kept(forward: Method) -> set[str]:
-    """The attributes of ctx in which forward keeps functions that it was given, or lists of them, and calls."""
+def _stored_functions(forward: Method) -> set[str]:
+    """Return the attributes of ctx in which forward stores functions, or lists of them, that it calls."""
     params = forward.node.params
     names = {param.name.value for param in params.params[1:]}
     if isinstance(params.star_arg, cst.Param):
@@ -68,7 +68,7 @@ def _called(method: Method) -> set[str]:
 
 
 def _whole(node: Node) -> str:
-    """The list in `list(blocks)`, `enumerate(blocks)`, `blocks[::-1]` and other forms that run through all of it."""
+    """Return the list in `list(blocks)`, `enumerate(blocks)`, `blocks[::-1]` and other forms with all its items."""
     while True:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.args:
             if node.func.value not in _RUNS:
@@ -81,7 +81,7 @@ def _whole(node: Node) -> str:
 
 
 def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
-    """The calls in a backward under `torch.enable_grad()`, or `torch.set_grad_enabled(True)`."""
+    """Yield the calls in a backward under `torch.enable_grad()` or `torch.set_grad_enabled(True)`."""
     for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.With)):
         items = [i.item for i in statement.items if isinstance(i.item, cst.Call)]
         if any(source.origin(item.func) in _GRADIENTS for item in items):
@@ -89,7 +89,7 @@ def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
 
 
 def _runs(backward: Method, call: cst.Call, selection: set[str]) -> bool:
-    """Return True if a call runs what is kept, by its name in ctx or by one that it is given."""
+    """Return True if a call runs a stored function, by its name in ctx or by a name that is assigned from it."""
     func = call.func.value if isinstance(call.func, cst.Subscript) else call.func
     expected = {dotted(func) or ""}
     for _ in range(_STEPS):
@@ -111,17 +111,17 @@ RULE = LintRule(
     name="checkpoint-without-region",
     severity=Severity.WARNING,
     fix=Applicability.NONE,
-    message="this runs without the region that forward ran in; use `torch.utils.checkpoint.checkpoint`",
+    message="this runs without the region of forward; use `torch.utils.checkpoint.checkpoint`",
     what=(
         "An autograd Function that runs a function in forward and once more in backward, under "
         "`torch.enable_grad()` alone: a checkpoint by hand."
     ),
     why=(
-        "A backward pass runs outside the region. What forward computed in lower precision is computed again in "
-        "float32: slower, with more memory, and not what the loss was computed from. `torch.utils.checkpoint` enters "
-        "the regions again, and so does a Function with `custom_fwd` and `custom_bwd`."
+        "A backward pass runs outside the region. It repeats in float32 what forward computed in lower precision: "
+        "slower, with more memory, and with other values than those of the loss. `torch.utils.checkpoint` enters the "
+        "regions again, and so does a Function with `custom_fwd` and `custom_bwd`."
     ),
-    fine="The model is cast by hand, and no region is ever around it.",
+    fine="The model is cast by hand and never runs in a region.",
     words=("Function enable_grad backward", "Function set_grad_enabled backward"),
     check=check,
     example="""

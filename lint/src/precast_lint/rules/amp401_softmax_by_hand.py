@@ -9,8 +9,8 @@ from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.tensors import (
     TensorOperation,
     constant,
+    is_layer,
     operation,
-    starts_with_layer,
     value_of,
 )
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
@@ -19,7 +19,7 @@ from precast_lint.parsing.syntax import Node, children, cst
 
 __all__ = ["RULE"]
 
-# Parts of names that say that an exponent is bounded. A maximum or a distance bounds nothing unless it is subtracted.
+# Parts of names that suggest a bounded exponent. A maximum or a distance bounds it only if it is subtracted.
 _SMALL = re.compile(
     r"(?<![a-z])(log(p|pt|prob|probs|norm|density)?|log_?softmax|stab\w*|shift\w*|clamp\w*|clip(ped)?|sigma|tanh|cos"
     r"(ine)?|normali[sz]ed?|a?range|linspace)(?![a-z])"
@@ -31,7 +31,7 @@ _SEVERAL = 4  # values of a name
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each `exp(x) / exp(x).sum(...)`."""
+    """Yield a finding for each `exp(x) / exp(x).sum(...)`."""
     for division, rest, right in _divisions(source):
         power = _power(source, _picked_of(source, rest))
         total = _sum(source, right)
@@ -53,7 +53,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _picked_of(source: Source, node: Node) -> Node:
-    """The tensor of which the targets' elements are divided: `e` of `e.gather(1, y[:, None]).squeeze(1)`."""
+    """Return the tensor whose elements are selected: `e` of `e.gather(1, y[:, None]).squeeze(1)`."""
     result = node
     for _ in range(_DEPTH):
         shape = operation(source, value_of(source, result), "squeeze", "gather")
@@ -66,7 +66,7 @@ def _picked_of(source: Source, node: Node) -> Node:
 
 
 def _power(source: Source, node: Node, depth: int = _STEPS) -> TensorOperation | None:
-    """The exponential that a numerator is, with or without a mask as a factor, also where a test masks it."""
+    """Return the exponential in a numerator, also with a mask as a factor or by a test."""
     if depth == 0:
         return None
     if isinstance(node, cst.Name):
@@ -114,7 +114,7 @@ def _values(source: Source, name: cst.Name) -> list[Node]:
 
 
 def _are_zeros(source: Source, name: cst.Name) -> bool:
-    """Return True if all that is stored in parts of a tensor is zero: `weights[mask] = 0`."""
+    """Return True if only zeros are assigned to parts of a tensor: `weights[mask] = 0`."""
     scope = source.scopes.scope_of[name].home(name.value)
     for other in source.scopes.references(scope, name.value) if scope is not None else ():
         item = source.parents.get(other)
@@ -128,7 +128,7 @@ def _are_zeros(source: Source, name: cst.Name) -> bool:
 
 
 def _in_place(source: Source, name: cst.Name) -> TensorOperation | None:
-    """`scores.exp_()`, a statement that comes before a read of the name in any case."""
+    """Return the operation of `scores.exp_()`, a statement that always runs before a read of the name."""
     for call, owner, arguments in source.methods("exp_"):
         is_it = isinstance(owner, cst.Name) and owner.value == name.value
         if not is_it or source.function(call) is not source.function(name):
@@ -156,7 +156,7 @@ def _is_lowered(source: Source, name: cst.Name) -> bool:
 
 
 def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
-    """`a / b`, `torch.div(a, b)` and `a.div(b)`: each with what is divided, and by what."""
+    """Yield each `a / b`, `torch.div(a, b)` and `a.div(b)`, with its numerator and denominator."""
     for division in source.all(cst.BinaryOperation):
         if isinstance(division.operator, cst.Divide):
             yield division, division.left, division.right
@@ -177,7 +177,7 @@ def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:
 
 
 def _inverted(source: Source, node: Node) -> Node | None:
-    """The x of `1 / x`, `x.reciprocal()` and `x ** -1`, or of a name for one of them."""
+    """Return the x of `1 / x`, `x.reciprocal()` and `x ** -1`, or of a name for one of them."""
     node = value_of(source, node)
     if isinstance(node, cst.BinaryOperation):
         if isinstance(node.operator, cst.Divide):
@@ -189,7 +189,7 @@ def _inverted(source: Source, node: Node) -> Node | None:
 
 
 def _sum(source: Source, node: Node) -> TensorOperation | None:
-    """The sum in a denominator: it, or a name of it, with or without a small number beside it."""
+    """Return the sum in a denominator, also by a name and with a small number added."""
     node = value_of(source, node)
     plus = node if isinstance(node, cst.BinaryOperation) else None
     if plus and isinstance(plus.operator, cst.Add) and constant(source, plus.right) is not None:
@@ -204,7 +204,7 @@ def _sum(source: Source, node: Node) -> TensorOperation | None:
 
 
 def _is_bounded(source: Source, node: Node) -> bool:
-    """Return True if an exponent can't be large, as far as its text says and that of what its names are given."""
+    """Return True if an exponent, or the value of a name in it, suggests that it is not large."""
     visited: set[Node] = set()
     latest = {node}
     for _ in range(_DEPTH):
@@ -235,7 +235,7 @@ def _says_small(source: Source, node: Node) -> bool:
 
 
 def _is_subtracted(source: Source, name: cst.Name) -> bool:
-    """Return True if something is taken from a tensor in place."""
+    """Return True if code subtracts from a tensor in place."""
     home = source.scopes.scope_of[name].home(name.value) if name in source.scopes.scope_of else None
     for other in source.scopes.references(home, name.value) if home is not None else ():
         outer = source.parents.get(other)
@@ -248,19 +248,19 @@ def _is_subtracted(source: Source, name: cst.Name) -> bool:
 
 
 def _given(source: Source, node: Node) -> set[Node]:
-    """The values that the names in an expression are given."""
+    """Return the values of the names in an expression."""
     bound = [b for name in _names(source, node) for b in source.names.bindings(name)]
     return {b.value for b in bound if b.value is not None}
 
 
 def _names(source: Source, node: Node) -> list[cst.Name]:
-    """The names in an expression, without those in what a layer gets: its weights may make that large."""
+    """Return the names in an expression, without those in a layer's input: the layer's result may be large."""
     waiting, result = [node], []
     while waiting:
         inner = waiting.pop()
         if isinstance(inner, cst.Name):
             result.append(inner)
-        elif not (isinstance(inner, cst.Call) and starts_with_layer(source, inner.func)):
+        elif not (isinstance(inner, cst.Call) and is_layer(source, inner.func)):
             waiting += children(inner)
     return result
 
@@ -271,9 +271,9 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="`exp(x)` overflows float16 above 11, float32 above 88: use `torch.softmax`",
-    what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without the maximum subtracted first.",
+    what="A softmax that is written as `exp(x) / exp(x).sum(...)`, without subtracting the maximum first.",
     why="inf divided by inf is NaN. `torch.softmax` subtracts the maximum, and is one kernel instead of three.",
-    fine="The values are known to be small.",
+    fine="The values are always small.",
     words=("torch exp( sum(", "torch exp_( sum(", "torch exp( functional normalize( p=1"),
     check=check,
     example="""

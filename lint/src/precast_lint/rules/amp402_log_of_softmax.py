@@ -50,7 +50,7 @@ _BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", **dict.fromkeys(_T
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each `log` of them, direct or through a name."""
+    """Yield a finding for each `log` of them, direct or through a name."""
     for call in source.all(cst.Call):
         log = operation(source, call, *_LOGARITHMS)
         if log is None or log.positional or log.keywords:
@@ -75,7 +75,7 @@ def _found(source: Source, log: TensorOperation) -> tuple[str, str] | None:
 
 
 def _complement(source: Source, log: TensorOperation) -> tuple[str, str] | None:
-    """`torch.log(1 - torch.sigmoid(x))`, and `torch.log1p(-torch.sigmoid(x))`."""
+    """Return the names for `torch.log(1 - torch.sigmoid(x))` and `torch.log1p(-torch.sigmoid(x))`."""
     node = value_of(source, log.operand)
     other: Node | None = None
     if isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.Subtract):
@@ -89,10 +89,10 @@ def _complement(source: Source, log: TensorOperation) -> tuple[str, str] | None:
 
 
 def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None:
-    """The operation, `softmax` or `sigmoid`, of which an expression is the result, or a part.
+    """Return `softmax` or `sigmoid` if an expression is a result of that operation, or a part of it.
 
-    `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`, what a function or a module of this file returns, and what
-    all calls of this file hand to a parameter.
+    `torch.softmax(x, 1).gather(1, y).squeeze(1)`, `p[:, 0]`, a result of a function or module of this file, and a
+    parameter that gets such a value in all calls of this file.
     """
     for _ in range(_STEPS):
         node = value_of(source, node)
@@ -121,7 +121,7 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
 
 
 def _of_all(source: Source, values: list[Node], depth: int) -> str | None:
-    """The operation that all of some expressions are results of."""
+    """Return the operation that all of some expressions are results of."""
     names = {_probabilities(source, value, depth - 1) for value in values[:_MANY]}
     return names.pop() if len(names) == 1 and len(values) <= _MANY else None
 
@@ -157,7 +157,7 @@ def _given(source: Source, name: cst.Name) -> list[Node]:
 
 
 def _called_module(source: Source, call: cst.Call) -> str | None:
-    """The operation that a module computes last: `nn.Softmax(-1)`, or one at the end of `nn.Sequential(...)`."""
+    """Return the last operation of a module: `nn.Softmax(-1)`, or the last module of `nn.Sequential(...)`."""
     inner = modules_in(source, call.func)
     last: Node = inner[-1] if inner else call.func
     return _MODULES.get(source.instance(last) or "")
@@ -177,7 +177,7 @@ def _is_meant(source: Source, call: Node, better: str) -> bool:
 
 
 def _only_ranks(source: Source, call: Node) -> bool:
-    """Return True if scores are only compared, of which `-inf` is a right one."""
+    """Return True if scores are only compared: there `-inf` is correct."""
     for outer in source.around(call):
         if isinstance(outer, (cst.FunctionDef, cst.ClassDef)):
             searches = _SEARCHES if isinstance(outer, cst.FunctionDef) else _SEARCHERS
@@ -187,10 +187,9 @@ def _only_ranks(source: Source, call: Node) -> bool:
 
 
 def _is_of_exponentials(source: Source, total: TensorOperation) -> bool:
-    """Return True if it sums `exp(x)` of an x from which nothing is subtracted, a maximum for example.
+    """Return True for a sum of `exp(x)` if nothing, for example a maximum, is subtracted in x.
 
-    Means are often of exponents that cannot be large in size, as of minus the distances on a sphere: of these, x has to
-    be what somebody else has made.
+    Exponents in a mean are often bounded, as negative distances on a sphere are, so x has to be a plain name there.
     """
     power = operation(source, value_of(source, total.operand), "exp")
     if power is None:
@@ -202,7 +201,7 @@ def _is_of_exponentials(source: Source, total: TensorOperation) -> bool:
 
 
 def _is_shifted(exponent: Node) -> bool:
-    """Return True if it is a difference, or a multiple of one."""
+    """Return True if an exponent is a difference, or a multiple of one."""
     if not isinstance(exponent, cst.BinaryOperation):
         return False
     if isinstance(exponent.operator, cst.Subtract):
@@ -216,13 +215,13 @@ RULE = LintRule(
     name="log-of-softmax",
     severity=Severity.WARNING,
     fix=Applicability.NONE,
-    message="the logarithm of `{old}` is -inf or inf where it need not be: use `{new}`",
+    message="the logarithm of `{old}` can be -inf or inf without need: use `{new}`",
     what="The logarithm of a softmax, of a sigmoid, of one minus a sigmoid, or of a sum or mean of exponentials.",
     why=(
         "A probability below 6e-8 is zero in float16, below 1e-45 in float32, and its logarithm -inf; gradients become "
-        "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same without that step."
+        "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same value without that."
     ),
-    fine="The probabilities are known to be far from zero.",
+    fine="The probabilities are always far from zero.",
     words=(
         *(
             f"torch {log} {inner}"

@@ -13,11 +13,11 @@ from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["RULE"]
 
-_HALF_STEP = 2.0**-25  # half of float16's smallest number: what is smaller is rounded to zero
+_HALF_STEP = 2.0**-25  # half of float16's smallest number: a smaller one is rounded to zero
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each sum with such an epsilon, and each clamp to it."""
+    """Yield a finding for each sum with such an epsilon, and each clamp to it."""
     for node in source.all(cst.BinaryOperation):
         if isinstance(node.operator, cst.Add):
             for epsilon, other in ((node.right, node.left), (node.left, node.right)):
@@ -42,7 +42,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _limits(source: Source) -> Iterator[LintFinding]:
-    """`torch.maximum(x, torch.tensor(1e-9))`; `normalize(x, eps=1e-12)` behind regions, where the norm is float16."""
+    """Yield a finding for `torch.maximum(x, torch.tensor(1e-9))`, and `normalize(x, eps=1e-12)` outside of regions."""
     for call in source.all(cst.Call):
         result = operation(source, call, "maximum", "max", "normalize")
         if result is None or (result.is_method and result.name == "normalize"):
@@ -58,7 +58,7 @@ def _limits(source: Source) -> Iterator[LintFinding]:
 
 
 def _number_in(source: Source, node: Node | None) -> Node | None:
-    """The number in `torch.tensor(1e-9)`, which takes the dtype of the tensor beside it."""
+    """Return the number in `torch.tensor(1e-9)`, which gets the dtype of the other operand."""
     if not isinstance(node, cst.Call) or source.origin(node.func) != "torch.tensor":
         return None
     value = Arguments.of(node)
@@ -78,8 +78,8 @@ RULE = LintRule(
     fix=Applicability.NONE,
     message="float16 rounds this to zero: its smallest number is 6e-8",
     what="A number up to 3e-8 that is added to a float16 tensor, or is the lower limit of its `clamp`.",
-    why="An epsilon is there so that nothing is divided by zero. In float16 it is zero itself.",
-    fine="Zero is no problem there.",
+    why="An epsilon avoids a division by zero. In float16 this one is zero.",
+    fine="A zero is harmless there.",
     words=tuple(
         f"torch {dtype} {number}"
         for dtype in ("half(", "torch.half", "float16", "autocast")

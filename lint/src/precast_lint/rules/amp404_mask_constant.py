@@ -1,4 +1,4 @@
-"""AMP404: masks with numbers that float16 does not have."""
+"""AMP404: masks with numbers beyond the range of float16."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FILLS = {
     "fill_": ("value", 0),
 }
 _LARGEST = 65504.0
-_INFINITE = "in float16 this is infinite, and a row of nothing else becomes NaN; use `torch.finfo(x.dtype).min`"
+_INFINITE = "in float16 this is infinite, and a row with only such values becomes NaN; use `torch.finfo(x.dtype).min`"
 _OPTIONAL = "with a mask this raises in float16; use `torch.finfo(x.dtype).min`, or -inf"
 _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy.float32")
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yields a finding for each `masked_fill` of a product of matrices with such a number."""
+    """Yield a finding for each `masked_fill` of a product of matrices with such a number."""
     for call in source.all(cst.Call):
         fill = operation(source, call, *_FILLS)
         value = fill.get(*_FILLS[fill.name]) if fill is not None else None
@@ -58,7 +58,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_optional(source: Source, call: Node) -> bool:
-    """Return True if a mask is a parameter that need not be given, and that no call of this file gives."""
+    """Return True if a mask is an optional parameter that no call of this file passes."""
     for outer in source.around(call):
         if isinstance(outer, cst.FunctionDef):
             return False
@@ -77,7 +77,7 @@ def _silent(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
 
 
 def _is_additive(source: Source, mask: Node) -> bool:
-    """Return True if what is multiplied is float16: by itself, or because it is made like a product of matrices."""
+    """Return True if a factor is float16: by itself, or because it gets the dtype of a product of matrices."""
     if is_half(source, mask):
         return True
     definition = any(
@@ -89,7 +89,7 @@ def _is_additive(source: Source, mask: Node) -> bool:
 
 
 def _chosen(source: Source) -> Iterator[LintFinding]:
-    """`torch.where(mask, scores, -1e9)`, and the limit as a tensor like it."""
+    """Yield a finding for each `torch.where(mask, scores, -1e9)` and `torch.full_like(scores, -1e9)`."""
     for call, arguments in source.calls("torch.where", "torch.full_like"):
         argument = arguments.positional
         if source.origin(call.func) == "torch.full_like":
@@ -108,7 +108,7 @@ def _chosen(source: Source) -> Iterator[LintFinding]:
 
 
 def _number_in(source: Source, value: Node) -> Node:
-    """The number in `torch.tensor(-1e9)`: with no dimension, it takes the other tensor's dtype."""
+    """Return the number in `torch.tensor(-1e9)`, which gets the other tensor's dtype."""
     definition = value_of(source, value)
     is_tensor = (
         isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.tensor"
@@ -122,7 +122,7 @@ def _number_in(source: Source, value: Node) -> Node:
 
 
 def _stored(source: Source) -> Iterator[LintFinding]:
-    """`scores[mask] = -1e9`."""
+    """Yield a finding for each `scores[mask] = -1e9`."""
     for statement in source.all(cst.Assign):
         target = statement.targets[0].target
         sign = _too_large(source, statement.value)
@@ -139,7 +139,7 @@ def _is_float16(source: Source, node: Node) -> bool:
 
 
 def _is_product(source: Source, node: Node) -> bool:
-    """Return True if a tensor is a product of matrices in a float16 region, and no other region is what computes it."""
+    """Return True if a tensor is a product of matrices, and no region of another dtype computes it."""
     return (
         is_lowered(source, node)
         and not _is_elsewhere(source, node)
@@ -148,7 +148,7 @@ def _is_product(source: Source, node: Node) -> bool:
 
 
 def _has_other_regions_alone(source: Source) -> bool:
-    """Return True if a file opens regions, and all of them are of another dtype."""
+    """Return True if all regions of a file have another dtype."""
     dtypes = {region.dtype for region in regions(source) if region.enabled is not False}
     return bool(dtypes) and not dtypes & {None, "torch.float16"}
 
@@ -166,7 +166,7 @@ def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
 
 
 def _too_large(source: Source, value: Node) -> int:
-    """-1 or 1 for a number below or above float16's range, else 0."""
+    """Return -1 or 1 for a number below or above float16's range, else 0."""
     if isinstance(value, cst.UnaryOperation) and isinstance(value.operator, cst.Minus):
         return -_too_large(source, value.expression)
     number = constant(source, value)
@@ -185,7 +185,7 @@ def _too_large(source: Source, value: Node) -> int:
 
 
 def _limit(source: Source, node: Node | None) -> int:
-    """`torch.finfo(torch.float32).min` and `.max`."""
+    """Return -1 for `torch.finfo(torch.float32).min`, 1 for `.max`, else 0."""
     if not isinstance(node, cst.Attribute) or not isinstance(node.value, cst.Call):
         return 0
     call = node.value
@@ -197,7 +197,7 @@ def _limit(source: Source, node: Node | None) -> int:
 
 
 def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
-    """The limit of the tensor's own dtype, if the tensor has a name."""
+    """Return a fix that uses the limit of the tensor's dtype, if the tensor has a name."""
     name = name_for(source, "torch", value)
     if any(binding.kind == "param" for binding in source.names.bindings(value)):
         return None  # the caller may give another number
@@ -222,7 +222,7 @@ RULE = LintRule(
     ),
     why=(
         '`masked_fill` raises "value cannot be converted to type c10::Half without overflow"; in the other forms the '
-        "number becomes infinite, and a row that is masked all over becomes NaN."
+        "number becomes infinite, and a fully masked row becomes NaN."
     ),
     fine="The code runs in float32 or bfloat16 only.",
     words=(

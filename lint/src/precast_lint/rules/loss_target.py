@@ -1,6 +1,6 @@
 """Detection of loss targets that make PyTorch compute the loss in 16 bits, for AMP303.
 
-Invariant: only with evidence for each value that the target may have; of what is not known PyTorch may make float32.
+Invariant: True only with evidence for each value that the target may have.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def is_low(
     Args:
         source: the file.
         node: the target.
-        is_output: whether something is what a model returned in a region, in its dtype.
-        depth: how many names, calls and operations are followed.
-        followed: the values that are looked at already: of `y = y.cuda()` in a loop what was before it counts.
+        is_output: returns True for what a model returned in a region, in its dtype.
+        depth: the number of names, calls and operations to follow.
+        followed: the values that are already followed, as in a loop with `y = y.cuda()`.
     """
     if node in followed or depth == 0:
         return node in followed
@@ -60,7 +60,7 @@ def is_low(
         index = node.slice[0].slice
         one = index.value if len(node.slice) == 1 and isinstance(index, cst.Index) else None
         if isinstance(one, (cst.Integer, cst.SimpleString)):
-            return False  # one of several that a model returns may be float32
+            return False  # one of several results of a model may be float32
         return again(node.value)
     if is_output(node):
         return True
@@ -80,7 +80,7 @@ def is_low(
 
 
 def _is_low_call(source: Source, call: cst.Call, again: Callable[[Node], bool]) -> bool:
-    """A cast to 16 bits or to integers, a tensor made so, and what keeps the dtype of such a one."""
+    """Return True for a cast to 16 bits or integers, a tensor created so, and operations that keep such a dtype."""
     arguments = Arguments.of(call)
     values = [*arguments.positional, *arguments.keywords.values()]
     dtype = arguments.keywords.get("dtype")

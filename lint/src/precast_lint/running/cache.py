@@ -1,7 +1,7 @@
-"""Remembers what was found in a file, by its contents, its name, the settings and this version of the rules.
+"""A cache of findings by the contents and name of a file, the settings, and the version of the rules.
 
-Invariants: a cache that can't be read or written is no error, only slower; the file is replaced whole;
-entries that a run did not ask for are dropped once there are too many.
+Invariants: a cache that cannot be read or written is no error; the file is replaced in one step; if there are too many
+entries, those that the run did not use are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST = 20_000
 
 
 class Cache:
-    """The findings of earlier runs in a folder; None: nowhere, so nothing is remembered."""
+    """The findings of earlier runs in a folder; without a folder nothing is cached."""
 
     def __init__(self, folder: Path | None, settings: LintSettings) -> None:
         self.path = folder / "check.json" if folder else None
@@ -62,11 +62,11 @@ class Cache:
         return results
 
     def put(self, key: str, results: list[Reported]) -> None:
-        """Remembers what was found."""
+        """Store the findings of a file."""
         self._new[key] = [finding.as_dict() for finding in results]
 
     def save(self) -> None:
-        """Writes it down, if anything is new."""
+        """Write the cache, if it has new entries."""
         if self.path is None or not self._new or self._new.keys() <= self._old.keys():
             return
         rows = self._old | self._new if len(self._old) < _MOST else self._new
@@ -90,7 +90,7 @@ def _described(settings: LintSettings) -> str:
 
 @cache
 def _fingerprint() -> str:
-    """This version and the state of the rules' files, which change while someone works on them."""
+    """Return this version with the times and sizes of the package's files."""
     import hashlib
 
     folder = Path(__file__).parents[1]

@@ -1,7 +1,7 @@
-"""Finds the files to look at, and reads them.
+"""Search for the files to check, and reading of them.
 
-Invariants: folders that are links are not entered, so loops end; a file that can't be read becomes a note,
-never an error; what is found is sorted, so two runs report in the same order.
+Invariants: folders that are links are not entered, so loops end; a file that cannot be read becomes a note,
+not an error; the files are sorted, so two runs report in the same order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST = 10 * 2**20
 
 
 def find(paths: Iterable[Path], settings: LintSettings) -> Iterator[Path]:
-    """The files named, and those in the folders named, each once."""
+    """Yield the given files, and those in the given folders, each once."""
     visited: set[Path] = set()
     for path in paths:
         for file in _inside(path, settings) if path.is_dir() else [path]:
@@ -42,7 +42,7 @@ def _inside(folder: Path, settings: LintSettings) -> Iterator[Path]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        yield folder  # reading it will say why
+        yield folder  # reading it reports the reason
         return
     for entry in entries:
         path = Path(entry.path)
@@ -60,8 +60,8 @@ def read(path: Path) -> bytes:
     """The bytes of a file.
 
     Raises:
-        OSError: it can't be read.
-        ValueError: it is no regular file, or too large to be a program.
+        OSError: it cannot be read.
+        ValueError: it is not a regular file, or too large for a program.
     """
     result = os.stat(path)
     if not stat.S_ISREG(result.st_mode):

@@ -19,7 +19,7 @@ __all__ = ["FileReport", "Reported", "reported"]
 
 @dataclass(frozen=True)
 class Reported:
-    """One finding as users see it."""
+    """A finding with rows and columns."""
 
     code: str
     name: str
@@ -36,7 +36,7 @@ class Reported:
     cell: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """For the cache."""
+        """Return the fields, for the cache."""
         return asdict(self)
 
 
@@ -46,12 +46,12 @@ class FileReport:
 
     Attributes:
         filename: the file.
-        findings: those that are left.
-        fixed: the code of each finding that was fixed.
-        before: its bytes, if they changed.
-        after: what was, or would be, written.
-        note: why it was skipped.
-        failed: whether that was a defect of ours.
+        findings: the remaining findings.
+        fixed: the code of each fixed finding.
+        before: the bytes of the file, if they changed.
+        after: the new bytes.
+        note: the reason why the file was skipped.
+        failed: True if the reason is a defect of precast-lint.
     """
 
     filename: str
@@ -69,7 +69,7 @@ def reported(
     filename: str,
     place: Callable[[int], tuple[int, int]] | None = None,
 ) -> Reported:
-    """A finding with rows and columns; `place` turns a row of a notebook's code into cell and row."""
+    """Return a finding with rows and columns; `place` converts a row of a notebook's code to a cell and a row."""
     row, column = text.position(finding.span.start)
     end_row, end_column = text.position(finding.span.end)
     cell = None
@@ -107,7 +107,7 @@ def _fix(
 
 
 def _edit(edit: Edit, text: Text, place: Callable[[int], tuple[int, int]] | None) -> dict[str, Any]:
-    """One edit; in a notebook it says in which cell, which need not be that of the finding."""
+    """Return an edit; in a notebook with its cell, which may differ from that of the finding."""
     row, column = text.position(edit.start)
     end_row, end_column = text.position(edit.end)
     cell: dict[str, int] = {}

@@ -1,10 +1,10 @@
-"""Runs the engine over many files: on all cores, from the cache, and writes what was fixed.
+"""A run over many files: in several processes, with the cache, and with writing of fixes.
 
 Invariants:
-    - This process reads each file and takes the cheap look; only files that mention something of interest,
-      and are not in the cache, are parsed, in other processes where there are several.
+    - This process reads each file and searches for the words of the rules; only files with such words that
+      are not in the cache are parsed, in other processes if there are several files.
     - A file is replaced in one step, through links, with its mode; a crash leaves it old or new.
-    - What goes wrong with one file is a note on it, and the others go on.
+    - An error in one file becomes a note on it; the other files are still checked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FEW = 8  # files below which starting processes costs more than it saves
 class RunMode:
     """Options of a run: apply fixes, and write the files.
 
-    `fix` without `write` only tells what would be written.
+    `fix` without `write` computes the fixes and writes nothing.
     """
 
     fix: bool = False
@@ -55,14 +55,14 @@ def run(
     advance: Callable[[int, int], object] = max,
     jobs: int | None = None,
 ) -> list[FileReport]:
-    """Checks or fixes files, and reports on all that were found or noted, in the order of the paths.
+    """Check or fix files. Returns a report for each file with a finding, a fix or a note, in the order of the paths.
 
     Args:
         paths: the files.
-        settings: what to look for.
-        mode: what to do with fixes.
-        cache: what is known already.
-        advance: is told how many of how many files are done.
+        settings: the selected rules and fixes.
+        mode: whether to apply fixes and write files.
+        cache: the findings of earlier runs.
+        advance: called with the number of finished files and their total.
         jobs: processes; None: one a core.
     """
     reports: dict[Path, FileReport] = {}
@@ -88,7 +88,7 @@ def run(
 def _look(
     path: Path, settings: LintSettings, mode: RunMode, cache: Cache
 ) -> FileReport | bytes | None:
-    """A report where it is known without parsing, None where there is nothing, else the file's bytes."""
+    """Return a report that needs no parsing, None if the file needs none, or the file's bytes."""
     try:
         data = read(path)
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def _all(
         return
     from concurrent.futures.process import BrokenProcessPool
 
-    import libcst  # noqa: F401  # once, before the processes are made from this one
+    import libcst  # noqa: F401  # once, before this process forks
 
     done = 0
     try:
@@ -124,7 +124,7 @@ def _all(
             size = max(1, min(16, len(work) // (4 * jobs)))
             for done, report in enumerate(pool.map(_one, work, chunksize=size), 1):  # noqa: B007
                 yield report
-    except BrokenProcessPool:  # a process died, of one file: the others get what it did not bring
+    except BrokenProcessPool:  # a file killed a process: check the remaining files one by one
         yield from map(_alone, work[done:])
 
 
@@ -137,7 +137,7 @@ def _pool(jobs: int) -> ProcessPoolExecutor:
 
 
 def _alone(task: tuple[str, bytes, LintSettings, RunMode]) -> FileReport:
-    """One file in a process of its own, which may die of it."""
+    """Check one file in a separate process, which the file may kill."""
     from concurrent.futures.process import BrokenProcessPool
 
     try:
@@ -158,7 +158,7 @@ def _one(task: tuple[str, bytes, LintSettings, RunMode]) -> FileReport:
             mode_bits = stat.S_IMODE(path.stat().st_mode)
             if not mode_bits & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
                 rest = run_text(filename, data, settings, RunMode())
-                return replace(rest, note="it is read-only and stays as it is")
+                return replace(rest, note="it is read-only and was not changed")
             whole_file.write(path, report.after, mode_bits)
         except OSError as error:
             return FileReport(filename, note=f"it can't be written: {error.strerror}")
@@ -166,7 +166,7 @@ def _one(task: tuple[str, bytes, LintSettings, RunMode]) -> FileReport:
 
 
 def run_text(filename: str, data: bytes, settings: LintSettings, mode: RunMode) -> FileReport:
-    """Checks or fixes the bytes of one file; writes nothing. A defect of ours is a note on the file."""
+    """Check or fix the bytes of one file without writing. An unexpected error becomes a note on the file."""
     try:
         return _run_text(filename, data, settings, mode)
     except (KeyboardInterrupt, SystemExit):
@@ -219,7 +219,7 @@ def _report(
 
 
 def _broken(filename: str, cells: list[Broken]) -> Reported:
-    """One finding for all cells of a notebook that are not Python, at the first."""
+    """Return one finding for all cells of a notebook that are not Python, at the first one."""
     first = cells[0]
     more = f" (and {len(cells) - 1} more)" if len(cells) > 1 else ""
     return Reported(

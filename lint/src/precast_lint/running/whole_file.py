@@ -17,7 +17,7 @@ __all__ = ["write"]
 
 
 def write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Puts `content` at `path`; links are followed, and missing folders are made.
+    """Write `content` to `path`; links are followed, and missing folders are created.
 
     Raises:
         OSError: it cannot be written; what was there before is unchanged.

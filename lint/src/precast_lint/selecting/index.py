@@ -1,4 +1,4 @@
-"""All rules in short, written by `python -m tools.rule_pages`: what is asked before a rule is loaded."""
+"""The short data of all rules, for use before a rule is loaded. Written by `python -m tools.rule_pages`."""
 
 # fmt: off
 # ruff: noqa: E501

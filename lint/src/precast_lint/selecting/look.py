@@ -1,6 +1,6 @@
-"""The cheap look at a text: whether it mentions anything that a rule is about. Nothing is parsed, no rule loaded.
+"""A fast search for the words of the rules in a text, before it is parsed or a rule is loaded.
 
-Invariant: a rule that could find something in a text has an entry whose words are all in it.
+Invariant: if a rule can find something in a text, the text contains all words of one of the rule's entries.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _SUPPRESSIONS = (("noqa: AMP",), ("precast: noqa",))
 
 
 def interesting(data: bytes, codes: Iterable[str]) -> bool:
-    """Return True if one of the rules has to look at a text."""
+    """Return True if a text contains the words of one of some rules."""
     return _mentions(data, _words(frozenset(codes)))
 
 
 def looks_at(data: bytes, codes: frozenset[str]) -> Iterator[str]:
-    """The rules that have to look at a text, in the order of their codes."""
+    """Yield the rules whose words are in a text, in the order of their codes."""
     for code in index():
         if code in codes and _mentions(data, _words(frozenset({code}))):
             yield code
@@ -51,7 +51,7 @@ def _words(codes: frozenset[str]) -> dict[bytes, Any]:
 
 
 def _asks_less(less: tuple[str, ...], words: tuple[str, ...]) -> bool:
-    """Return True if an entry's words are all there wherever those of another one are."""
+    """Return True if each text with the words of an entry also contains the words of a shorter one."""
     if not all(any(part in word for word in words) for part in less):
         return False
     return less < words or not all(any(word in part for part in less) for word in words)

@@ -1,7 +1,7 @@
-"""The oldest PyTorch that a project is for, read from the files in which projects say so; none of them is run.
+"""The oldest PyTorch that a project supports, read from its requirements without running a file.
 
-Invariants: the files of one folder are read, the nearest above a path that has any; what cannot be read says
-nothing; of several pins the oldest counts, as the code has to run there too.
+Invariants: only the files of one folder are read, the nearest one above a path with requirements; a file that cannot be
+read is ignored; of several pins the oldest counts, because the code has to run with it too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATTERNS = (
     "recipe/recipe.yaml",
 )
 _LARGEST = 1 << 20  # bytes; a list of requirements is smaller
-_LONGEST = 200  # characters of a requirement; a longer text is a description that speaks of one
+_LONGEST = 200  # characters of a requirement; a longer text is a description
 _PIN = re.compile(
     r"""(?<![\w.-])(?:py)?torch(?:\[[\w,\s-]*\])?\s*\(?\s*(?P<signs>(?:[<>=~!^]=?=?\s*v?\d[\w.*+!-]*\s*,?\s*)+)"""
 )
@@ -42,7 +42,7 @@ _CONDITION = re.compile(r"([<>=~!^]+)\s*v?(\d[\w.*+!-]*)")
 
 
 def oldest_torch(start: Path) -> str | None:
-    """The oldest PyTorch that the project around a path allows; None where it does not say.
+    """Return the oldest PyTorch that the project around a path allows; None if it has no requirement on it.
 
     Args:
         start: a file or folder of the project.
@@ -57,7 +57,7 @@ def oldest_torch(start: Path) -> str | None:
 
 
 def _texts(folder: Path) -> Iterator[str]:
-    """The requirements that a folder's files state, as texts with one or more of them."""
+    """Yield the requirements in a folder's files, as texts with one or more of them."""
     if not folder.is_dir():
         return
     for path in [*(folder / name for name in _FILES), *_listed(folder)]:
@@ -84,7 +84,7 @@ def _read(path: Path) -> str:
 
 
 def _in_python(text: str) -> Iterator[str]:
-    """The strings of a setup.py, those of lists and of `install_requires.append("torch>=2")` alike."""
+    """Yield the strings in a setup.py."""
     import ast
 
     try:
@@ -98,7 +98,7 @@ def _in_python(text: str) -> Iterator[str]:
 
 
 def _in_pyproject(text: str) -> Iterator[str]:
-    """The requirements of a pyproject.toml: the standard's tables, and those of Poetry, PDM, Hatch and uv."""
+    """Yield the requirements in a pyproject.toml: the standard tables, and those of Poetry, PDM, Hatch and uv."""
     import tomllib
 
     try:
@@ -139,7 +139,7 @@ def _tables(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _lowest(text: str) -> str | None:
-    """The oldest PyTorch that one requirement allows; None where it is not about PyTorch, or allows every one."""
+    """Return the oldest PyTorch that a requirement allows; None if it allows every one or is not about PyTorch."""
     match = _PIN.search(text)
     if match is None:
         wheel = _WHEEL.search(text)
@@ -153,7 +153,7 @@ def _lowest(text: str) -> str | None:
 
 
 def _number(text: str) -> str:
-    """`1.6.0+cu101` and `2.1.*` as the numbers that they begin with."""
+    """Return the numbers at the start of `1.6.0+cu101` or `2.1.*`."""
     match = re.match(r"\d+(\.\d+)*", text)
     return match[0] if match else ""
 
@@ -163,10 +163,7 @@ def _release(number: str) -> tuple[int, ...]:
 
 
 def _below(bounds: Iterable[str]) -> str | None:
-    """The newest minor version below a bound that has no other side; None where that is the newest of all.
-
-    A bound above the last version bounds nothing.
-    """
+    """Return the newest minor version below some upper bounds; None if that is the newest of all."""
     highest = min((_release(bound) for bound in bounds if bound), default=None)
     if highest is None:
         return None

@@ -1,7 +1,7 @@
 """All rules: each module `rules/ampNNN_name.py` holds one as `RULE`, or a table of them as `RULES`.
 
-Invariant: a rule's module is loaded when a file has to be parsed for it. What is asked before that is in
-`index.py`, which `python -m tools.rule_pages` writes; `all_rules` looks at the modules themselves.
+Invariant: a rule's module is loaded when a file has to be parsed for it. The data that is needed before is in
+`index.py`, which `python -m tools.rule_pages` writes; `all_rules` loads the modules.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Short(NamedTuple):
 
 @functools.cache
 def index() -> dict[str, Short]:
-    """Every rule in short by its code, in the order of the codes."""
+    """Return the short data of every rule by its code, in the order of the codes."""
     from precast_lint.selecting.index import RULES
 
     return {row[0]: Short(*row) for row in RULES}
 
 
 def load(name: str) -> LintRule | None:
-    """A rule by its code or its name; None if there is none."""
+    """Return a rule by its code or name; None if there is none."""
     entry = index().get(name.upper())
     entry = entry or next((r for r in index().values() if r.name == name.lower()), None)
     if entry is None:
@@ -58,7 +58,7 @@ def load(name: str) -> LintRule | None:
 
 @functools.cache
 def modules() -> list[tuple[str, LintRule]]:
-    """Every rule with the name of its module, in the order of the codes; loads them all."""
+    """Return every rule with the name of its module, in the order of the codes; loads them all."""
     import pkgutil
 
     package = import_module(_PACKAGE)
@@ -68,7 +68,7 @@ def modules() -> list[tuple[str, LintRule]]:
 
 
 def all_rules() -> dict[str, LintRule]:
-    """Every rule by its code, in the order of the codes; loads them all."""
+    """Return every rule by its code, in the order of the codes; loads them all."""
     return {rule.code: rule for _, rule in modules()}
 
 
@@ -79,10 +79,10 @@ def _rules(module: str) -> tuple[LintRule, ...]:
 
 
 def expand(selectors: Iterable[str]) -> frozenset[str]:
-    """Codes, names and prefixes ("AMP2", "ALL") as codes.
+    """Return the codes of some selectors: codes, names and prefixes ("AMP2", "ALL").
 
     Raises:
-        ValueError: one of them fits no rule.
+        ValueError: a selector matches no rule.
     """
     codes: set[str] = set()
     for selector in selectors:
@@ -97,7 +97,7 @@ def expand(selectors: Iterable[str]) -> frozenset[str]:
         }
         if not fits:
             raise ValueError(
-                f"{selector!r} is no rule: give a code (AMP001), the beginning of codes (AMP0), a name or ALL"
+                f"{selector!r} matches no rule: pass a code (AMP001), the beginning of codes (AMP0), a name or ALL"
             )
         codes |= fits
     return frozenset(codes)

@@ -33,9 +33,9 @@ class LintSettings:
 
     Attributes:
         codes: the selected rules.
-        min_torch: the oldest PyTorch that the code is for; None: any that exists today.
-        unsafe_fixes: whether fixes that may change what the code does are applied.
-        exclude: patterns of paths that are not looked at.
+        min_torch: the oldest PyTorch that the code supports; None: every current version.
+        unsafe_fixes: True to apply fixes that may change results.
+        exclude: patterns of paths that are not checked.
         per_file_ignores: pairs of a pattern and the codes that are not reported there.
         root: the folder that patterns are relative to.
     """
@@ -48,7 +48,7 @@ class LintSettings:
     root: str = "."
 
     def codes_for(self, filename: str) -> frozenset[str]:
-        """The rules for one file."""
+        """Return the rules for one file."""
         codes = self.codes
         for pattern, ignored in self.per_file_ignores:
             if matches(filename, pattern, self.root):
@@ -56,12 +56,12 @@ class LintSettings:
         return codes
 
     def excludes(self, path: Path) -> bool:
-        """Return True if a file or folder that was not named itself is left out."""
+        """Return True if a pattern excludes a file or folder."""
         return any(matches(str(path), pattern, self.root) for pattern in self.exclude)
 
 
 def matches(filename: str, pattern: str, root: str) -> bool:
-    """Return True if a pattern fits a path, its name, or a folder that it is in."""
+    """Return True if a pattern matches a path, its name, or a folder that contains it."""
     path = Path(filename).absolute()
     try:
         relative = path.relative_to(Path(root).absolute())
@@ -73,15 +73,15 @@ def matches(filename: str, pattern: str, root: str) -> bool:
 
 
 def load(start: Path | None, requests: dict[str, Any]) -> LintSettings:
-    """The settings for a run over a path.
+    """Return the settings for a run over a path.
 
     Args:
-        start: the first path that is looked at; None: no pyproject.toml is read.
-        requests: options that were given: select, extend_select, ignore (lists of codes, names or prefixes),
-            exclude, min_torch, unsafe_fixes; None or empty: not given.
+        start: the first path to check; None: do not read pyproject.toml.
+        requests: options: select, extend_select, ignore (lists of codes, names or prefixes), exclude, min_torch,
+            unsafe_fixes; None or empty means not set.
 
     Raises:
-        ValueError: pyproject.toml or an option cannot be understood.
+        ValueError: pyproject.toml or an option is invalid.
     """
     path, document = _pyproject(start) if start is not None else (None, {})
     table = _table(path, document) if path else {}
@@ -106,7 +106,7 @@ def load(start: Path | None, requests: dict[str, Any]) -> LintSettings:
 
 
 def _pyproject(start: Path) -> tuple[Path | None, dict[str, Any]]:
-    """The nearest pyproject.toml with a table of ours, else the nearest."""
+    """Return the nearest pyproject.toml with the table `tool.precast.check`, else the nearest one."""
     nearest: tuple[Path | None, dict[str, Any]] = None, {}
     for folder in [start.absolute(), *start.absolute().parents]:
         path = folder / "pyproject.toml"
@@ -140,4 +140,4 @@ def _checked_version(text: str) -> None:
     try:
         version(text)
     except ValueError:
-        raise ValueError(f"min-torch is {text!r}; it is a version such as 2.4") from None
+        raise ValueError(f"min-torch: expected a version such as 2.4, got {text!r}") from None

@@ -1,4 +1,4 @@
-"""Tests that hold only every so many rounds, or calls: those of a counter."""
+"""Detection of tests of a counter, which are true only in some iterations or calls."""
 
 from __future__ import annotations
 

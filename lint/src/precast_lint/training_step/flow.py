@@ -1,13 +1,12 @@
-"""Follows a function's events along its paths, for the rules about order (AMP2xx, AMP3xx).
+"""The events of a function along its paths, for the rules about order (AMP2xx, AMP3xx).
 
 A rule is a function `on(state, event, say) -> state`. It is called for each event on each path. `say.bad`
 marks a node as wrong on this path, `say.good` as right; a node is reported if it is wrong on some path
-and right on none. So a path on which a rule knows nothing does not hide a mistake, and a path that
-does the right thing excuses the others.
+and right on none. So a path without a judgement does not hide a mistake, and a path that is right excuses the others.
 
-Branches whose tests have the same text go together (`if amp:` here, `if amp:` there) until a name in
-the test is assigned. Loops run until no new state appears, three times at most. An `except` block runs as
-if nothing of what was tried had happened. Nested functions have flows of their own.
+Two tests with the same text (`if amp:`) have the same result until a name in the test is assigned. Loops run until
+no new state appears, three times at most. An `except` block runs as if the `try` block had done nothing. Nested
+functions have separate flows.
 
 Invariants: states are hashable and never changed; a function with too many paths reports nothing.
 """
@@ -51,9 +50,9 @@ _HARMLESS = {
     "hasattr",
     "getattr",
 }
-# What writes states down or reads them has no hand in a step: `save_checkpoint(model, optimizer, scaler)`.
+# Functions that save or load states have no part in a step: `save_checkpoint(model, optimizer, scaler)`.
 _KEEPS = re.compile(r"(^|_)(save|load|resume|restore|checkpoint|ckpt|snapshot)(_|$)", re.IGNORECASE)
-# Where a name may stand without going anywhere: tests, the left of an assignment, before a dot.
+# The parents of a name that do not pass its value on.
 _LOOKED_AT = {
     "AnnAssign",
     "Assert",
@@ -87,19 +86,19 @@ class FunctionFlow:
 
     @cached_property
     def called(self) -> list[tuple[Frame, list[Node]]]:
-        """The functions that are called here, or by those, with their variables and their nodes."""
+        """The functions that this one calls, directly or not, with their variables and nodes."""
         return list(called_frames(self.source, self.node))
 
     def run(
         self, start: _State, on: Callable[[_State, Event, Say], _State]
     ) -> Iterator[tuple[Node, str | None]]:
-        """The nodes that `on` calls bad on some path and good on none, each with its message."""
+        """Yield the nodes that `on` calls bad on some path and good on none, each with its message."""
         say = Say()
         self.judge(start, on, say)
         yield from say.reported()
 
     def judge(self, start: _State, on: Callable[[_State, Event, Say], _State], say: Say) -> None:
-        """The same for a rule that judges a node by all functions that come by it."""
+        """Judge the nodes of this function; `say` collects the judgements of several functions."""
         heard = Say()
         try:
             FlowRun(self._place, on, heard).function(self.node, start)
@@ -112,11 +111,11 @@ class FunctionFlow:
         return root(self.source, self.node, frozenset(self.scalers), self.optimizers)
 
     def events(self) -> list[Event]:
-        """All events of the function once, in the order of the text, branches one after the other."""
+        """Return all events of the function once, in the order of the text."""
         return self._events
 
     def comes_by(self, *kinds: str | tuple[str, str | None]) -> bool:
-        """Return True if there are events of all of some kinds, or of kinds with a scaler."""
+        """Return True if the function has events of all given kinds, or of the pairs of a kind and a scaler."""
         self.events()
         return self._kinds.issuperset(kinds)
 
@@ -134,9 +133,9 @@ class FunctionFlow:
         return list(results.values())
 
     def leaks(self, name: str) -> bool:
-        """Return True if what a key stands for is handed to code that is not seen here.
+        """Return True if code that is not followed gets a value.
 
-        As an argument, a result, an element or another attribute; or used by a function inside.
+        As an argument, a result, an element or another attribute, or by a use in an inner function.
         """
         if name not in self._leaky:
             self._leaky[name] = self._leaks(name)
@@ -148,7 +147,7 @@ class FunctionFlow:
         ) or self._is_captured(name)
 
     def is_owned(self, name: str) -> bool:
-        """Return True if it is made in this function and never leaks: nobody else can have a hand in it."""
+        """Return True if a value is created in this function and never leaks."""
         definition = any(
             self._is(target, name)
             for node in self.nodes
@@ -159,7 +158,7 @@ class FunctionFlow:
         return definition and "." not in name and not self.leaks(name)
 
     def _home(self, name: str) -> tuple[Node | None, str]:
-        """The class of this file to which an attribute belongs, of self or of another object, and the attribute."""
+        """Return the class of this file that has an attribute, of self or another object, and the attribute's name."""
         owner, _, attribute = name.rpartition(".")
         if owner == "self":
             return self.source.values.enclosing_class(self.node), attribute
@@ -168,13 +167,13 @@ class FunctionFlow:
         return None, attribute
 
     def _objects(self, name: str) -> list[Node]:
-        """The nodes here that a key stands for, which may have methods."""
+        """Return the nodes of this function with a key."""
         if not name:
             return []
         return [node for node in self.nodes if self._is(node, name)]
 
     def has_all(self, name: str, method: str) -> bool:
-        """Return True if this function makes all calls of a method of what it owns, or of an attribute of its class."""
+        """Return True if this function makes all calls of a method, of a value that it owns or its class has."""
         if not name.startswith("self."):
             return self.is_owned(name)
         home = self.source.values.enclosing_class(self.node)
@@ -185,7 +184,7 @@ class FunctionFlow:
         )
 
     def called_elsewhere(self, name: str, *methods: str) -> bool:
-        """Return True if another function of the file calls a method on something whose last name is the same."""
+        """Return True if another function of the file calls a method on a value with the same last name."""
         last = name.rpartition(".")[2]
         return any(
             (key(self.source, owner) or "").rpartition(".")[2] == last
@@ -199,7 +198,7 @@ class FunctionFlow:
         return home is not None and self.source.values.enclosing_class(call) is home
 
     def is_local(self, name: str) -> bool:
-        """Return True if a name belongs to this function: no other function can use what it stands for by that name."""
+        """Return True if a name is local to this function."""
         for node in self.nodes:
             if isinstance(node, cst.Name) and node.value == name:
                 scope = self.source.scopes.scope_of.get(node)
@@ -209,7 +208,7 @@ class FunctionFlow:
         return False
 
     def _stepped(self) -> Iterator[str]:
-        """The keys of the optimizers that scalers step or unscale here, or in functions that are called here."""
+        """Yield the keys of the optimizers that scalers step or unscale here, or in called functions."""
         own = methods_of_scalers(self.source)
         for named, calls in self._methods() if own or self.scalers else ():
             for call, method, owner in calls:
@@ -218,7 +217,7 @@ class FunctionFlow:
                     yield named(call.args[0].value) or ""
 
     def _scalers(self) -> list[str]:
-        """The keys of the scalers whose methods are called here, or in functions that are called here."""
+        """Return the keys of the scalers whose methods are called here, or in called functions."""
         handed = {
             key(self.source, value)
             for _, argument in calls_in(self.source, self.node)
@@ -238,19 +237,19 @@ class FunctionFlow:
         return list(dict.fromkeys(called))
 
     def _methods(self) -> Iterator[tuple[Callable[[Node | None], str | None], list[MethodCall]]]:
-        """The calls of methods here and in functions that are called, with how expressions there are called here."""
+        """Yield the calls of methods here and in called functions, with the function that returns keys there."""
         yield lambda inner: key(self.source, inner), methods_in(self.source, self.node)
         for frame, _ in self.called:
             yield frame.named, methods_in(self.source, frame.function)
 
     @cached_property
     def _methods_seen(self) -> frozenset[Node]:
-        """The same calls alone."""
+        """The calls of methods here and in called functions."""
         return frozenset(call for _, calls in self._methods() for call, _, _ in calls)
 
     @cached_property
     def leading(self) -> dict[Node, cst.Call]:
-        """The functions of the file that are called here, or by those, each with the first call of it."""
+        """The functions that this one calls, directly or not, each with its first call."""
         results: dict[Node, cst.Call] = {}
         for nodes in (self.nodes, *(nodes for _, nodes in self.called)):
             for node in nodes:
@@ -290,7 +289,7 @@ class FunctionFlow:
         return type(parent).__name__ not in _LOOKED_AT
 
     def _is_kept_by(self, call: Node, node: Node) -> bool:
-        """Return True if a function of this file neither binds an argument to another name nor passes it on."""
+        """Return True if a function of this file neither stores an argument under another name nor passes it on."""
         result = followed_call(self.source, call)
         if result is None:
             return False
@@ -299,7 +298,7 @@ class FunctionFlow:
         assert isinstance(cached, dict)
         for name, value in argument.items():
             if value is node and (function, name) not in cached:
-                cached[function, name] = False  # what calls itself is not known
+                cached[function, name] = False  # for a function that calls itself
                 flow = next(flow for flow in flows(self.source) if flow.node is function)
                 params = self.source.scopes.owned[function].bindings.get(name, ())
                 cached[function, name] = len(params) == 1 and not flow._leaks(name)
@@ -319,7 +318,7 @@ class FunctionFlow:
         )
 
     def _is_only_called(self, inner: Node) -> bool:
-        """Return True if a function inside does nothing but run where it is called here: then it is followed."""
+        """Return True if an inner function is only called in this function, so that it is followed."""
         if not isinstance(inner, cst.FunctionDef) or not any(
             f.function is inner for f, _ in self.called
         ):
@@ -336,7 +335,7 @@ class FunctionFlow:
 
 
 def _is_made(value: Node | None) -> bool:
-    """Return True if a value comes of a call, on one side of a test at least."""
+    """Return True if a value, or one side of a conditional, is a call."""
     if isinstance(value, cst.IfExp):
         return _is_made(value.body) or _is_made(value.orelse)
     return isinstance(value, cst.Call)
@@ -344,7 +343,7 @@ def _is_made(value: Node | None) -> bool:
 
 @once
 def flows(source: Source) -> list[FunctionFlow]:
-    """The flows of a file: its functions and its top level."""
+    """Return the flows of a file: its functions and its top level."""
     nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
     return [FunctionFlow(source, node) for node in nodes]
 

@@ -1,7 +1,7 @@
-"""A function's statements as a few kinds of parts, read from the tree once.
+"""The statements of a function as a few kinds of parts, read from the tree once.
 
-Invariants: what has no event and decides nothing is left out; parts are never changed, and know nothing of who calls
-the function, so that all rules and all callers run the same ones.
+Invariants: code without an event or a test is left out; parts never change and do not depend on the caller, so all
+rules and all callers run the same ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DOES, _RUNS_LATER = (cst.Call, cst.NamedExpr), (cst.Lambda, cst.FunctionDef, cs
 
 @dataclass(frozen=True, eq=False)
 class Tell:
-    """An event that is the same whoever calls the function."""
+    """An event that does not depend on the caller of the function."""
 
     event: Event
 
@@ -62,7 +62,7 @@ class Put:
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """A call that is not followed: what it does depends on what its names stand for."""
+    """A call that is not followed. Its event depends on the caller of the function."""
 
     call: cst.Call
 
@@ -82,19 +82,19 @@ class Follow:
     Attributes:
         call: the call.
         function: what it runs.
-        given: what the function's parameters get.
-        unfollowed: the call as a line, where the function runs already or lies too deep.
+        arguments: the arguments by parameter.
+        unfollowed: the call as a line, for a function that runs already or is nested too deeply.
     """
 
     call: cst.Call
     function: cst.FunctionDef
-    given: dict[str, Node]
+    arguments: dict[str, Node]
     unfollowed: Line
 
 
 @dataclass(frozen=True, eq=False)
 class Branch:
-    """A test with its two sides; `text` is the test, and `holds` whether `yes` is what runs if it holds."""
+    """A test with its two sides; `text` is the test, and `yes` runs if its result is `holds`."""
 
     text: str
     holds: bool
@@ -111,7 +111,7 @@ class Maybe:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop; `begin` is what each round begins with, and a loop that is `endless` is only left by `break`."""
+    """A loop. `begin` runs at the start of each iteration. Only `break` leaves a loop that `is_endless`."""
 
     begin: Code
     body: Code
@@ -122,7 +122,7 @@ class Loop:
 
 @dataclass(frozen=True, eq=False)
 class Try:
-    """A `try`: its statements each for itself, its `else`, its handlers and its `finally`."""
+    """A `try`: its statements one by one, its `else`, its handlers and its `finally`."""
 
     tried: tuple[Code, ...]
     orelse: Code
@@ -150,10 +150,10 @@ Code = tuple[Part, ...]
 
 @dataclass(frozen=True, eq=False)
 class FunctionCode:
-    """A function's parts, and what they do to what tests said.
+    """The parts of a function, with its tests and assignments.
 
     Attributes:
-        parts: what runs.
+        parts: the parts.
         tests: the texts of the tests.
         assigned: the keys that get values.
         follows: the calls of functions of this file.
@@ -179,7 +179,7 @@ def code_of(source: Source, function: Node) -> FunctionCode:
     """The parts of a function, or of the top level."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     body = function.body if isinstance(function, cst.Module) else function.body.body
-    notes = _Noted(set(), set(), [])
+    notes = _CodeSummary(set(), set(), [])
     parts = _CodeReader(source, notes).read(lambda reader: reader.block(body))
     return FunctionCode(
         parts, frozenset(notes.tests), frozenset(notes.assigned), tuple(notes.follows)
@@ -198,7 +198,9 @@ def reach_of(source: Source, function: Node) -> Reach:
         tests |= code.tests
         assigned |= code.assigned
         for follow in code.follows:
-            plain = [v for v in follow.given.values() if isinstance(v, (cst.Name, cst.Attribute))]
+            plain = [
+                v for v in follow.arguments.values() if isinstance(v, (cst.Name, cst.Attribute))
+            ]
             handed |= {key(source, value) or "" for value in plain}
             if follow.function not in visited:
                 visited.add(follow.function)
@@ -207,30 +209,30 @@ def reach_of(source: Source, function: Node) -> Reach:
 
 
 @dataclass
-class _Noted:
+class _CodeSummary:
     tests: set[str]
     assigned: set[str]
     follows: list[Follow]
 
 
 class _CodeReader:
-    """Reads statements into parts."""
+    """Converter of statements to parts."""
 
-    def __init__(self, source: Source, notes: _Noted) -> None:
+    def __init__(self, source: Source, notes: _CodeSummary) -> None:
         self.source = source
         self.noted = notes
         self.parts: list[Part] = []
         self.steps: list[Tell | Put | Ask] = []
 
     def read(self, write: Callable[[_CodeReader], None]) -> Code:
-        """The parts of what is read by a reader of its own."""
+        """Return the parts that a new reader reads."""
         inner = _CodeReader(self.source, self.noted)
         write(inner)
         inner._end_line()
         return tuple(inner.parts)
 
     def block(self, statements: Sequence[Node]) -> None:
-        """Reads statements one after the other."""
+        """Read statements one after the other."""
         for statement in statements:
             getattr(self, f"_{type(statement).__name__}", self._other)(statement)
 
@@ -241,7 +243,7 @@ class _CodeReader:
             self.steps = []
 
     def _ended(self) -> tuple[Part, ...]:
-        """Nothing, after the line so far has ended."""
+        """End the current line and return nothing."""
         self._end_line()
         return ()
 
@@ -391,7 +393,7 @@ class _CodeReader:
     # --- expressions ---
 
     def expression(self, node: Node) -> None:
-        """Reads the events of an expression, what is inside first."""
+        """Read the events of an expression, inner ones first."""
         parts = _parts(self.source, node)
         if not (parts or _is_event(node)):
             return
@@ -434,14 +436,14 @@ def _parts(source: Source, node: Node) -> tuple[Node, ...]:
 
 
 def _is_event(node: Node) -> bool:
-    """Return True if an expression does something itself, whatever is inside it."""
+    """Return True if an expression itself has an event."""
     return isinstance(node, _DOES) or (
         isinstance(node, cst.Attribute) and node.attr.value == "grad"
     )
 
 
 def _condition(source: Source, test: Node) -> tuple[str, bool]:
-    """A test as text, and whether it is that text or its opposite: `x is not None` is `x`."""
+    """Return a test as text, and False if it is negated: `x is not None` is `x`."""
     if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
         text, holds = _condition(source, test.expression)
         return text, not holds

@@ -19,7 +19,7 @@ from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.optimizers import acts_as_optimizer, is_scheduler
 
-__all__ = ["Event", "Known", "call_event", "is_optimizer", "key", "scaler_of"]
+__all__ = ["CallContext", "Event", "call_event", "is_optimizer", "key", "scaler_of"]
 
 _CLIPS = {
     "torch.nn.utils.clip_grad_norm_",
@@ -41,25 +41,25 @@ _SCALER_METHODS = {
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """One thing that happens when a function runs.
+    """An event when a function runs.
 
     Attributes:
         kind: one of
             scale, unscale, scaler_step, update: methods of a scaler;
-            backward: of a loss, or torch.autograd.backward (`scaler` says by what the loss was scaled);
+            backward: of a loss, or torch.autograd.backward (`scaler` is the scaler of the loss);
             autograd_grad: torch.autograd.grad; optimizer_step, scheduler_step, zero_grad, clip;
             grad_read: `.grad` is read; call: any other call;
             assign: a name, attribute or item gets a value; enter, leave: a `with` item;
             loop: an iteration begins; next: an iteration ends; return: the function is left.
         node: the call, attribute, target, `with` item's expression or statement.
-        receiver: the key of what the method is called on, or what is assigned.
-        scaler: the key of the scaler that has a part in it.
-        optimizer: the key of the optimizer that has a part in it.
-        arguments: those of a call.
-        region: of enter and leave, if the item is a region.
-        value: what is assigned.
-        assigned: of what is assigned, the key by which the function that is followed knows it.
-        instance: the class of the receiver, as far as known.
+        receiver: the key of the object of a method, or of the target of an assignment.
+        scaler: the key of the scaler.
+        optimizer: the key of the optimizer.
+        arguments: the arguments of a call.
+        region: the region of enter and leave, if the item is one.
+        value: the assigned value.
+        assigned: the key of the target in the function that is followed.
+        instance: the class of the receiver, if context.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Event:
 
 
 def key(source: Source, node: Node | None) -> str | None:
-    """The text that stands for an expression; None for nothing."""
+    """Return the key of an expression: its text; None for no expression."""
     if node is None:
         return None
     cached = source.cache.setdefault("keys", {})
@@ -88,7 +88,7 @@ def key(source: Source, node: Node | None) -> str | None:
 
 
 def _text(source: Source, node: Node) -> str:
-    """The code of an expression; LibCST takes long to write even a name."""
+    """Return the code of an expression. LibCST is slow even for a name."""
     if isinstance(node, cst.Name) and not node.lpar:
         return node.value
     if isinstance(node, cst.Attribute) and not node.lpar and not node.attr.lpar:
@@ -109,14 +109,14 @@ def is_optimizer(source: Source, node: Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Known:
+class CallContext:
     """The context of a call.
 
     Attributes:
         source: the file.
-        named: the key of an expression as the function that is followed knows it; those that it calls have others.
-        scalers: the keys that are known to be scalers, beside those whose class is known.
-        optimizers: the keys that are known to be optimizers because scalers step them.
+        named: returns the key of an expression in the function that is followed.
+        scalers: the keys of scalers whose class is unknown.
+        optimizers: the keys of optimizers that scalers step.
     """
 
     source: Source
@@ -129,28 +129,28 @@ class Known:
         return self.source.instance(node) in SCALERS or self.named(node) in self.scalers
 
 
-def scaler_of(known: Known, node: Node | None, scaled: dict[str, str]) -> str | None:
-    """The scaler by which a loss was scaled: `scaler.scale(loss) / 2`, or a name that holds such a value."""
+def scaler_of(context: CallContext, node: Node | None, scaled: dict[str, str]) -> str | None:
+    """Return the scaler that scaled a loss: `scaler.scale(loss) / 2`, or a name with such a value."""
     if node is None:
         return None
     for inner in walk(node):
         if isinstance(inner, cst.Call) and isinstance(inner.func, cst.Attribute):
             owner = inner.func.value
-            if inner.func.attr.value == "scale" and known.is_scaler(owner):
-                return known.named(owner)
-            if (result := _scaler_of_result(known, inner)) is not None:
+            if inner.func.attr.value == "scale" and context.is_scaler(owner):
+                return context.named(owner)
+            if (result := _scaler_of_result(context, inner)) is not None:
                 return result
         if (
             isinstance(inner, (cst.Name, cst.Attribute))
-            and (text := key(known.source, inner)) in scaled
+            and (text := key(context.source, inner)) in scaled
         ):
             return scaled[text or ""]
     return None
 
 
-def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
-    """The scaler by which what a function of this file returns was scaled: of `self.scaled(loss)`."""
-    source = known.source
+def _scaler_of_result(context: CallContext, call: cst.Call) -> str | None:
+    """Return the scaler that scaled the result of a function of this file: `self.scaled(loss)`."""
+    source = context.source
     result = followed_call(source, call)
     if result is None or "scale" not in source.words:
         return None
@@ -166,17 +166,17 @@ def _scaler_of_result(known: Known, call: cst.Call) -> str | None:
         text = key(source, func.value) or ""
         root, dot, rest = text.partition(".")
         if root in argument:
-            text = f"{known.named(argument[root])}{dot}{rest}"
+            text = f"{context.named(argument[root])}{dot}{rest}"
         elif root == "self":
-            text = f"{known.named(_SELF)}{dot}{rest}"
-        is_one = source.instance(func.value) in SCALERS or text in known.scalers
+            text = f"{context.named(_SELF)}{dot}{rest}"
+        is_one = source.instance(func.value) in SCALERS or text in context.scalers
         scalers.add(text if is_one else None)
     return scalers.pop() if len(scalers) == 1 else None
 
 
-def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
+def call_event(context: CallContext, call: cst.Call, scaled: dict[str, str]) -> Event:
     """Return the event of a call; `scaled` maps names that hold scaled losses to their scalers."""
-    source = known.source
+    source = context.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""
     if not origin and (definition := source.values.filled_in(call.func)) is not None:
@@ -190,14 +190,14 @@ def call_event(known: Known, call: cst.Call, scaled: dict[str, str]) -> Event:
     if origin in ("torch.autograd.backward", "torch.autograd.grad"):
         kind = "backward" if origin.endswith("backward") else "autograd_grad"
         loss = arguments.get("tensors" if kind == "backward" else "outputs", 0)
-        return Event(kind, call, scaler=scaler_of(known, loss, scaled), arguments=arguments)
+        return Event(kind, call, scaler=scaler_of(context, loss, scaled), arguments=arguments)
     if isinstance(call.func, cst.Attribute):
-        return _method(known, call, arguments, scaled)
+        return _method(context, call, arguments, scaled)
     return Event("call", call, arguments=arguments)
 
 
 def _lambda_call(source: Source, call: cst.Call) -> cst.Call | None:
-    """The call that a `lambda` comes to, of a name or an attribute of self that stands for that alone."""
+    """Return the call in a `lambda`, if that is the only value of the called name or attribute of self."""
     if not isinstance(call.func, (cst.Name, cst.Attribute)) or not source.all(cst.Lambda):
         return None
     value = source.values.sources(call.func)
@@ -206,20 +206,22 @@ def _lambda_call(source: Source, call: cst.Call) -> cst.Call | None:
     return inner if isinstance(inner, cst.Call) else None
 
 
-def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str, str]) -> Event:
-    source, optimizers = known.source, known.optimizers
+def _method(
+    context: CallContext, call: cst.Call, arguments: Arguments, scaled: dict[str, str]
+) -> Event:
+    source, optimizers = context.source, context.optimizers
     assert isinstance(call.func, cst.Attribute)
     name, owner = call.func.attr.value, call.func.value
-    receiver = known.named(owner)
+    receiver = context.named(owner)
     instance = source.instance(owner)
     kind = "call"
     scaler = optimizer = None
-    if name in _SCALER_METHODS and known.is_scaler(owner):
+    if name in _SCALER_METHODS and context.is_scaler(owner):
         kind, scaler = _SCALER_METHODS[name], receiver
         if name in ("unscale_", "step"):
-            optimizer = known.named(arguments.get("optimizer", 0))
+            optimizer = context.named(arguments.get("optimizer", 0))
     elif name == "backward" and not arguments.positional:
-        kind, scaler = "backward", scaler_of(known, owner, scaled)
+        kind, scaler = "backward", scaler_of(context, owner, scaled)
     elif name == "clip_grad_norm_" and (instance or "").startswith("torch.distributed.fsdp."):
         kind = "clip"
     elif name == "zero_grad":
@@ -233,7 +235,7 @@ def _method(known: Known, call: cst.Call, arguments: Arguments, scaled: dict[str
 
 
 def with_event(source: Source, kind: str, item: cst.WithItem, statement: Node) -> Event:
-    """Entering or leaving a `with` item."""
+    """Return the event of entering or leaving a `with` item."""
     call = source.values.constructed(item.item)
     region = region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
     return Event(kind, item.item, region=region)

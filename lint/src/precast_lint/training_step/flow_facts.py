@@ -1,7 +1,7 @@
 """Results of tests on a path, stored as bits of an integer because many paths share and compare them.
 
-Invariants: a text keeps its two bits, one for "it holds" and one for "it does not"; a number has at most one of them.
-To know less is to be more: what happens after a test that was forgotten includes what happens after either side of it.
+Invariants: a text keeps its two bits, one for True and one for False; a number has at most one of them set. A number
+with fewer bits includes more paths: those after either result of the missing test.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class TestResults:
 
 @lru_cache(maxsize=8192)
 def joined(facts: frozenset[int]) -> tuple[int, ...]:
-    """Fewer sets of facts for what several know together.
+    """Merge sets of facts.
 
-    Two that differ only in what one test said are one that does not know it, and one that knows more than another is
-    part of that.
+    Two sets that differ only in the result of one test become one without it. A set that contains another one is
+    dropped.
     """
     rest = set(facts)
     changed = True
@@ -88,7 +88,7 @@ def joined(facts: frozenset[int]) -> tuple[int, ...]:
 
 
 def _bits(facts: set[int]) -> list[int]:
-    """The lower bits of the tests of which both sides occur."""
+    """Return the lower bits of the tests with both results."""
     every = 0
     for one in facts:
         every |= one
@@ -97,8 +97,6 @@ def _bits(facts: set[int]) -> list[int]:
     while both:
         lowest = both & -both
         both ^= lowest
-        if (
-            lowest.bit_length() % 2
-        ):  # and not the upper bit of one test beside the lower one of the next
+        if lowest.bit_length() % 2:  # not the upper bit of one test and the lower one of the next
             results.append(lowest)
     return results

@@ -1,7 +1,7 @@
 """The functions that run when one runs, each with its code, its variables and the events of its calls.
 
-Invariants: a function that is called twice with the same names is one place; an event of a place is made once,
-whichever rule asks; nothing here depends on a rule.
+Invariants: a function that is called twice with the same names is one place; an event of a place is created once for
+all rules; nothing here depends on a rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.training_step.flow_code import Ask, Follow, Line, Put, code_of, is_loss, reach_of
-from precast_lint.training_step.flow_events import Event, Known, call_event, key, scaler_of
+from precast_lint.training_step.flow_events import CallContext, Event, call_event, key, scaler_of
 from precast_lint.training_step.flow_facts import TestResults
 from precast_lint.training_step.frames import Frame, frame_of
 
@@ -33,7 +33,7 @@ class _RunShared:
 
 
 class FlowPlace:
-    """A function, called with certain arguments on a certain way.
+    """A function with the arguments of a call and the calls that lead to it.
 
     Attributes:
         code: its parts.
@@ -44,7 +44,7 @@ class FlowPlace:
         self,
         shared: _RunShared,
         function: Node,
-        known: Known,
+        context: CallContext,
         stack: tuple[Node, ...],
         *,
         deciding: frozenset[str],
@@ -56,12 +56,12 @@ class FlowPlace:
         self.facts = shared.facts
         self._shared = shared
         self._function = function
-        self._known = known
+        self._context = context
         self._stack = stack
         self._deciding = deciding
         self._frame = frame
-        self._object = of_object  # what self is here, as the function that calls says it
-        self._settled = 0  # what the call says of parameters: `limit=None`, or a default of None
+        self._object = of_object  # the caller's key of self
+        self._settled = 0  # facts on parameters from the call: `limit=None`, or a default of None
         for name, holds in settled:
             self._settled |= (1 if holds else 2) << shared.facts.place(name)
         self._events: dict[object, Event] = {}
@@ -69,16 +69,16 @@ class FlowPlace:
         self._scaled: dict[object, Scaled] = {}
         self._asked = (-1, 0)
         self._forgotten: dict[Line, tuple[int, int]] = {}
-        self._known_moves: tuple[int, tuple[_Ways, _Ways]] = (-1, ((), ()))
+        self._object_moves: tuple[int, tuple[_Ways, _Ways]] = (-1, ((), ()))
         self._in, self._out = _ways(shared.facts, frame)
 
     @property
     def deciding(self) -> int:
-        """The bits of what tests may ask for: whether there is a scaler, by the names of this function."""
+        """The bits of the tests for a scaler, by the names of this function."""
         return self.facts.bits(self._deciding)
 
     def called(self, follow: Follow) -> FlowPlace | None:
-        """The place of a function that is called; None if it runs already, or lies too deep."""
+        """Return the place of a called function; None if it runs already, or is nested too deeply."""
         if follow not in self._called:
             self._called[follow] = self._find(follow)
         return self._called[follow]
@@ -88,12 +88,12 @@ class FlowPlace:
         if function in self._stack or len(self._stack) == _DEEP:
             return None
         shared = self._shared
-        frame = frame_of(shared.source, function, follow.given, self._known.named)
+        frame = frame_of(shared.source, function, follow.arguments, self._context.named)
         stack = (*self._stack, function)
-        value = _settled(function, follow.given)
+        value = _settled(function, follow.arguments)
         same = (stack, frozenset(frame.names.items()), value)
         if same not in shared.places:
-            entry = replace(self._known, named=frame.named)
+            entry = replace(self._context, named=frame.named)
             deciding = {name for name, value in frame.names.items() if value in self._deciding}
             shared.places[same] = FlowPlace(
                 shared,
@@ -113,23 +113,23 @@ class FlowPlace:
         """Return the event of a call, if the names in `scaled` hold scaled losses."""
         result = self._events.get(ask) or self._events.get((ask, scaled))
         if result is None:
-            result = call_event(self._known, ask.call, dict(scaled))
+            result = call_event(self._context, ask.call, dict(scaled))
             is_same = result.kind not in ("backward", "autograd_grad")
             self._events[ask if is_same else (ask, scaled)] = result
         return result
 
     def put(self, put: Put) -> Event:
-        """The event of an assignment, with the key by which the function that calls this one knows what is assigned."""
+        """Return the event of an assignment, with the caller's key of the target."""
         if self._frame is None:
             return put.event
         result = self._events.get(put)
         if result is None:
-            named = self._known.named(put.event.node)
+            named = self._context.named(put.event.node)
             result = self._events[put] = replace(put.event, assigned=named)
         return result
 
     def forgotten(self, line: Line) -> int:
-        """The bits of what tests said of names that get values."""
+        """Return the bits of the tests of names that a line assigns."""
         if not line.assigned:
             return 0
         entry, result = self._forgotten.get(line, (-1, 0))
@@ -140,12 +140,12 @@ class FlowPlace:
         return result
 
     def stored(self, put: Put, scaled: Scaled) -> Scaled:
-        """The names that hold scaled losses after something got a value."""
+        """Return the names that hold scaled losses after an assignment."""
         if put.is_update or (put.loss is None and not scaled):
             return scaled
         results = self._scaled.get((put, scaled))
         if results is None:
-            scaler = scaler_of(self._known, put.loss, dict(scaled))
+            scaler = scaler_of(self._context, put.loss, dict(scaled))
             results = frozenset(pair for pair in scaled if pair[0] != put.name)
             results |= {(put.name, scaler)} if scaler else frozenset()
             self._scaled[put, scaled] = results
@@ -154,11 +154,11 @@ class FlowPlace:
     # --- calls: from the place that calls, and back ---
 
     def handed(self, follow: Follow, scaled: Scaled) -> Scaled:
-        """The names that hold scaled losses in a function that is called: attributes of self, and its parameters."""
+        """Return the names that hold scaled losses in a called function: attributes of self, and parameters."""
         results = self._scaled.get((follow, scaled))
         if results is None:
-            values = [(name, value) for name, value in follow.given.items() if is_loss(value)]
-            scalers = [(n, scaler_of(self._known, value, dict(scaled))) for n, value in values]
+            values = [(name, value) for name, value in follow.arguments.items() if is_loss(value)]
+            scalers = [(n, scaler_of(self._context, value, dict(scaled))) for n, value in values]
             results = frozenset((name, scaler) for name, scaler in scalers if scaler is not None)
             owner = self._owner(follow)
             if owner is None:
@@ -173,7 +173,7 @@ class FlowPlace:
         return results
 
     def returned(self, follow: Follow, before: Scaled, after: Scaled) -> Scaled:
-        """The names that hold scaled losses when a called function returns: the caller's own, and its object's."""
+        """Return the names that hold scaled losses after a called function returns."""
         owner = self._owner(follow)
         if owner is None:
             return (before - _of_self(before)) | _of_self(after)
@@ -181,17 +181,21 @@ class FlowPlace:
         return selection | {(owner + name[4:], scaler) for name, scaler in _of_self(after)}
 
     def _owner(self, follow: Follow) -> str | None:
-        """The key here of the object whose method a call runs, if it is not self."""
-        return key(self._shared.source, follow.given["self"]) if "self" in follow.given else None
+        """Return the key of the object whose method a call runs, if it is not self."""
+        return (
+            key(self._shared.source, follow.arguments["self"])
+            if "self" in follow.arguments
+            else None
+        )
 
-    def entered(self, known: int) -> int:
-        """Return the caller's facts that hold in this function: those on self and on its arguments."""
+    def entered(self, facts: int) -> int:
+        """Return the caller's facts on self and on the arguments, in the names of this function."""
         if self._is_of_object:
-            return _moved(known, self._moves_of_object[0]) | self._settled
-        return known & self.facts.of_self | _moved(known, self._in) | self._settled
+            return _moved(facts, self._moves_of_object[0]) | self._settled
+        return facts & self.facts.of_self | _moved(facts, self._in) | self._settled
 
     def left(self, before: int, after: int) -> int:
-        """Return the caller's facts after the call: its own, and those on self and on arguments from here."""
+        """Return the caller's facts after the call, with those on self and on arguments from this function."""
         if self._is_of_object:
             into, out = self._moves_of_object
             mine = 0
@@ -203,13 +207,13 @@ class FlowPlace:
 
     @property
     def _is_of_object(self) -> bool:
-        """Return True if self is another object here than in the function that calls."""
+        """Return True if self is another object than in the caller."""
         return self._object is not None
 
     @property
     def _moves_of_object(self) -> tuple[_Ways, _Ways]:
-        """The ways of tests of the object, `amp.on` outside and `self.on` here, and of the other parameters."""
-        if self._known_moves[0] != len(self.facts):
+        """The positions of the object's tests, `amp.on` in the caller and `self.on` here, and of parameters."""
+        if self._object_moves[0] != len(self.facts):
             owner = self._object or ""
             entries = self.facts.texts()
             pairs = {(f"{owner}.{text[5:]}", text) for text in entries if text.startswith("self.")}
@@ -221,11 +225,11 @@ class FlowPlace:
             ]
             into = (*ways, *(way for way in self._in if way not in ways))
             out = (*((here, outer) for outer, here in ways), *self._out)
-            self._known_moves = len(self.facts), (into, out)
-        return self._known_moves[1]
+            self._object_moves = len(self.facts), (into, out)
+        return self._object_moves[1]
 
     def asked(self) -> int:
-        """The bits of all that this function, or one that it calls, may test, hand on or change."""
+        """Return the bits of all names that this function, or one that it calls, may test, pass or assign."""
         if self._asked[0] < len(self.facts):
             reach = reach_of(self._shared.source, self._function)
             result = self.facts.bits(reach.tests)
@@ -240,7 +244,7 @@ class FlowPlace:
 
 
 def _settled(function: cst.FunctionDef, values: dict[str, Node]) -> frozenset[tuple[str, bool]]:
-    """The parameters that a call leaves at, or sets to, None, False or True, and whether a test of them holds."""
+    """Return the parameters that are None, False or True in a call, each with the result of a test of it."""
     results: set[tuple[str, bool]] = set()
     for param in (*function.params.params, *function.params.kwonly_params):
         value = values.get(param.name.value, param.default)
@@ -252,10 +256,10 @@ def _settled(function: cst.FunctionDef, values: dict[str, Node]) -> frozenset[tu
 def root(
     source: Source, function: Node, scalers: frozenset[str], optimizers: frozenset[str]
 ) -> FlowPlace:
-    """The place of a function that nobody calls here."""
-    entry = Known(source, lambda node: key(source, node), scalers, optimizers)
+    """Return the place of a function that is followed from its start."""
+    entry = CallContext(source, lambda node: key(source, node), scalers, optimizers)
     place = FlowPlace(_RunShared(source), function, entry, (), deciding=scalers)
-    place.asked()  # most texts get their bits now
+    place.asked()  # this assigns bits to most texts
     return place
 
 
@@ -278,8 +282,8 @@ def _ways(facts: TestResults, frame: Frame | None) -> tuple[_Ways, _Ways]:
     return tuple(into), tuple(out)
 
 
-def _moved(known: int, ways: _Ways) -> int:
+def _moved(facts: int, ways: _Ways) -> int:
     result = 0
     for old, new in ways:
-        result |= (known >> old & 3) << new
+        result |= (facts >> old & 3) << new
     return result

@@ -1,12 +1,11 @@
-"""Runs a rule along the paths through a function; `flow.py` says what for.
+"""Run of a rule along the paths through a function, as `flow.py` describes.
 
-Many paths come to the same, and the work is done once for them: a line is run once for each state that a path has
-there, a function that is called once for each state and for what is known of what it asks, and paths that differ in
-nothing but what a test said are joined where its two sides meet.
+Work is shared between paths: a line runs once for each state, a called function once for each state and each set of
+facts that it uses, and paths that differ only in the result of a test are merged after the test.
 
-Invariants: a `Path` is a value; what leaves a block by `break`, `continue`, `return` or `raise` does not
-reach the statements after it; the number of paths is bounded, first by forgetting what tests said, and so is the work.
-A rule is asked once for an event in a state: it must answer the same each time.
+Invariants: a `Path` is a value; a path that leaves a block by `break`, `continue`, `return` or `raise` does not
+reach the statements after it; the number of paths is bounded, first by dropping facts, and so is the work.
+A rule is called once for an event in a state: its result must depend on nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _ROUNDS = 3
 
 
 class TooManyPaths(Exception):  # noqa: N818
-    """A function is too branched to be followed."""
+    """A function has too many paths to follow."""
 
 
 class Say:
@@ -54,11 +53,11 @@ class Say:
         self._good: set[Node] = set()
 
     def bad(self, node: Node, message: str | None = None) -> None:
-        """The node is wrong on this path."""
+        """Record that a node is wrong on this path."""
         self._bad.setdefault(node, message)
 
     def good(self, node: Node) -> None:
-        """The node is right on this path, which excuses it on others."""
+        """Record that a node is right on this path, which excuses other paths."""
         self._good.add(node)
 
     def is_good(self, node: Node) -> bool:
@@ -73,12 +72,12 @@ class Say:
         self._bad = bad
 
     def hear(self, other: Say) -> None:
-        """Takes over what another has said."""
+        """Add the judgements of another object."""
         self._bad = other._bad | self._bad
         self._good |= other._good
 
     def reported(self) -> Iterator[tuple[Node, str | None]]:
-        """The nodes that are bad on some path and good on none."""
+        """Yield the nodes that are bad on some path and good on none."""
         for node, message in self._bad.items():
             if node not in self._good:
                 yield node, message
@@ -88,17 +87,17 @@ class Path(NamedTuple):
     """A path's state: the number of the rule's state, the results of tests, and the names that hold scaled losses."""
 
     state: int
-    known: int = 0
+    facts: int = 0
     scaled: Scaled = frozenset()
 
 
 _Paths = dict[Path, None]
-"""A set of paths, in the order in which they came: what a rule says first does not depend on chance."""
+"""A set of paths in their order of creation, so that results are deterministic."""
 
 
 @dataclass
 class _Leaving:
-    """The paths that leave what runs now: the innermost loop, or the function."""
+    """The paths that leave the innermost loop or the function."""
 
     breaks: _Paths = field(default_factory=dict)
     continues: _Paths = field(default_factory=dict)
@@ -125,15 +124,15 @@ class FlowRun:
         self.place = place
         self.on = on
         self.say = say
-        self.work = 0  # parts, each counted once for each path that comes by
+        self.work = 0  # the number of parts, counted for each path
         self.states: list[Hashable] = []
         self.numbers: dict[Hashable, int] = {}
         self.memory = _Memory()
-        self.only_good_memory = _Memory()  # while nothing that is called bad counts
+        self.only_good_memory = _Memory()  # used while `say` ignores `bad`
         self.leaving = _Leaving()
 
     def function(self, node: Node, start: Hashable) -> None:
-        """Runs a whole function or module."""
+        """Run a whole function or module."""
         paths = self._parts(self.place.code.parts, self.place, {Path(self._number(start)): None})
         event = Event("return", node)
         for path in paths | self.leaving.returned:
@@ -159,7 +158,7 @@ class FlowRun:
     # --- parts ---
 
     def _parts(self, code: Code, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Runs parts one after the other."""
+        """Run parts one after the other."""
         for part in code:
             if not paths:
                 return paths
@@ -230,11 +229,11 @@ class FlowRun:
         return {}
 
     def _branch(self, part: Branch, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Runs both sides of a test, each on the paths on which it may hold, and joins them again."""
+        """Run both sides of a test, each on the paths that may reach it, and merge the paths."""
         at = place.facts.place(part.text)
         yes, no = (1 << at, 2 << at) if part.holds else (2 << at, 1 << at)
-        holds = {Path(p.state, p.known | yes, p.scaled): None for p in paths if not p.known & no}
-        fails = {Path(p.state, p.known | no, p.scaled): None for p in paths if not p.known & yes}
+        holds = {Path(p.state, p.facts | yes, p.scaled): None for p in paths if not p.facts & no}
+        fails = {Path(p.state, p.facts | no, p.scaled): None for p in paths if not p.facts & yes}
         after = self._parts(part.yes, place, holds)
         return _joined(after | self._parts(part.no, place, fails))
 
@@ -249,9 +248,9 @@ class FlowRun:
         return self._parts(part.final, place, paths)
 
     def _handler(self, code: Code, place: FlowPlace, before: _Paths, during: _Paths) -> _Paths:
-        """Runs an `except` block as if nothing of what was tried had happened.
+        """Run an `except` block as if the `try` block had done nothing.
 
-        Some of it may have happened: that only excuses what the block does, for the rest would be a guess.
+        The states within the `try` block only excuse nodes of the `except` block.
         """
         leaving, self.leaving = self.leaving, _Leaving()
         memory, self.memory = self.memory, self.only_good_memory
@@ -261,13 +260,13 @@ class FlowRun:
         return self._parts(code, place, before)
 
     def _loop(self, part: Loop, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Runs a loop's body until nothing new comes."""
+        """Run a loop's body until no new state appears."""
         finished = {} if part.is_endless else dict(paths)
         broken: _Paths = {}
         visited: dict[tuple[int, Scaled], list[int]] = {}
         for _ in range(_ROUNDS):
             for path in paths:
-                visited.setdefault((path.state, path.scaled), []).append(path.known)
+                visited.setdefault((path.state, path.scaled), []).append(path.facts)
             leaving = self.leaving
             self.leaving = _Leaving(returned=leaving.returned)
             inside = self._parts(part.body, place, self._parts(part.begin, place, paths))
@@ -284,7 +283,7 @@ class FlowRun:
     # --- functions of this file ---
 
     def _follow(self, part: Follow, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Runs a function that is called: what it does to what its parameters stand for, and to self, is done here."""
+        """Run a called function; its effects on arguments and on self are effects on the caller's names."""
         inner = place.called(part)
         if inner is None:
             return self._line(part.unfollowed, place, paths)
@@ -293,16 +292,16 @@ class FlowRun:
         request = inner.asked()
         after: _Paths = {}
         for path in paths:
-            entry = inner.entered(path.known)
+            entry = inner.entered(path.facts)
             start = Path(path.state, entry & request, place.handed(part, path.scaled))
             aside = entry & ~request
             for end in self._ends(inner, start):
-                rest = inner.left(path.known, end.known | aside)
+                rest = inner.left(path.facts, end.facts | aside)
                 after[Path(end.state, rest, place.returned(part, path.scaled, end.scaled))] = None
         return _joined(after)
 
     def _ends(self, place: FlowPlace, start: Path) -> _Paths:
-        """The ends of the paths through a function; each beginning is run once, as many paths share it."""
+        """Return the ends of the paths through a function. Each start is run once."""
         result = self.memory.ends.get((place, start))
         if result is None:
             leaving, self.leaving = self.leaving, _Leaving()
@@ -313,19 +312,19 @@ class FlowRun:
         return result
 
     def _bounded(self, paths: _Paths, place: FlowPlace) -> _Paths:
-        """The paths, of which too many forget what tests said; whether there is a scaler comes last."""
+        """Return the paths. If there are too many, drop facts, those on scalers last."""
         if len(paths) > _LIMIT:
             paths = _joined(paths)
         for selection in (place.deciding, 0) if len(paths) > _LIMIT else ():
             if len(paths) > _LIMIT:
-                paths = {Path(p.state, p.known & selection, p.scaled): None for p in paths}
+                paths = {Path(p.state, p.facts & selection, p.scaled): None for p in paths}
         if len(paths) > _LIMIT:
             raise TooManyPaths
         return paths
 
 
 def _joined(paths: _Paths) -> _Paths:
-    """Fewer paths for several that are one together, whatever some tests said."""
+    """Merge paths that differ only in the results of tests."""
     if len(paths) < 2:
         return paths
     groups: dict[tuple[int, Scaled], list[int]] = {}
@@ -341,20 +340,20 @@ def _joined(paths: _Paths) -> _Paths:
 
 
 def _new(paths: Iterable[Path], visited: dict[tuple[int, Scaled], list[int]]) -> _Paths:
-    """The paths that are no part of one that was seen."""
+    """Return the paths that no visited path includes."""
     return {
         path: None
         for path in paths
-        if not any(old & path.known == old for old in visited.get((path.state, path.scaled), ()))
+        if not any(old & path.facts == old for old in visited.get((path.state, path.scaled), ()))
     }
 
 
 def _told_apart(paths: _Paths) -> _Paths:
-    """One path for several that have come to the same: what tests said on only some of them decides nothing."""
+    """Return one path with the common facts if all paths have the same state, else the paths."""
     first = next(iter(paths), None)
     if first is None or any(p[0] != first.state or p[2] != first.scaled for p in paths):
         return paths
-    entry = first.known
+    entry = first.facts
     for path in paths:
-        entry &= path.known
-    return {first._replace(known=entry): None}
+        entry &= path.facts
+    return {first._replace(facts=entry): None}

@@ -1,7 +1,7 @@
 """Mapping of a called function's parameters to its caller's variables.
 
-Invariant: a name of the called function that is no parameter, or a parameter that is bound again, is its own: its key
-is not that of anything that the caller has.
+Invariant: a name of the called function that is not a parameter, or a parameter that is assigned, is local: its key
+differs from all keys of the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SELF = cst.Name("self")
 _Named = Callable[[Node | None], str | None]
 
 MethodCall = tuple[cst.Call, str, Node]
-"""A call of a method, with the method's name, and what it is called on."""
+"""A call of a method, with the method's name and its object."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Frame:
     Attributes:
         source: the file.
         function: the function.
-        names: its parameters, each with the key of what it gets.
-        own: its names that stand for nothing of the caller's.
+        names: its parameters, each with the caller's key of the argument.
+        own: its local names.
     """
 
     source: Source
@@ -54,11 +54,11 @@ class Frame:
 
     @property
     def called(self) -> dict[str, str]:
-        """The keys of what parameters get, each with the name of the parameter; of two that get the same, one."""
+        """The caller's keys of arguments, each with the parameter; one parameter for each key."""
         return {value: name for name, value in self.names.items()}
 
     def named(self, node: Node | None) -> str | None:
-        """The key of an expression as the caller says it."""
+        """Return the caller's key of an expression."""
         text = key(self.source, node)
         result = _ROOT.match(text or "")
         root = result[0] if result is not None else ""
@@ -72,7 +72,7 @@ class Frame:
 def frame_of(
     source: Source, function: cst.FunctionDef, values: dict[str, Node], named: _Named
 ) -> Frame:
-    """The variables of a function that gets some arguments; `named` gives the keys of these."""
+    """Return the frame of a called function; `named` returns the caller's keys of the arguments."""
     bindings = source.scopes.owned[function].bindings
     plain = (cst.Name, cst.Attribute)
     names = {
@@ -86,7 +86,7 @@ def frame_of(
 
 
 def called_frames(source: Source, function: Node) -> Iterator[tuple[Frame, list[Node]]]:
-    """The functions that one calls, and those that these call, each with its variables and its nodes."""
+    """Yield the functions that a function calls, directly or not, each with its frame and nodes."""
     waiting: list[tuple[Node, _Named, int]] = [(function, lambda node: key(source, node), 0)]
     visited: set[Node] = set()
     while waiting:
@@ -102,7 +102,7 @@ def called_frames(source: Source, function: Node) -> Iterator[tuple[Frame, list[
 
 @once
 def calls_in(source: Source, function: Node) -> list[tuple[cst.FunctionDef, dict[str, Node]]]:
-    """The functions of this file that one calls itself, with what their parameters get."""
+    """Return the functions of this file that a function calls directly, with the arguments by parameter."""
     calls = [n for n in nodes_of(source, function) if type(n) is cst.Call]
     results = [followed_call(source, call) for call in calls]
     return [pair for pair in results if pair is not None]
@@ -110,7 +110,7 @@ def calls_in(source: Source, function: Node) -> list[tuple[cst.FunctionDef, dict
 
 @once
 def nodes_of(_: Source, function: Node) -> list[Node]:
-    """The nodes of a function's body; of functions and classes in it, only they themselves."""
+    """Return the nodes of a function's body, without those inside of inner functions and classes."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     apart = (cst.FunctionDef, cst.Lambda, cst.ClassDef)
     stack: list[Node] = [function.body] if isinstance(function, cst.FunctionDef) else []
@@ -127,7 +127,7 @@ def nodes_of(_: Source, function: Node) -> list[Node]:
 
 @once
 def methods_in(source: Source, function: Node) -> list[MethodCall]:
-    """The calls of methods in a function's body."""
+    """Return the calls of methods in a function's body."""
     return [
         (node, node.func.attr.value, node.func.value)
         for node in nodes_of(source, function)
@@ -137,7 +137,7 @@ def methods_in(source: Source, function: Node) -> list[MethodCall]:
 
 @once
 def methods_of_scalers(source: Source) -> set[Node]:
-    """The calls of methods of what is known to be a scaler, in the whole file."""
+    """Return the calls of methods of scalers in the whole file."""
     return {
         call
         for call in source.all(cst.Call)

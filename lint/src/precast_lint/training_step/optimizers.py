@@ -1,6 +1,6 @@
 """Detection of optimizers, by their class or by their name and use.
 
-Invariant: what is made by a class that is no optimizer's is none, whatever it is called.
+Invariant: an object of a known class that is not an optimizer's is not an optimizer, whatever its name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def acts_as_optimizer(source: Source, node: Node) -> bool:
 
 
 def is_scheduler(instance: str | None) -> bool:
-    """Return True if a class, or the function that makes an object, is for schedulers of the learning rate."""
+    """Return True if a class, or the function that creates an object, is a learning rate scheduler's."""
     return _SCHEDULER.search(instance or "") is not None
 
 
 @once
 def _used(source: Source) -> set[str]:
-    """The texts of what both `step()` and `zero_grad` are called on, and neither `backward` nor `train`."""
+    """Return the objects, as texts, with calls of `step` and `zero_grad`, but not of `backward`, `train`, `update`."""
     called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
     for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
         assert isinstance(call.func, cst.Attribute)
@@ -45,7 +45,7 @@ def _used(source: Source) -> set[str]:
 
 
 def _text(node: Node) -> str:
-    """`self.optimizer` as it is written; empty for what is no dotted name."""
+    """Return the text of a dotted name such as `self.optimizer`; empty for another expression."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute) and (owner := _text(node.value)):

@@ -1,6 +1,6 @@
 """Detection of losses on which `backward` is called, in the function that computes the loss or in its callers.
 
-Invariant: the way to the call of `backward` is sums, names, attributes of self and results of functions of this file.
+Invariant: the loss reaches `backward` by sums, names, attributes of self and results of functions of this file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
 def has_no_grad(source: Source, node: Node) -> bool:
-    """Return True if a node runs without gradients, as far as its own function shows it."""
+    """Return True if a `with` or a decorator of a node's function switches gradients off."""
     for outer in source.around(node):
         if isinstance(outer, cst.FunctionDef):
             definitions = [d.decorator for d in outer.decorators]
@@ -36,7 +36,7 @@ def has_no_grad(source: Source, node: Node) -> bool:
 
 
 def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
-    """Some names, and those that get a value made of them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
+    """Return some names, and those whose values use them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
     definitions = set(names)
     for assign in source.all(cst.Assign):
         assert isinstance(assign, cst.Assign)
@@ -59,7 +59,7 @@ def _is_plain(target: Node) -> bool:
 
 
 def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
-    """Return True if `backward` is called on a loss, scaled or not, also through a name or a result."""
+    """Return True if `backward` is called on a loss, also scaled, by a name or as a result."""
     function = source.function(loss)
     statement = source.parents.get(loss)
     while isinstance(statement, cst.BinaryOperation):  # a sum of losses
@@ -115,7 +115,7 @@ def _is_made_of(source: Source, value: Node, loss: Node, names: set[str]) -> boo
 
 
 def _item_of(source: Source, call: cst.Call, at: int) -> Iterator[Node]:
-    """The name that one of several results gets: of `loss, logits = step(batch)`."""
+    """Yield the name for one of several results: `loss, logits = step(batch)`."""
     outer = source.parents[call]
     for one in outer.targets if isinstance(outer, cst.Assign) else ():
         target = one.target

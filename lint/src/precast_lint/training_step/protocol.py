@@ -1,7 +1,6 @@
-"""Questions that the rules about the scaler's protocol (AMP2xx) share, such as the scalers that can be followed.
+"""Queries that the rules about the scaler's protocol (AMP2xx) share, such as the scalers that can be followed.
 
-Invariants: a scaler that is handed to code that is not seen here is never followed, nor is one that is
-made with `enabled=False`.
+Invariants: a scaler that is passed to code that is not followed is not followed, nor is one with `enabled=False`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _WRITES = {
 
 @once
 def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
-    """Each function with each scaler in it that can be followed there."""
+    """Return each function with each scaler in it that can be followed there."""
     return [
         (flow, scaler)
         for flow in flows(source)
@@ -93,8 +92,7 @@ def judged(
 
     Args:
         source: the file.
-        follow: for a function and a scaler the state at the beginning and what is called for each event; None: the
-            function is left out.
+        follow: returns the start state and the rule's function for a function and a scaler; None: skip the function.
     """
     says: dict[str, Say] = {}
     for flow, scaler in followed(source):
@@ -111,14 +109,14 @@ def judged(
             is_own = scaler in flow.scalers
             others = [other for name, other in says.items() if name != scaler]
             if not is_own and any(other.is_good(node) for other in others):
-                continue  # a function that another caller comes by rightly
+                continue  # another caller of the function is right
             if node not in reported:
                 reported.add(node)
                 yield node, message
 
 
 def hides(source: Source, event: Event, scaler: str) -> bool:
-    """Return True if a call may use a scaler out of sight: it hands on the object that holds it."""
+    """Return True if a call may use a scaler in code that is not followed: it passes the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
     return _hides_owner(source, event, scaler.rpartition(".")[0])
@@ -126,7 +124,7 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
 
 @once
 def _hides_owner(source: Source, event: Event, owner: str) -> bool:
-    """Return True if a call hands on the object that holds a scaler."""
+    """Return True if a call passes on the object that holds a scaler."""
     if owner.partition(".")[0] == "self" and _hides(source, event.node):
         return True
     return owner != "self" and _uses_object(source, event, owner)
@@ -153,7 +151,7 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
 
 
 def _reads_setting(source: Source, node: Node) -> bool:
-    """Return True if self is there for an attribute that is only read, and is no scaler: `self.device`."""
+    """Return True if self is used to read an attribute that is not a scaler: `self.device`."""
     outer = source.parents[node]
     if not isinstance(outer, cst.Attribute) or source.instance(outer) in SCALERS:
         return False
@@ -183,7 +181,7 @@ def _hides(source: Source, call: Node) -> bool:
 
 
 def asks_scale(flow: FunctionFlow, scaler: str) -> bool:
-    """Return True if a function does something with a scaler's scale: more than to print it, or to compute with it."""
+    """Return True if a function uses a scaler's scale for more than printing or arithmetic."""
     source = flow.source
     return any(
         not _is_written_down(source, read) and not _multiplies(source.parents[read])
@@ -192,7 +190,7 @@ def asks_scale(flow: FunctionFlow, scaler: str) -> bool:
 
 
 def scales_by_hand(flow: FunctionFlow, scaler: str, *, only_up: bool | None = None) -> bool:
-    """Return True if a function multiplies or divides by a scaler's scale: it may then scale or unscale by hand.
+    """Return True if a function multiplies or divides by a scaler's scale, so that it may scale or unscale by hand.
 
     Args:
         flow: the function.
@@ -214,7 +212,7 @@ def scales_by_hand(flow: FunctionFlow, scaler: str, *, only_up: bool | None = No
 
 
 def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
-    """The reads of a scaler's scale, here and in the functions of the file that are called here."""
+    """Yield the reads of a scaler's scale in a function and in the functions that it calls."""
     source = flow.source
     if not _scales(source):
         return
@@ -234,13 +232,13 @@ def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
 
 @once
 def _scales(source: Source) -> set[Node]:
-    """The attributes of a file that may be a scaler's scale."""
+    """Return the attributes of a file that may be a scaler's scale."""
     names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
     return {node for node in source.all(cst.Attribute) if node.attr.value in names}
 
 
 def _is_written_down(source: Source, node: Node) -> bool:
-    """Return True if a value goes into a text, or into a call of something that prints or logs."""
+    """Return True if a value is formatted, printed or logged."""
     for outer in source.around(node):
         if isinstance(outer, cst.FormattedStringExpression):
             return True
@@ -275,7 +273,7 @@ def _divides(parent: Node, read: Node) -> bool:
 
 
 def _is_factor(source: Source, node: Node) -> bool:
-    """Return True if a value is multiplied or divided by, or handed to code that may do so."""
+    """Return True if a value is a factor or divisor, or is passed to code that may use it as one."""
     parent = source.parents[node]
     if isinstance(parent, cst.BinaryOperation):
         return _multiplies(parent)
@@ -287,7 +285,7 @@ def _is_factor(source: Source, node: Node) -> bool:
 
 
 def may_backward(source: Source, event: Event) -> bool:
-    """Return True if a call may run a backward that is not seen: anything but PyTorch's own and what only logs."""
+    """Return True if a call may run a backward: all but calls of PyTorch, of builtins, and of methods that only log."""
     call = event.node
     if event.kind != "call" or not isinstance(call, cst.Call):
         return False
@@ -316,14 +314,14 @@ def loop_around(source: Source, node: Node) -> Node | None:
 
 
 def loop_in(flow: FunctionFlow, node: Node) -> Node | None:
-    """The innermost loop that a node runs in when a function runs: its own, or one around the call that leads to it."""
+    """Return the innermost loop around a node, or around the call that leads to its function."""
     return next(
         (loop for at in leading_to(flow, node) for loop in loops_around(flow.source, at)), None
     )
 
 
 def leading_to(flow: FunctionFlow, node: Node) -> Iterator[Node]:
-    """A node, the call that leads to its function when another one runs, the call that leads to that, and so on."""
+    """Yield a node, the call that leads to its function, the call that leads to that one's, and so on."""
     source = flow.source
     visited: set[Node] = set()
     while True:
@@ -338,7 +336,7 @@ def leading_to(flow: FunctionFlow, node: Node) -> Iterator[Node]:
 
 
 def assigned_in(source: Source, loop: Node) -> set[str | None]:
-    """The keys that get new values somewhere in a loop, those of its target among them."""
+    """Return the keys that a loop assigns, those of its target included."""
     results: set[str | None] = set()
     for node in walk(loop):
         if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr)):
@@ -351,12 +349,12 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
 
 
 def _is_self(node: Node) -> bool:
-    """Return True if a node is the object that a method has: it stays the same when it gets an attribute."""
+    """Return True if a node is self or cls."""
     return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
-    """Return True if each round of a loop comes by a node: no test that may differ between rounds stands around it."""
+    """Return True if each iteration of a loop runs a node: no test around it may change between iterations."""
     assigned = assigned_in(source, loop)
     inner: Node = node
     for outer in source.around(node):
