@@ -55,7 +55,8 @@ def test_fix_leaves_a_read_only_file_alone_and_names_it(here: Path) -> None:
 
 @pytest.mark.parametrize("command", ["check", "fix"])
 def test_a_diff_tells_of_fixes_that_it_leaves_out(here: Path, command: str) -> None:
-    (here / "a.py").write_text("import torch\n\nscaler = torch.amp.GradScaler(True)\n")
+    text = "import torch\n\nwith torch.no_grad() and torch.autocast('cuda'):\n    pass\n"
+    (here / "a.py").write_text(text)
     result = precast_(command, "--diff", "a.py")
     assert result.stdout == ""
     assert "1 more with `--unsafe-fixes`" in result.stderr

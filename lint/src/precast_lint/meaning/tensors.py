@@ -409,6 +409,8 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
     sum_ = operation(source, node, *_ARITHMETIC)
     if sum_ is not None:
         return _is_lowered_method(source, sum_, depth)
+    if instance in _SEQUENTIALS:
+        return _ends_with_layer(source, node.func)
     if _ACTIVATIONS.match(instance):
         return bool(node.args) and is_lowered(source, node.args[0].value, depth - 1)
     same = operation(source, node, *_SAME_DTYPE, *_LOWERED_TOO)
@@ -418,6 +420,15 @@ def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
 def is_layer(source: Source, module: Node) -> bool:
     """Return True if a module multiplies its input by weights."""
     return LAYERS.match(source.instance(module) or "") is not None
+
+
+def _ends_with_layer(source: Source, module: Node) -> bool:
+    """Return True if `nn.Sequential(...)` ends with a layer, or with operations after one that keep its dtype."""
+    for inner in reversed(modules_in(source, module)):
+        instance = source.instance(inner) or ""
+        if not _ACTIVATIONS.match(instance):
+            return bool(LAYERS.match(instance))
+    return False
 
 
 def modules_in(source: Source, module: Node) -> list[Node]:

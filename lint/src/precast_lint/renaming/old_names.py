@@ -119,8 +119,8 @@ def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
         targets = statement.targets if isinstance(statement, cst.Assign) else ()
         # All calls of a name with one value are calls of the old name, and are changed with it.
         is_alone = all(source.names.only_binding(target.target) for target in targets)
-        edits = () if is_alone or old.kind == "same" else None
-        return NameUse(node, node, origin, kind, code, edits, unsafe=True)
+        is_fixable = is_alone or old.kind == "same"
+        return NameUse(node, node, origin, kind, code, () if is_fixable else None, unsafe=True)
     if kind == "partial":
         arg = source.parents[node]
         call = source.parents[arg]
