@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
 from typing import Any, Final
 
@@ -72,6 +73,7 @@ def size(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
+@cache
 def dtype_name(dtype: object) -> str:
     """Return a dtype as text without "torch.": "bfloat16"."""
     return str(dtype).removeprefix("torch.")

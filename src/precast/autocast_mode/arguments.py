@@ -16,7 +16,7 @@ import torch
 from precast import _torch
 from precast.errors import PrecastWarning, RegionError, RegionTypeError
 from precast.policy.policy import DEVICE_TYPES
-from precast.policy.values import dtype_name
+from precast.policy.values import canonical_dtype
 
 __all__ = [
     "ACCEPTED",
@@ -91,7 +91,7 @@ def check_dtype(dtype: object, device_type: str) -> None:
 
 def dtype_of(dtype: Any) -> Any:
     """Return the `torch.dtype` that a name such as "bf16" means, and all other values unchanged."""
-    name = None if isinstance(dtype, torch.dtype) else dtype_name(dtype)
+    name = None if isinstance(dtype, torch.dtype) else canonical_dtype(dtype)
     return dtype if name is None else getattr(torch, name)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import click
 
-from precast.policy.values import dtype_name
+from precast.policy.values import canonical_dtype
 
 __all__ = ["diff", "explain_file", "export"]
 
@@ -21,7 +21,7 @@ _FORMATS: Final = ("program", "aoti", "onnx")
 
 
 def _dtype(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
-    name = dtype_name(value)
+    name = canonical_dtype(value)
     if value is not None and name not in ("bfloat16", "float16"):
         raise click.BadParameter(f"{value!r} is no 16-bit dtype. Write bfloat16 or float16.")
     return name

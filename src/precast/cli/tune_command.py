@@ -277,11 +277,11 @@ def _question(policy: Policy, asked: dict[str, Any]) -> Question:
     import torch
 
     from precast.policy.policy import as_policy
-    from precast.policy.values import dtype_name
+    from precast.policy.values import canonical_dtype
     from precast.tuning.checking import Question
 
     said = policy.measured
-    dtype = getattr(torch, dtype_name(said.get("dtype", "bfloat16")) or "", None)
+    dtype = getattr(torch, canonical_dtype(said.get("dtype", "bfloat16")) or "", None)
     if "candidates" in asked:
         dtypes = (c for c in asked["candidates"] if isinstance(c, torch.dtype))
         dtype = next(dtypes, torch.bfloat16)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from precast.diagnostics.explain.model import load_model, load_named
 from precast.errors import PrecastError
 from precast.policy.rows import FLOAT8_RULES
-from precast.policy.values import dtype_name, nearest
+from precast.policy.values import canonical_dtype, nearest
 from precast.tuning.training import Workload, read_batches
 
 __all__ = ["Inputs", "budget", "candidates", "inputs", "tolerance"]
@@ -126,7 +126,7 @@ def candidates(text: str) -> list[torch.dtype | str]:
     Raises:
         ValueError: one of them is neither.
     """
-    names = [dtype_name(name.strip()) or name.strip() for name in text.split(",")]
+    names = [canonical_dtype(name.strip()) or name.strip() for name in text.split(",")]
     for name in names:
         if name not in _DTYPES and name not in FLOAT8_RULES:
             known = ", ".join((*_DTYPES, *FLOAT8_RULES))

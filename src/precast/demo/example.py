@@ -29,11 +29,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from precast._internal.display import dtype_name
 from precast._internal.missing import missing_extra
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import DtypeReport, measure, synchronize
 from precast.grad_scaler.scaler import GradScaler
-from precast.policy.values import dtype_name
+from precast.policy.values import canonical_dtype
 
 __all__ = [
     "TASKS",
@@ -264,7 +265,7 @@ def demo_task(
     place = _device(device)
     kind = "cuda" if place.type == "cuda" else "cpu"
     dtype = dtype or ("float16" if kind == "cuda" else "bfloat16")  # the defaults of autocast
-    dtype = dtype_name(dtype) or dtype
+    dtype = canonical_dtype(dtype) or dtype
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"expected dtype bfloat16 or float16, got {dtype!r}")
     default_size, steps = _DEFAULTS[name]["cuda" if kind == "cuda" else dtype]
@@ -434,9 +435,7 @@ def _trainers(task: DemoTask, dtype: torch.dtype, seed: int) -> tuple[_Trainer, 
     mixed = partial(mixed_step, dtype=dtype, scaler=scaler)
     return (
         trainer("float32", float32_step, GradScaler(device, enabled=False), nullcontext),
-        trainer(
-            str(dtype).removeprefix("torch."), mixed, scaler, partial(autocast, device, dtype=dtype)
-        ),
+        trainer(dtype_name(dtype), mixed, scaler, partial(autocast, device, dtype=dtype)),
     )
 
 

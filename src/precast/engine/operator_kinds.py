@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.display import dtype_name
 
 __all__ = ["Cast", "Kind", "dtype_name", "dtype_of", "floating_in", "kind_of", "tensors_of"]
 
-_NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in _torch.all_dtypes()}
 _RUNS_OTHERS: Final = frozenset(
     {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
     | {"mean", "mkldnn_rnn_layer_backward"}
@@ -119,14 +119,9 @@ def floating_in(tensors: list[Tensor]) -> list[Tensor]:
     return [t for t in tensors if t.dtype.is_floating_point]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as text, without "torch."."""
-    return _NAMES[dtype]
-
-
 def dtype_of(tensor: Tensor) -> str:
     """A tensor's dtype as text."""
-    return _NAMES[tensor.dtype]
+    return dtype_name(tensor.dtype)
 
 
 def _is_cast(source: Any, target: Any) -> bool:

@@ -16,11 +16,11 @@ from precast.errors import PolicyError
 
 __all__ = [
     "DTYPES",
+    "canonical_dtype",
     "check_choice",
     "check_mapping",
     "check_text",
     "clipped",
-    "dtype_name",
     "nearest",
     "shown",
 ]
@@ -58,14 +58,14 @@ def clipped(text: object) -> str:
     return f"{text[:_LONGEST]}... ({len(text)} characters)"
 
 
-def dtype_name(value: object) -> str | None:
+def canonical_dtype(value: object) -> str | None:
     """Return PyTorch's name of a dtype, which is a spelling in `DTYPES` or a `torch.dtype`.
 
     Returns:
         "float32", "float16" or "bfloat16"; None for all other values.
 
     Examples:
-        >>> dtype_name("bf16"), dtype_name("torch.half"), dtype_name("lower")
+        >>> canonical_dtype("bf16"), canonical_dtype("torch.half"), canonical_dtype("lower")
         ('bfloat16', 'float16', None)
     """
     kind = type(value)
@@ -115,7 +115,7 @@ def check_choice(
     # Only text is compared: for other values, such as arrays, even a comparison with text may raise an error.
     if isinstance(value, str) and value in choices:
         return value
-    name = dtype_name(value)
+    name = canonical_dtype(value)
     if name is not None and name in meanings:
         return meanings[name]
     near = {**meanings, **(hints or {})}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast.autocast_mode.region import autocast
 from precast.errors import PrecastWarning
 from precast.policy.module_rules import decide
@@ -391,7 +392,7 @@ def _saves_nothing(
     """Why no product runs in 8 bits."""
     if not found:
         return f"{rule} is for products of matrices that modules run in 16 bits, and there are none"
-    low = str(program.low).removeprefix("torch.")
+    low = dtype_name(program.low)
     support = support_of(torch.device(program.device))
     pairs: list[tuple[float, float]]
     if objective == "memory":

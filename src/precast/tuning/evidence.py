@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from precast._internal.display import dtype_name
 from precast.diagnostics.records import MismatchError, as_json, from_json, may_be_missing
 from precast.diagnostics.report.tree import Node
 from precast.errors import TuningError
@@ -262,7 +263,7 @@ def eight_bits_of(found: Found) -> EightBits:
 def search_of(program: Program, found: Sensitivity) -> Search:
     """What was measured, as it is saved."""
     return Search(
-        str(program.low).removeprefix("torch."),
+        dtype_name(program.low),
         found.scale,
         found.runs,
         found.complete,
@@ -279,7 +280,7 @@ def add_costs(search: Search, costs: Costs) -> None:
         if site is not None:
             saved.costs = [
                 CostEvidence(
-                    str(dtype).removeprefix("torch."),
+                    dtype_name(dtype),
                     cost.seconds,
                     cost.spread,
                     cost.kept,
@@ -312,7 +313,7 @@ def proof_of(proof: Proof, setups: Iterable[Setup], kept: dict[str, int]) -> Pro
     trials = [
         Trial(
             name,
-            str(by_name[name].dtype).removeprefix("torch."),
+            dtype_name(by_name[name].dtype),
             _policy_text(by_name[name]),
             list(found.finals),
             [[_finite(loss) for loss in curve] for curve in found.curves],

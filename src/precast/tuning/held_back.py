@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 
+from precast._internal.display import dtype_name
 from precast.policy.policy import Policy, Rule
 from precast.tuning.fewest_rows import Row
 from precast.tuning.policy_text import with_patterns
@@ -105,7 +106,7 @@ def _reasons(row: Row, found: Sensitivity, low: torch.dtype) -> Iterator[str]:
 
 def reason_of(errors: SiteErrors, low: torch.dtype) -> str:
     """Why a site with these errors is held back, in one line with figures."""
-    dtype = str(low).removeprefix("torch.")
+    dtype = dtype_name(low)
     return f"{dtype}: {errors.barred}" if errors.barred else f"{dtype} {words_of(errors)}"
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast.tuning.calls import arguments_of, is_castable, made, tensors_in_order
 from precast.tuning.sites import Argument, Call
-from precast.tuning.words import short_name
 
 __all__ = ["Probed", "first_floating", "probe"]
 
@@ -56,11 +56,11 @@ def probe(call: Call, given: Collection[int], low: torch.dtype, device: str = "c
     error, result, writes = runs.under(frozenset(floating))
     if error:
         works, _, writes = runs.under(frozenset())
-        why = "" if works else f"raises in {short_name(low)}: {error}"
+        why = "" if works else f"raises in {dtype_name(low)}: {error}"
         # Where random numbers are refused in float32 too, nothing is known of it.
         return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
     if result is not low:
-        why = f"gives {short_name(result)} whatever it is given"
+        why = f"gives {dtype_name(result)} whatever it is given"
         return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
     held = _held_back(runs, floating, [i for i in floating if i in given], tensors)
     return Probed("", writes, tuple(i in floating and i not in held for i in range(len(tensors))))

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from precast._internal.display import milliseconds, size
+from precast._internal.display import dtype_name, milliseconds, size
 from precast._internal.version import __version__
 from precast.tuning.choosing import Chosen, Objective
 from precast.tuning.costs import Costs
 from precast.tuning.fewest_rows import Row
 from precast.tuning.sites import Program, Site
-from precast.tuning.words import INFERENCE, TRAINING, Words, short_name
+from precast.tuning.words import INFERENCE, TRAINING, Words
 
 __all__ = ["header", "reasons"]
 
@@ -82,7 +82,7 @@ class _Figures:
         measured = [site for site in sites if len(self.costs.sites.get(site, {})) == 2]
         if not measured:
             return ""
-        name, low = short_name(self.program.low), self.program.low
+        name, low = dtype_name(self.program.low), self.program.low
         costs = self.costs.seconds if self.objective == "time" else self.costs.kept
         here = self._said(sum(costs(site, low) for site in measured))
         wide = self._said(sum(costs(site, torch.float32) for site in measured))
@@ -93,7 +93,7 @@ class _Figures:
 
     def of_wide(self, sites: list[Site], errors: Mapping[Site, str]) -> Iterable[str]:
         """Why sites are in float32: they cannot be in 16 bits, an error held them back, or that saves nothing."""
-        name, prices = short_name(self.program.low), self.chosen.prices
+        name, prices = dtype_name(self.program.low), self.chosen.prices
         barred = [site for site in sites if site.barred]
         held = [site for site in sites if site in errors and not site.barred]
         others = [site for site in sites if site not in errors and not site.barred]

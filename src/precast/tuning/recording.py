@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from precast._internal.display import dtype_name
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.tracer import listening
@@ -181,4 +182,4 @@ def _with_bars(program: Program, barred: Mapping[Site, str]) -> Program:
 
 
 def _names(dtypes: set[torch.dtype] | None) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes or ()))
+    return " and ".join(sorted(dtype_name(dtype) for dtype in dtypes or ()))

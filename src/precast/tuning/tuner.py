@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast._internal.display import dtype_name
 from precast.autocast_mode.arguments import dtype_of
 from precast.errors import TuningError
 from precast.policy.policy import Policy, as_policy
@@ -67,7 +68,6 @@ from precast.tuning.undecided import (
     conditions,
     refuse_too_small,
 )
-from precast.tuning.words import short_name
 
 __all__ = ["Progress", "tune"]
 
@@ -185,7 +185,7 @@ def tune(
 
     def search(task: Task) -> TuningResult:
         search = _Search(task, as_policy(base), objective, tolerance, budget, progress)
-        names = [*map(short_name, candidates)]
+        names = [*map(dtype_name, candidates)]
         search.evidence = begun(
             task.workload, objective, tolerance, budget, names, search.base.name
         )
@@ -258,7 +258,7 @@ class _Search:
             self.because = self.because or "the search was interrupted before anything was proven"
             self.evidence.interrupted = True
         self.evidence.answer = self.best.name
-        self.evidence.dtype = short_name(self.best.dtype)
+        self.evidence.dtype = dtype_name(self.best.dtype)
         self.evidence.because = self.because
         self.evidence.seconds = time.monotonic() - self.begun
         if not self.evidence.interrupted:
@@ -321,10 +321,10 @@ class _Search:
         self, meter: ErrorMeter, dtype: torch.dtype, until: float
     ) -> tuple[Program, Sensitivity]:
         """The program in one dtype, and the errors of its sites; by when, as a share of the budget."""
-        self.tell("record", f"the operations of a {self.task.words.run}, in {short_name(dtype)}")
+        self.tell("record", f"the operations of a {self.task.words.run}, in {dtype_name(dtype)}")
         program = self.task.record(self.base, dtype)
         earlier = self.earlier.searches if self.earlier else []
-        saved = next((search for search in earlier if search.dtype == short_name(dtype)), None)
+        saved = next((search for search in earlier if search.dtype == dtype_name(dtype)), None)
         found = files.sensitivity_of(saved, program) if saved is not None else None
         if found is None:
             found = measure_sensitivity(
@@ -336,7 +336,7 @@ class _Search:
                 deadline=self.begun + until * self.budget,
                 told=lambda left, runs: self.tell(
                     "errors",
-                    f"{short_name(dtype)}: {left} of {len(program.sites)} operations left, {runs} runs",
+                    f"{dtype_name(dtype)}: {left} of {len(program.sites)} operations left, {runs} runs",
                 ),
             )
         if program.is_inference:
@@ -346,7 +346,7 @@ class _Search:
 
     def _costs(self, program: Program, until: float) -> Costs:
         """The time and memory that each site takes; by when, as a share of the budget."""
-        name = short_name(program.low)
+        name = dtype_name(program.low)
         costs = self.task.measure(
             program,
             seed=self.task.workload.seed,
@@ -374,7 +374,7 @@ class _Search:
         presets: list[Setup] = []
         for place, (program, errors) in enumerate(found):
             meter.scale = errors.scale
-            ending = f" in {short_name(program.low)}" if several else ""
+            ending = f" in {dtype_name(program.low)}" if several else ""
             bare = Setup(f"{self.base.name}{ending}", self.base, program.low)
             self.silent[bare.name] = meter.errors(bare).silent
             setups.append(bare)

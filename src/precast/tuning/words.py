@@ -7,7 +7,7 @@ from typing import Final
 
 from precast._internal.display import size
 
-__all__ = ["INFERENCE", "TRAINING", "Words", "short_name", "words_for"]
+__all__ = ["INFERENCE", "TRAINING", "Words", "words_for"]
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,3 @@ INFERENCE: Final = Words(
 def words_for(task: str) -> Words:
     """The words for a task, by its name."""
     return INFERENCE if task == "inference" else TRAINING
-
-
-def short_name(dtype: object) -> str:
-    """Return a dtype, or the name of a rule, without the prefix "torch."."""
-    return str(dtype).removeprefix("torch.")

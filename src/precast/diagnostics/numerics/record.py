@@ -14,7 +14,6 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal import events, pytree
+from precast._internal.display import dtype_name
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.averages import Averages
 from precast.diagnostics.numerics.lost_updates import LostUpdates
@@ -128,7 +128,7 @@ class Record:
         low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
         noted = self._noted[memory.device, memory.dtype]
         # A signal may have the step closed anywhere: each statement leaves it whole.
-        self.slots.append(Slot(kind, name, _name_of(memory.dtype), inputs, call))
+        self.slots.append(Slot(kind, name, dtype_name(memory.dtype), inputs, call))
         noted.append((place, low, high))
         if kind != "gradient":
             self._found(tensor, place)
@@ -250,11 +250,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return [value[0]]
     return pytree.tensors_in(value)
-
-
-@cache
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _version(tensor: Tensor) -> int:

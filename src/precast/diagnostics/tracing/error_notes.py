@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from precast._internal import cures
+from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import Link, chain
 from precast.diagnostics.tracing.reasons import Decided
 from precast.diagnostics.tracing.trials import Call, works, works_after_cast
-from precast.engine.operator_kinds import dtype_name, floating_in, tensors_of
+from precast.engine.operator_kinds import floating_in, tensors_of
 from precast.errors import PolicyError
 from precast.policy import preset_files
 from precast.policy.policy import Policy

@@ -17,9 +17,10 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
 from precast.diagnostics.tracing.trials import Call, Saving, call_of, saving
-from precast.engine.operator_kinds import Cast, dtype_name
+from precast.engine.operator_kinds import Cast
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
 __all__ = ["CastAgain", "Facts", "Island", "RoundTrip", "Weights"]

@@ -17,13 +17,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from precast._internal import cures
+from precast._internal.display import dtype_name
 from precast.diagnostics.report.words import duration, plural
 from precast.diagnostics.schema import Cost, Finding, Row, Totals, Where
 from precast.diagnostics.tracing.facts import Facts, Island
 from precast.diagnostics.tracing.lineage import Noticed, Site
 from precast.diagnostics.tracing.recorder import HEAVY
 from precast.diagnostics.tracing.trials import Saving
-from precast.engine.operator_kinds import dtype_name
 from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
 from precast.policy.shortest_text import whole_file

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.schema import Totals
 from precast.diagnostics.tracing import reasons
@@ -41,7 +42,6 @@ from precast.diagnostics.tracing.trials import Call
 from precast.engine.operation import Operation, is_eligible
 from precast.engine.operator_kinds import (
     Cast,
-    dtype_name,
     dtype_of,
     floating_in,
     kind_of,
