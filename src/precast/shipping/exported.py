@@ -34,6 +34,7 @@ from precast.autocast_mode.region import autocast, disable, rewriting_regions
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
+from precast.shipping import exported_file
 from precast.shipping.dtype_errors import fake_as_real
 from precast.shipping.exported_weights import StoredInputs, store_as_used
 from precast.shipping.graph_nodes import placeholders
@@ -51,6 +52,7 @@ _PLACE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
 """A line of code in the text of a PyTorch error."""
 
 
+@exported_file.without_deprecations()
 def export(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -96,33 +98,7 @@ def export(
         >>> program.state_dict["weight"].dtype
         torch.bfloat16
     """
-    with warnings.catch_warnings():
-        # PyTorch's exporter uses deprecated functions of PyTorch (2.13).
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
-        return _export(
-            model,
-            args,
-            {} if kwargs is None else kwargs,
-            policy,
-            dtype,
-            dynamic_shapes,
-            strict,
-            check,
-            progress,
-        )
-
-
-def _export(  # noqa: PLR0917 -- as `export`
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    policy: Policy | str | os.PathLike[str],
-    dtype: torch.dtype | str | None,
-    dynamic_shapes: Any,
-    strict: bool,
-    check: bool,
-    progress: Progress,
-) -> torch.export.ExportedProgram:
+    kwargs = {} if kwargs is None else kwargs
     device = _checked(model, args, kwargs)
     policy = as_policy(policy)
     _check_policy(policy, device)

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import tempfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,7 +30,15 @@ from precast._internal.version import __version__
 from precast.errors import ExportError, OutputError, PrecastError
 from precast.policy.policy import Policy
 
-__all__ = ["check_replaceable", "policy_facts", "read", "replace_by", "temporary_folder", "write"]
+__all__ = [
+    "check_replaceable",
+    "policy_facts",
+    "read",
+    "replace_by",
+    "temporary_folder",
+    "without_deprecations",
+    "write",
+]
 
 _FACTS = "precast.json"
 _KEYS = {"precast", "policy", "fingerprint"}
@@ -114,6 +123,14 @@ def _damaged(archive: zipfile.ZipFile) -> str | None:
 _CHUNK = 1 << 22  # bytes
 _MARKS = ("archive_format", "archive_version", "data.pkl")
 """Parts of the archives of `torch.export`, of AOTInductor and of `torch.save`."""
+
+
+@contextlib.contextmanager
+def without_deprecations() -> Iterator[None]:
+    """Suppress PyTorch's warning about a deprecated function that its exporter uses (2.13)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

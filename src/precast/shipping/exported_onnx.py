@@ -126,9 +126,7 @@ def _onnx() -> Any:
 
 def _for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """Return the program with operations that ONNX has for its dtypes; their results are equal."""
-    with warnings.catch_warnings():
-        # PyTorch's copies use deprecated functions of PyTorch (2.13).
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
+    with exported_file.without_deprecations():
         module, signature = (
             copy.deepcopy(part) for part in (program.graph_module, program.graph_signature)
         )

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 
 import torch
@@ -34,9 +33,7 @@ def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
 
     def save(name: str) -> None:
         try:
-            with torch.no_grad(), warnings.catch_warnings():
-                # PyTorch's compiler uses deprecated functions of PyTorch (2.13).
-                warnings.filterwarnings("ignore", r"`isinstance\(treespec", FutureWarning)
+            with torch.no_grad(), exported_file.without_deprecations():
                 _torch.compile_package(program, name)
         except (PrecastError, OSError):
             raise
