@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from precast.shipping.converted import convert
     from precast.shipping.exported import export
     from precast.shipping.loading import load
+    from precast.tuning.options import TuningOptions
+    from precast.tuning.result import TuningResult
     from precast.tuning.tuner import tune
 
 _HOME = {
@@ -59,6 +61,8 @@ _HOME = {
     "precast.grad_scaler.scaler": ("GradScaler",),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
     "precast.shipping.exported": ("export",),
+    "precast.tuning.options": ("TuningOptions",),
+    "precast.tuning.result": ("TuningResult",),
     "precast.tuning.tuner": ("tune",),
 }
 _WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
@@ -77,6 +81,8 @@ __all__ = [
     "ScalerDiagnosis",
     "StepEvent",
     "Trace",
+    "TuningOptions",
+    "TuningResult",
     "__version__",
     "attach",
     "autocast",

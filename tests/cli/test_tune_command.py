@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import sys
@@ -16,8 +15,9 @@ from click.testing import CliRunner, Result
 import precast
 from precast.cli import tune_inputs
 from precast.cli.main import main
-from precast.tuning import checking, proof, tasks, tuner
-from precast.tuning import evidence as files
+from precast.tuning import checking, judging, tuner
+from precast.tuning.proof import Proof
+from precast.tuning.training import TrainingTask
 
 MODELS_FILE = """
 import random
@@ -76,7 +76,7 @@ RUN = ("tuned_models:make", "--data", "batches", "--metric", "error", "--objecti
 def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "tuned_models.py").write_text(MODELS_FILE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tuner, "_STEPS", (8, 12))
+    monkeypatch.setattr(TrainingTask, "steps", (8, 12))
     yield
     sys.modules.pop("tuned_models", None)
 
@@ -87,14 +87,18 @@ def tune(*arguments: str) -> Result:
 
 def interrupt_at(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Presses Ctrl-C when a search says this."""
-    tell = tuner._Search._tell
+    tell = tuner._PolicySearch._tell
 
     def told(search, stage, what: str) -> None:
         tell(search, stage, what)
         if what.startswith(said):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuner._Search, "_tell", told)
+    monkeypatch.setattr(tuner._PolicySearch, "_tell", told)
+
+
+def evidence() -> dict:
+    return json.loads(Path("tuned.json").read_text())
 
 
 # --- what is found ---
@@ -108,8 +112,8 @@ def test_a_policy_and_its_evidence_are_written_and_said() -> None:
     assert policy.measured["objective"] == "memory"
     text = Path("tuned.toml").read_text()
     assert "# precast tune tuned_models:make --data batches" in text
-    seen = files.read("tuned.json")
-    assert (seen.settings.tolerance, seen.settings.budget, seen.settings.seed) == (0.05, 60.0, 3)
+    settings = evidence()["settings"]
+    assert (settings["tolerance"], settings["budget"], settings["seed"]) == (0.05, 60.0, 3)
     for word in (
         "float32",
         "default",
@@ -130,7 +134,8 @@ def test_an_undecided_answer_has_its_own_exit_code_and_says_what_would_decide_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Random pauses in three seeds, after which no more are trained, leave open which setup is faster."""
-    monkeypatch.setattr(tasks, "prove", functools.partial(proof.prove, looks=(3,)))
+    monkeypatch.setattr(TrainingTask, "looks", (3,))
+    monkeypatch.setattr(judging.OtherPrograms, "share", lambda _: 0.4)
     arguments = ["step" if word == "loss" else word for word in ASKED]
     arguments[arguments.index("--loss")] = "--step"
     arguments[arguments.index("step")] = "pauses"
@@ -138,23 +143,18 @@ def test_an_undecided_answer_has_its_own_exit_code_and_says_what_would_decide_it
     done = tune(*arguments)
     assert done.exit_code == 4, done.output
     for text in (done.stdout, Path("tuned.toml").read_text()):
-        assert "undecided: float32, as nothing better is proven" in text
+        assert "undecided: float32, because nothing better is proven" in text
     printed = " ".join(done.stdout.split())
     assert "could not tell whether default is faster than float32: it takes " in printed
     assert (
-        "It would be decided by: - a quieter machine: the times of a step in float32 spread by "
+        "It would be decided by: - a quieter machine: other programs used 40% of the processors"
         in printed
     )
-    seen = files.read("tuned.json")
-    assert seen.outcome == "undecided"
-    assert "default" in seen.undecided
+    assert "default" in evidence()["undecided"]
     page = Path("tuned.html").read_text()
     assert '<div class="verdict undecided">' in page
     assert '<p class="level">Undecided</p>' in page
     assert "a quieter machine: " in page
-    done = tune(*arguments, "--json", "--resume")
-    assert done.exit_code == 4
-    assert json.loads(done.stdout)["outcome"] == "undecided"
 
 
 def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
@@ -164,7 +164,7 @@ def test_a_budget_in_which_nothing_can_be_compared_is_refused() -> None:
     assert (
         "Error: the budget of 0.001 s is too small: a step of this model in float32 takes " in error
     )
-    assert re.search(r"Give a budget of \d+[sm] or more", error)
+    assert re.search(r"Pass a budget of \d+[sm] or more", error)
     assert done.stdout == ""
     assert not Path("tuned.toml").exists()
 
@@ -177,39 +177,26 @@ def test_json_is_one_object() -> None:
     done = tune(*arguments, "--metric", "metric", "--optimizer", "tuned_models:sgd", "--json")
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
-    assert said["answer"] in ("default", "tuned", "tuned for memory")
+    assert said["answer"] in ("default", "tuned")
     assert said["policy"] == "tuned.toml"
     assert [trial["loss"] for trial in said["trials"]] == [1.0] * len(said["trials"])
     assert {each["against"] for each in said["comparisons"]} >= {"float32"}
 
 
-def test_after_ctrl_c_the_search_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        interrupt_at("seed 3", patched)
-        stopped = tune(*ASKED)
-    assert stopped.exit_code == 1
-    assert "Interrupted. The same command with --resume goes on." in stopped.stderr
-    seen = files.read("tuned.json")
-    assert seen.interrupted
-    assert seen.proofs[-1].seeds == 2
-    with monkeypatch.context() as patched:
-        interrupt_at("a step in float32", patched)
-        before = Path("tuned.toml").read_text(), Path("tuned.json").read_text()
-        again = tune(*ASKED, "--resume")
-    assert again.exit_code == 1
-    assert "Nothing new was proven, so tuned.toml stays as it is." in again.stderr
-    assert before == (Path("tuned.toml").read_text(), Path("tuned.json").read_text())
-    done = tune(*ASKED, "--resume")
-    assert done.exit_code == 0, done.output
-    assert "measuring errors" not in done.stderr
-    assert files.read("tuned.json").proofs[-1].seeds >= 3
+def test_ctrl_c_writes_what_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt_at("seed 3", monkeypatch)
+    done = tune(*ASKED)
+    assert done.exit_code == 1
+    assert evidence()["interrupted"]
+    assert evidence()["proofs"][-1]["seeds"] == 2
+    assert precast.Policy.load("tuned.toml").measured["dtype"] == "float32"
 
 
 def test_a_metric_alone_asks_for_inference() -> None:
     done = tune(*RUN, "--tolerance", "5%", "--json")
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
-    assert files.read("tuned.json").settings.task == "inference"
+    assert evidence()["settings"]["task"] == "inference"
     assert "default needs 0." in said["because"]
     held = tune(*RUN, "--check", "tuned.toml")
     assert held.exit_code == 0, held.output
@@ -228,7 +215,7 @@ def test_a_metric_alone_asks_for_inference() -> None:
         (("tuned_models:make", "--data", "batches"), 2, "Name either a --loss"),
         ((*ASKED, "--step", "step"), 2, "Name either a --loss"),
         ((*RUN, "--optimizer", "SGD,lr=0.1"), 2, "--optimizer is for training"),
-        ((*RUN, "--data", "few"), 1, "batches has 1: without training"),
+        ((*RUN, "--data", "few"), 1, "batches has 1: for inference"),
         (("nowhere:make", *ASKED[1:]), 2, "there is no module 'nowhere'"),
         (("tuned_models:nothing", *ASKED[1:]), 2, "there is no 'nothing' in tuned_models"),
         (("make", *ASKED[1:]), 2, "write MODULE:FACTORY"),
@@ -240,24 +227,27 @@ def test_a_metric_alone_asks_for_inference() -> None:
         ((*ASKED, "--data", "few"), 1, "each batch of --data has to be a pair (input, target)"),
         ((*ASKED, "--loss", "number"), 2, "--loss number is of type int"),
         ((*ASKED, "--metric", "nothing"), 2, "there is no 'nothing'"),
-        ((*ASKED, "--optimizer", "SDG"), 2, "--optimizer 'SDG' is none of torch.optim"),
-        ((*ASKED, "--optimizer", "SGD,lr"), 2, "'lr' is no setting"),
-        ((*ASKED, "--optimizer", "SGD,lr=much"), 2, "'much' is no number"),
+        ((*ASKED, "--optimizer", "SDG"), 2, "--optimizer 'SDG' is not in torch.optim"),
+        ((*ASKED, "--optimizer", "SGD,lr"), 2, "'lr' is not a setting"),
+        ((*ASKED, "--optimizer", "SGD,lr=much"), 2, "'much' is not a number"),
         ((*ASKED, "--optimizer", "SGD,rate=1"), 2, "unexpected keyword argument 'rate'"),
         ((*ASKED, "--optimizer", "SGD,lr=-1"), 2, "Invalid learning rate"),
         ((*ASKED, "--objective", "speed"), 2, "'speed' is not one of"),
-        ((*ASKED, "--tolerance", "0"), 2, "'0' is no share between 0 and 1"),
-        ((*ASKED, "--tolerance", "a%"), 2, "'a%' is no share"),
-        ((*ASKED, "--budget", "0s"), 2, "'0s' is no time above 0"),
-        ((*ASKED, "--budget", "5 weeks"), 2, "'5 weeks' is no time"),
-        ((*ASKED, "--candidates", "float64"), 2, "'float64' cannot be tried"),
+        (
+            (*ASKED, "--tolerance", "0"),
+            2,
+            "expected a share between 0 and 1, such as 1% or 0.01, got '0'",
+        ),
+        ((*ASKED, "--tolerance", "a%"), 2, "got 'a%'"),
+        ((*ASKED, "--budget", "0s"), 2, "expected a time above 0, such as 90s, 5m or 1h, got '0s'"),
+        ((*ASKED, "--budget", "5 weeks"), 2, "got '5 weeks'"),
+        ((*ASKED, "--candidates", "float64"), 2, "'float64' is unknown"),
         ((*ASKED, "--base", "nothing"), 2, "nothing"),
-        ((*ASKED, "--out", "tuned_models.py"), 2, "nothing that precast tune has written"),
-        ((*ASKED, "--out", "a.json"), 2, "is to be a TOML file"),
-        ((*ASKED, "--out", "no/where.toml"), 2, "there is no folder no"),
+        ((*ASKED, "--out", "tuned_models.py"), 2, "precast tune did not write the existing file"),
+        ((*ASKED, "--out", "a.json"), 2, "expected a TOML file"),
+        ((*ASKED, "--out", "no/where.toml"), 2, "folder no not found"),
         ((*ASKED, "--html", "tuned_models.py"), 2, "cannot write tuned_models.py"),
-        ((*ASKED, "--html", "no/where.html"), 2, "there is no folder no"),
-        ((*ASKED, "--resume"), 2, "there is no such file"),
+        ((*ASKED, "--html", "no/where.html"), 2, "folder no not found"),
         (
             ("tuned_models:make", "--data", "batches", "--step", "none"),
             1,
@@ -273,13 +263,6 @@ def test_wrong_input_is_one_message(arguments: tuple[str, ...], code: int, messa
     assert "Traceback" not in done.stderr
     assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
     assert not Path("tuned.toml").exists()
-
-
-def test_what_another_search_wrote_is_not_gone_on_with() -> None:
-    assert tune(*ASKED).exit_code == 0
-    done = tune(*ASKED, "--resume", "--seed", "1")
-    assert done.exit_code == 1
-    assert "cannot be resumed: it was made with seed=0" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -308,7 +291,7 @@ def test_shares_times_and_dtypes(read, text: str, value: object) -> None:
 def test_a_policy_is_measured_again_for_what_it_was_found_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("precast.tuning.checking._STEPS", (4, 6))
+    monkeypatch.setattr(TrainingTask, "steps", (4, 6))
     assert tune(*ASKED).exit_code == 0
     given = ASKED[:5]
     held = tune(*given, "--optimizer", "SGD,lr=0.05", "--check", "tuned.toml", "--json")
@@ -328,7 +311,9 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
         "the budget of 0.001 s is too small: a comparison takes at least about"
         in refused.stderr.replace("\n", " ")
     )
-    unknown = checking.Check("cannot tell", ["could not tell whether tuned is faster"])
+    unknown = checking.PolicyCheck(
+        "cannot tell", ["could not tell whether tuned is faster"], Proof({}, [], 1, 0, 0.1, "time")
+    )
     monkeypatch.setattr(checking, "check", lambda *_: unknown)
     done = tune(*ASKED, "--check", "tuned.toml")
     assert done.exit_code == 4
@@ -337,9 +322,8 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
 
 def test_a_check_of_nothing_is_one_message() -> None:
     for arguments, message in (
-        (("--check", "none.toml"), "--check none.toml: there is no such file"),
+        (("--check", "none.toml"), "--check none.toml: file not found"),
         (("--check", "tuned_models.py"), "tuned_models.py"),
-        (("--check", "tuned_models.py", "--resume"), "--check searches nothing"),
     ):
         done = tune(*ASKED, *arguments)
         assert done.exit_code == 2, done.output

@@ -164,13 +164,12 @@ def test_the_wheel_says_what_it_is(built: Built) -> None:
     assert b"precast = precast.cli.main:main" in shipped[f"{INFO}/entry_points.txt"]
 
 
-def test_the_extra_all_has_every_extra_but_those_of_trainers_and_of_several_machines(
+def test_the_extra_all_has_every_extra_but_those_of_trainers(
     built: Built,
 ) -> None:
     about = email.message_from_string(contents(built.wheel)[f"{INFO}/METADATA"].decode())
     extras = set(about.get_all("Provides-Extra", []))
     trainers = {"lightning", "accelerate", "transformers", "ignite", "wandb"}  # and a service
-    machines = {"tune-study"}  # one search on several
     work = {"dev", "docs", "test", "test-browser", "test-clients"}
     required = [Requirement(text) for text in about.get_all("Requires-Dist", [])]
 
@@ -178,7 +177,7 @@ def test_the_extra_all_has_every_extra_but_those_of_trainers_and_of_several_mach
         return {r.name for r in required if r.marker and r.marker.evaluate({"extra": extra})}
 
     always = brought_by("")
-    wanted = {name for extra in extras - trainers - machines - work for name in brought_by(extra)}
+    wanted = {name for extra in extras - trainers - work for name in brought_by(extra)}
     assert brought_by("all") == wanted | always > always
     assert not {"lightning", "accelerate", "transformers", "pytorch-ignite"} & wanted
 

@@ -27,6 +27,8 @@ NAMES = [
     "ScalerDiagnosis",
     "StepEvent",
     "Trace",
+    "TuningOptions",
+    "TuningResult",
     "__version__",
     "attach",
     "autocast",

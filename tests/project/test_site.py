@@ -382,7 +382,6 @@ _RETURNED = {  # by public functions: programs read these objects, and seldom na
     "precast.policy.rows.Rule",
     "precast.shipping.conversion.Conversion",
     "precast.shipping.conversion.StoredAs",
-    "precast.tuning.result.TuningResult",
 }
 _INTERNAL = {  # for precast itself
     "precast.grad_scaler.distributed.chosen_for",

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from precast.tuning.training import Workload
+from precast.policy.policy import Policy, Rule
+from precast.tuning.setups import Workload
 
-__all__ = ["CASES", "PLANTED", "Block", "Case", "workload"]
+__all__ = ["CASES", "PLANTED", "Block", "Case", "is_held_back", "workload"]
 
 PLANTED: Final = "planted"
 """The name of the module that is planted."""
@@ -114,6 +115,13 @@ CASES: Final = {
     "underflow": Case(Underflow, torch.float16, frozenset({"linear"})),
     "reduction": Case(Loses, torch.bfloat16, frozenset({"mean", "add", "sub"})),
 }
+
+
+def is_held_back(policy: Policy, case: Case) -> bool:
+    """Return True if an operation of the planted module is in float32 under a policy, and the linear head is not."""
+    places = (PLANTED, f"{PLANTED}.inner")
+    rules = {policy.resolve(op, "cpu", place).rule for op in case.needed for place in places}
+    return Rule.FP32 in rules and policy.resolve("linear", "cpu", "head.out").rule is not Rule.FP32
 
 
 def workload(case: Case, seed: int) -> Workload:

@@ -6,9 +6,9 @@ import torch
 from hypothesis import strategies as st
 
 from precast.policy.policy import Rule
-from precast.tuning.costs import Cost, Costs
-from precast.tuning.sites import Edge, Program, Site
-from precast.tuning.timing import Figure
+from precast.tuning.costs import CallCost, ProgramCosts
+from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
+from precast.tuning.timing import Timing
 
 F32, LOW = torch.float32, torch.bfloat16
 _MODULES = ("", "a", "a.0", "a.1", "a.0.x", "a.1.x", "b", "b.x")
@@ -19,7 +19,7 @@ _OPS = ("linear", "add", "softmax", "relu")
 def sites(draw, most):
     keys = st.tuples(st.sampled_from([None, *_MODULES]), st.sampled_from(_OPS))
     return [
-        Site(
+        OperationSite(
             *key,
             rule=draw(st.sampled_from([None, None, Rule.LOWER, Rule.FP32, Rule.PROMOTE])),
             barred=draw(st.sampled_from(["", "", "", "it overflows"])),
@@ -45,22 +45,26 @@ def programs(draw, most=10):
             decides = n == 0 or draw(st.booleans())
             if is_in_place and n == 0:
                 producer = draw(st.sampled_from(makers))
-                edges.append(Edge(producer, site, **sizes, is_written=True))
+                edges.append(TensorEdge(producer, site, **sizes, is_written=True))
             elif makers and draw(st.integers(0, 3)):
                 producer = draw(st.sampled_from(makers))
                 edges.append(
-                    Edge(producer, site, **sizes, decides=decides, needs_grad=draw(st.booleans()))
+                    TensorEdge(
+                        producer, site, **sizes, decides=decides, needs_grad=draw(st.booleans())
+                    )
                 )
             elif draw(st.booleans()):
                 weight = draw(st.sampled_from(["w", "v"]))
-                edges.append(Edge(None, site, **sizes, dtype=F32, weight=weight, decides=decides))
+                edges.append(
+                    TensorEdge(None, site, **sizes, dtype=F32, weight=weight, decides=decides)
+                )
             else:
                 dtype = draw(st.sampled_from([F32, F32, LOW]))
-                edges.append(Edge(None, site, **sizes, dtype=dtype, decides=decides))
+                edges.append(TensorEdge(None, site, **sizes, dtype=dtype, decides=decides))
         if not is_in_place:
             makers.append(site)
         del i
-    return Program(tuple(found), tuple(edges), LOW, "cpu", _MODULES)
+    return TunedProgram(tuple(found), tuple(edges), LOW, "cpu", _MODULES)
 
 
 @st.composite
@@ -69,9 +73,11 @@ def costs_of(draw, program):
     seconds = st.integers(0, 50).map(lambda n: n * 1e-6)
     kept = st.integers(0, 50)
     known = {
-        site: {dtype: Cost(Figure(draw(seconds)), Figure(0.0), draw(kept)) for dtype in (F32, LOW)}
+        site: {
+            dtype: CallCost(Timing(draw(seconds)), Timing(0.0), draw(kept)) for dtype in (F32, LOW)
+        }
         for site in program.sites
     }
     sizes = (1, 100, 10_000)
-    casts = {down: {size: Figure(draw(seconds)) for size in sizes} for down in (True, False)}
-    return Costs(known, casts)
+    casts = {down: {size: Timing(draw(seconds)) for size in sizes} for down in (True, False)}
+    return ProgramCosts(known, casts)

@@ -11,14 +11,14 @@ from torch import nn
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning import checking
-from precast.tuning.checking import Question, check
-from precast.tuning.training import Workload
+from precast.tuning.checking import CheckQuestion, check
+from precast.tuning.setups import Workload
+from precast.tuning.training import TrainingTask
 from tests.tuning.test_tuner import SGD, Wide, batches, in_16_bits, step
 
 DEFAULT = Policy.load("default")
 HEAD = DEFAULT.replace(name="tuned", modules={"head": "fp32"})
-ASKED = Question("memory", 0.05, 60.0, torch.bfloat16, DEFAULT)
+ASKED = CheckQuestion("memory", 0.05, 600.0, torch.bfloat16, DEFAULT)
 
 
 def workload(step=step, model: nn.Module | None = None) -> Workload:
@@ -27,14 +27,14 @@ def workload(step=step, model: nn.Module | None = None) -> Workload:
 
 @pytest.fixture(autouse=True)
 def _short_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "_STEPS", (4, 6))
+    monkeypatch.setattr(TrainingTask, "steps", (4, 6))
 
 
 def test_the_base_policy_holds_where_it_keeps_less_than_float32() -> None:
     found = check(workload(), DEFAULT, ASKED)
     assert found.outcome == "holds"
     assert "default keeps 0.54 of the memory of float32" in found.because
-    assert [trial.name for trial in found.proof.trials] == ["float32", "default"]
+    assert list(found.proof.figures) == ["float32", "default"]
 
 
 def test_a_policy_that_keeps_more_than_the_base_does_not_hold() -> None:
@@ -62,7 +62,7 @@ def test_a_base_that_fails_is_no_measure() -> None:
     in_float32 = DEFAULT.replace(modules={"body": "fp32", "head": "fp32"})
     found = check(workload(model=Fails()), in_float32, ASKED)
     assert found.outcome == "holds"
-    assert "default does not train as well as float32, so nothing" in found.because[-1]
+    assert "default does not train as well as float32, so it is not compared" in found.because[-1]
 
 
 @pytest.mark.parametrize(

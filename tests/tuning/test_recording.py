@@ -14,37 +14,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import networks
-from precast.errors import PrecastError
+from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning.choosing import usual_choice
-from precast.tuning.policy_text import policy_of
+from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.recording import record
-from precast.tuning.sites import Program, Site
+from precast.tuning.sites import OperationSite, TunedProgram
 from tests.tuning.traced import assert_runs_as_chosen
 
 BASE = Policy.load("default")
 
 
-def _recorded(model, step) -> Program:
+def _recorded(model, step) -> TunedProgram:
     program = record(model, step, BASE)
     draw = random.Random(0)
     some = [draw.sample(program.sites, len(program.sites) // 2) for _ in range(2)]
     for low in (program.sites, (), *some):
         choice = program.choose(low)
-        policy = policy_of(choice, program, BASE)
+        policy = explicit_policy(choice, program, BASE)
         assert_runs_as_chosen(model, step, policy, choice, program)
     return program
-
-
-def test_the_usual_is_what_a_trace_sees_under_the_base():
-    network = networks.decoder(64, 2, 8, layers=1)
-    model, [(inputs, target)] = network.seeded(torch.device("cpu"), 1)
-
-    def step(model):
-        return network.loss(model(inputs), target)
-
-    program = record(model, step, BASE)
-    assert_runs_as_chosen(model, step, BASE, usual_choice(program), program)
 
 
 def _of(forward, *modules, shape=(2, 8)):
@@ -63,15 +51,15 @@ def _of(forward, *modules, shape=(2, 8)):
     return Model(), lambda model: model(batch).sum()
 
 
-def _names(program: Program) -> list[str]:
+def _names(program: TunedProgram) -> list[str]:
     return [str(site) for site in program.sites]
 
 
-def _site(program: Program, name: str) -> Site:
+def _site(program: TunedProgram, name: str) -> OperationSite:
     return next(site for site in program.sites if str(site) == name)
 
 
-def _from(program: Program, name: str) -> list[str]:
+def _from(program: TunedProgram, name: str) -> list[str]:
     return [str(e.producer or e.weight or "given") for e in program.inputs(_site(program, name))]
 
 
@@ -182,7 +170,7 @@ def test_what_the_program_casts_to_float32_is_barred():
     program = _recorded(*_of(forward, nn.Linear(8, 8)))
     barred = {str(site): site.barred for site in program.sites if site.barred}
     assert set(barred) == {"the model: pow", "the model: tanh"}
-    assert "float32 where the program calls it" in barred["the model: pow"]
+    assert "runs in float32 in the program" in barred["the model: pow"]
 
 
 def test_what_has_no_16_bit_kernel_is_barred_with_the_error():
@@ -248,22 +236,5 @@ def test_an_inference_has_sites_too():
 def test_a_model_that_cannot_be_copied_is_an_error():
     model, step = _of(lambda self, x: self.part0(x), nn.Linear(8, 8))
     model.lock = __import__("threading").Lock()
-    with pytest.raises(PrecastError, match="cannot be copied"):
+    with pytest.raises(TuningError, match="cannot be copied"):
         record(model, step, BASE)
-
-
-def test_calls_of_modules_are_counted_and_a_list_hands_its_rule_on():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(layer(x))
-            return x.sum()
-
-    program = record(Twice(), lambda model: model(torch.ones(2, 8)), BASE)
-    assert program.module_calls == {"": 1, **{f"layers.{i}": 2 for i in range(3)}}
-    hooks = [program.hooks(place) for place in (None, "", "layers", "layers.1")]
-    assert hooks == [0, 1, 6, 2]

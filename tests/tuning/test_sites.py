@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precast.policy.policy import Rule
-from precast.tuning.sites import Edge, Program, Site
+from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
 
 F32, LOW = torch.float32, torch.bfloat16
 
-FIRST = Site("first", "linear", rule=Rule.LOWER)
-NORM = Site("norm", "native_batch_norm", casts_down=False)
-RELU = Site("", "relu_")
-LOG = Site("", "log", barred="it has no kernel for float16")
-LAST = Site("last", "linear", rule=Rule.LOWER)
-PROGRAM = Program(
+FIRST = OperationSite("first", "linear", rule=Rule.LOWER)
+NORM = OperationSite("norm", "native_batch_norm", casts_down=False)
+RELU = OperationSite("", "relu_")
+LOG = OperationSite("", "log", barred="it has no kernel for float16")
+LAST = OperationSite("last", "linear", rule=Rule.LOWER)
+PROGRAM = TunedProgram(
     sites=(FIRST, NORM, RELU, LOG, LAST),
     edges=(
-        Edge(None, FIRST, 64, dtype=F32),
-        Edge(FIRST, NORM, 64),
-        Edge(None, NORM, 8, dtype=F32, weight="norm.weight", decides=False),
-        Edge(NORM, RELU, 64, is_written=True),
-        Edge(NORM, LOG, 64),
-        Edge(LOG, LAST, 64),
+        TensorEdge(None, FIRST, 64, dtype=F32),
+        TensorEdge(FIRST, NORM, 64),
+        TensorEdge(None, NORM, 8, dtype=F32, weight="norm.weight", decides=False),
+        TensorEdge(NORM, RELU, 64, is_written=True),
+        TensorEdge(NORM, LOG, 64),
+        TensorEdge(LOG, LAST, 64),
     ),
     modules=("", "first", "norm", "last"),
 )
@@ -35,9 +35,9 @@ def _low(choice):
 
 
 def test_sites_are_the_same_whatever_is_known_of_them():
-    assert Site("a", "add", rule=Rule.LOWER, barred="no") == Site("a", "add")
-    assert len({Site("a", "add", pinned=True), Site("a", "add")}) == 1
-    assert Site("a", "add") != Site(None, "add")
+    assert OperationSite("a", "add", rule=Rule.LOWER, barred="no") == OperationSite("a", "add")
+    assert len({OperationSite("a", "add", pinned=True), OperationSite("a", "add")}) == 1
+    assert OperationSite("a", "add") != OperationSite(None, "add")
 
 
 def test_all_that_can_be_in_16_bits_is():
@@ -59,9 +59,9 @@ def test_an_operation_in_place_has_the_dtype_of_what_it_writes_to():
 
 
 def test_what_a_barred_operation_writes_to_is_in_float32():
-    barred = Site("", "relu_", barred="it overflows")
+    barred = OperationSite("", "relu_", barred="it overflows")
     sites = tuple(barred if site == RELU else site for site in PROGRAM.sites)
-    program = Program(sites, PROGRAM.edges)
+    program = TunedProgram(sites, PROGRAM.edges)
     assert program.choose(sites)[NORM] is F32
     assert program.choose(sites)[barred] is F32
 

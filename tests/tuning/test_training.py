@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import threading
 import warnings
@@ -18,16 +19,14 @@ from torch.nn import functional as F
 from precast.errors import TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.policy import Policy
-from precast.tuning.training import (
+from precast.tuning.setups import (
     FLOAT32,
     Setup,
-    Training,
     Workload,
-    kept_bytes,
-    random_states_kept,
+    preserved_random_states,
     read_batches,
-    run_losses,
 )
+from precast.tuning.training import Training, TrainingTask
 
 BFLOAT16 = Setup("default", Policy.load("default"), torch.bfloat16)
 FLOAT16 = Setup("half", Policy.load("default"), torch.float16)
@@ -59,7 +58,18 @@ def workload(trained: nn.Module | None = None, **changed) -> Workload:
     return Workload(trained or model(), **{**settings, **changed})
 
 
-# --- what stays as it is ---
+def run_losses(given: Workload, setup: Setup, seed: int, steps: int) -> Training:
+    """Return a training of so many steps, closed."""
+    training = Training(given, setup, seed)
+    try:
+        for _ in range(steps):
+            training.run()
+    finally:
+        training.close()
+    return training
+
+
+# --- what does not change ---
 
 
 def test_the_model_is_not_touched() -> None:
@@ -85,7 +95,7 @@ def test_random_states_are_the_callers_again(error: type[BaseException] | None) 
     numpy.random.set_state(states[1])
     torch.set_rng_state(states[2])
     with nullcontext() if error is None else pytest.raises(error):
-        with random_states_kept():
+        with preserved_random_states():
             run_losses(workload(), FLOAT32, 0, 2)
             draw()
             if error is not None:
@@ -95,7 +105,7 @@ def test_random_states_are_the_callers_again(error: type[BaseException] | None) 
 
 def test_a_region_around_does_not_reach_the_trainings() -> None:
     alone = run_losses(workload(), FLOAT32, 0, 3).losses
-    with torch.autocast("cpu"), torch.no_grad(), random_states_kept():
+    with torch.autocast("cpu"), torch.no_grad(), preserved_random_states():
         assert run_losses(workload(), FLOAT32, 0, 3).losses == alone
 
 
@@ -107,7 +117,7 @@ def test_two_trainings_in_turns_are_as_each_alone() -> None:
     both = [Training(workload(), setup, 2) for setup in (FLOAT32, BFLOAT16)]
     for number in range(6):
         for training in both if number % 2 else both[::-1]:
-            training.step()
+            training.run()
     assert [training.losses for training in both] == alone
     assert alone[0] != alone[1]
     assert alone[0] == pytest.approx(alone[1], rel=0.05)
@@ -126,11 +136,11 @@ def test_seeds_differ_and_the_first_is_the_model_itself() -> None:
 def test_the_loss_falls_also_in_float16() -> None:
     for setup in (FLOAT32, BFLOAT16, FLOAT16):
         training = Training(workload(batches=tuple(batches(1))), setup, 0)
-        before = training.final()
+        before = training.values()[0]
         for _ in range(30):
-            training.step()
+            training.run()
         assert not training.failure
-        assert training.final() < 0.8 * before
+        assert training.values()[0] < 0.8 * before
         assert len(training.seconds) == len(training.losses) == 30
 
 
@@ -138,7 +148,7 @@ def test_a_metric_takes_the_place_of_the_loss_at_the_end() -> None:
     def errors(model: nn.Module, batch) -> torch.Tensor:
         return (model(batch[0]).argmax(1) != batch[1]).float().mean()
 
-    final = Training(workload(metric=errors), FLOAT32, 0).final()
+    final = Training(workload(metric=errors), FLOAT32, 0).values()[0]
     assert final * 16 * 4 == pytest.approx(round(final * 16 * 4))
 
 
@@ -155,7 +165,7 @@ def test_a_policy_with_rules_for_modules_is_followed() -> None:
 def test_memory_that_is_kept_for_backward_is_half_in_16_bits() -> None:
     mine, wide = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(512, 8)
     given = workload(mine, batches=(wide,), step=lambda model, x: model(x).sum())
-    full, half = kept_bytes(given, FLOAT32), kept_bytes(given, BFLOAT16)
+    full, half = (TrainingTask(given).needed_bytes(each) for each in (FLOAT32, BFLOAT16))
     assert (
         full == 2 * 512 * 8 * 4
     )  # the batch, and the result of the ReLU, which the second layer takes
@@ -168,7 +178,7 @@ def test_a_step_that_the_scaler_skips_is_repeated() -> None:
     training = Training(given, FLOAT16, 0)
     training._scaler = GradScaler("cpu", init_scale=2.0**40)
     for _ in range(3):
-        training.step()
+        training.run()
     assert training._scaler.counters.skipped > 3
     assert training.losses == pytest.approx(run_losses(given, FLOAT32, 0, 3).losses, rel=0.01)
     assert len(training.seconds) == 3
@@ -182,7 +192,7 @@ def test_what_overflows_in_float16_is_a_failure_and_no_error() -> None:
         workload(step=lambda model, batch: (model(batch[0]) * 1e6).square().mean()), FLOAT16, 0, 5
     )
     assert "inf" in training.failure or "finite" in training.failure
-    assert training.final() != training.final()
+    assert math.isnan(training.values()[0])
 
 
 def test_an_operation_that_has_no_kernel_in_16_bits_is_a_failure_and_one_in_float32_is_raised() -> (
@@ -241,7 +251,7 @@ def test_a_loss_without_a_gradient() -> None:
         lambda model, batch: step(other, batch),  # the user's own model, and not the copy
     ):
         with pytest.raises(
-            TuningError, match="reaches no parameter of the model that step was given"
+            TuningError, match="reaches no parameter of the model that step was called with"
         ):
             run_losses(workload(step=wrong), FLOAT32, 0, 1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.tuning.sites import Choice, Program
+from precast.tuning.sites import DtypeChoice, TunedProgram
 
 
 def dtypes_traced(
@@ -30,8 +30,8 @@ def assert_runs_as_chosen(
     model: nn.Module,
     step: Callable[[nn.Module], Tensor],
     policy: precast.Policy,
-    choice: Choice,
-    program: Program,
+    choice: DtypeChoice,
+    program: TunedProgram,
 ) -> None:
     """Every site runs in the dtype that the choice says, and in no other."""
     seen = dtypes_traced(model, step, policy, program.low)

@@ -7,6 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
+import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from functools import cache
 from html import escape
 from typing import Any, Final
 
-__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "size"]
+__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "size", "terminal_width"]
 
 _MOST_ROWS: Final = 10
 
@@ -77,6 +78,11 @@ def size(count: int, one: str, many: str = "") -> str:
 def dtype_name(dtype: object) -> str:
     """Return a dtype as text without "torch.": "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def terminal_width() -> int:
+    """Return the number of columns of the terminal, from 40 to 200; 80 where there is none."""
+    return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 200)
 
 
 def _row(cell: str, values: Iterable[Any]) -> str:

@@ -1,7 +1,7 @@
-"""What `precast tune` is given, read from the texts of the command line.
+"""Conversion of the texts on the command line of `precast tune` to objects.
 
-Invariants: a text that means nothing is a `ValueError` whose message shows how to write it; an object that a text names
-is imported here and nowhere else.
+Invariants: an invalid text is a `ValueError` whose message shows a valid one; an object that a text names is imported
+here and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from precast.diagnostics.explain.model import load_model, load_named
 from precast.errors import PrecastError
 from precast.policy.rows import FLOAT8_RULES
 from precast.policy.values import canonical_dtype, nearest
-from precast.tuning.training import Workload, read_batches
+from precast.tuning.setups import Workload, read_batches
 
 __all__ = ["Inputs", "budget", "candidates", "inputs", "tolerance"]
 
@@ -30,23 +30,21 @@ _DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is tuned: the arguments of `precast.tune` that are objects."""
+    """The arguments of `precast.tune` that are objects; `step` is None where the model is not trained."""
 
     model: nn.Module
     step: Callable[[nn.Module, Any], Tensor] | None
-    """None where the model is not trained."""
     batches: Any
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None
     metric: Callable[[nn.Module, Any], Any] | None
-    prepare: Callable[[nn.Module], nn.Module] | None = None
 
     @property
     def task(self) -> str:
-        """Whether the model is trained or run."""
+        """The kind of task: training or inference."""
         return "inference" if self.step is None else "training"
 
     def workload(self, seed: int) -> Workload:
-        """What is trained."""
+        """Return the workload for a check."""
         kinds = {parameter.device.type for parameter in self.model.parameters()}
         return Workload(
             self.model,
@@ -67,61 +65,61 @@ def inputs(
     step: str | None,
     optimizer: str | None,
     metric: str | None,
-    prepare: str | None,
 ) -> Inputs:
-    """The objects that these texts name.
+    """Return the objects that these texts name.
 
     Raises:
-        ValueError: there is no such thing, or it is no function where one is wanted.
-        PrecastError: it is there, and fails.
+        ValueError: an object is not found, or is not a function where one is needed.
+        PrecastError: an object is found, and raises an error.
     """
     module = model.partition(":")[0]
-    made = load_model(model)
-    chosen = None
+    loaded = load_model(model)
+    step_function = None
     if step is not None:
-        chosen = _function(step, module, "--step")
+        step_function = _function(step, module, "--step")
     elif loss is not None:
-        chosen = _step_of(_function(loss, module, "--loss"), loss)
+        step_function = _step_of(_function(loss, module, "--loss"), loss)
     batches = load_named(
-        _full(data, module), "--data", "MODULE:NAME, as in my_data:batches", callable
+        _full(data, module), "--data", "MODULE:NAME, such as my_data:batches", callable
     )
     measure = None if metric is None else _function(metric, module, "--metric")
     makes = None if optimizer is None else _optimizer(optimizer)
-    wraps = None if prepare is None else _function(prepare, module, "--prepare")
-    return Inputs(made, chosen, batches, makes, measure, wraps)
+    return Inputs(loaded, step_function, batches, makes, measure)
 
 
 def tolerance(text: str) -> float:
-    """A share: `1%` or `0.01`.
+    """Return a share: `1%` or `0.01`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a share.
     """
     number, percent, rest = text.partition("%")
     try:
-        found = float(number) / (100 if percent else 1)
+        share = float(number) / (100 if percent else 1)
     except ValueError:
-        found = -1.0
-    if rest.strip() or not 0 < found < 1:
-        raise ValueError(f"{text!r} is no share between 0 and 1; write 1% or 0.01")
-    return found
+        share = -1.0
+    if rest.strip() or not 0 < share < 1:
+        raise ValueError(
+            f"--tolerance: expected a share between 0 and 1, such as 1% or 0.01, got {text!r}"
+        )
+    return share
 
 
 def budget(text: str) -> float:
-    """Seconds: `90`, `90s`, `5m` or `1h`.
+    """Return seconds: `90`, `90s`, `5m` or `1h`.
 
     Raises:
-        ValueError: it is no time above 0.
+        ValueError: the text is not a time above 0.
     """
     matched = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([smh]?)\s*", text)
-    found = float(matched[1]) * _SECONDS[matched[2]] if matched else 0.0
-    if found <= 0:
-        raise ValueError(f"{text!r} is no time above 0; write 90s, 5m or 1h")
-    return found
+    seconds = float(matched[1]) * _SECONDS[matched[2]] if matched else 0.0
+    if seconds <= 0:
+        raise ValueError(f"--budget: expected a time above 0, such as 90s, 5m or 1h, got {text!r}")
+    return seconds
 
 
 def candidates(text: str) -> list[torch.dtype | str]:
-    """16-bit dtypes and float8 rules with commas between them.
+    """Return 16-bit dtypes and float8 rules, separated by commas in the text.
 
     Raises:
         ValueError: one of them is neither.
@@ -129,34 +127,36 @@ def candidates(text: str) -> list[torch.dtype | str]:
     names = [canonical_dtype(name.strip()) or name.strip() for name in text.split(",")]
     for name in names:
         if name not in _DTYPES and name not in FLOAT8_RULES:
-            known = ", ".join((*_DTYPES, *FLOAT8_RULES))
+            allowed = ", ".join((*_DTYPES, *FLOAT8_RULES))
             near = nearest(name, (*_DTYPES, *FLOAT8_RULES))
-            raise ValueError(f"{name!r} cannot be tried{near} Write some of {known}, with commas.")
+            raise ValueError(
+                f"--candidates: {name!r} is unknown{near} Allowed, separated by commas: {allowed}."
+            )
     return [_DTYPES.get(name, name) for name in dict.fromkeys(names)]
 
 
 def _function(where: str, module: str, option: str) -> Callable[..., Any]:
-    """The function of that name; an instance, where it is a class such as torch.nn:CrossEntropyLoss."""
-    found = load_named(
+    """Return the function of that name; an instance, where it is a class such as torch.nn:CrossEntropyLoss."""
+    function = load_named(
         _full(where, module),
         option,
-        "MODULE:NAME, as in my_model:my_loss",
-        lambda named: isinstance(named, type),
+        "MODULE:NAME, such as my_model:my_loss",
+        lambda value: isinstance(value, type),
     )
-    if not callable(found):
+    if not callable(function):
         raise ValueError(
-            f"{option} {where} is of type {type(found).__name__}; it has to be a function"
+            f"{option} {where} is of type {type(function).__name__}; it has to be a function"
         )
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def _full(where: str, module: str) -> str:
-    """A name with its module, which is the model's where none is given."""
+    """Return a name with its module; by default the model's module."""
     return where if ":" in where else f"{module}:{where}"
 
 
 def _step_of(loss: Callable[..., Any], name: str) -> Callable[[nn.Module, Any], Tensor]:
-    """The step that runs the model on the first of a pair, and compares its result with the second."""
+    """Return a step that runs the model on the input of a pair, and compares its output with the target."""
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
@@ -165,8 +165,8 @@ def _step_of(loss: Callable[..., Any], name: str) -> Callable[[nn.Module, Any], 
                 f"(input, target); one is {_described(batch)}. For other batches name a function of the model and a "
                 "batch that returns the loss, with --step"
             )
-        given, target = batch
-        return loss(model(given), target)  # type: ignore[no-any-return]
+        inputs, target = batch
+        return loss(model(inputs), target)  # type: ignore[no-any-return]
 
     return step
 
@@ -178,35 +178,35 @@ def _described(batch: Any) -> str:
 
 
 def _optimizer(text: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
-    """What makes the optimizer: one of torch.optim with its settings, or a function of the parameters."""
+    """Return a function that makes the optimizer: one of torch.optim with its settings, or a named function."""
     if ":" in text:
-        form = "MODULE:FUNCTION, as in my_model:make_optimizer"
-        found = load_named(text, "--optimizer", form, lambda _: False)
-        if not callable(found):
+        form = "MODULE:FUNCTION, such as my_model:make_optimizer"
+        function = load_named(text, "--optimizer", form, lambda _: False)
+        if not callable(function):
             raise ValueError(
-                f"--optimizer {text} is of type {type(found).__name__}; name a function that makes an optimizer of "
+                f"--optimizer {text} is of type {type(function).__name__}; name a function that makes an optimizer of "
                 "parameters"
             )
-        return found  # type: ignore[no-any-return]
+        return function  # type: ignore[no-any-return]
     name, *settings = (part.strip() for part in text.split(","))
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
         raise ValueError(
-            f"--optimizer {name!r} is none of torch.optim; write one with its settings, as SGD,lr=0.1, or "
+            f"--optimizer {name!r} is not in torch.optim; write one with its settings, such as SGD,lr=0.1, or "
             "MODULE:FUNCTION"
         )
-    made: Callable[..., Optimizer] = functools.partial(kind, **dict(map(_setting, settings)))
+    make: Callable[..., Optimizer] = functools.partial(kind, **dict(map(_setting, settings)))
     try:
-        made([nn.Parameter(torch.zeros(1))])
+        make([nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError) as error:
         raise ValueError(f"--optimizer {text}: {error}") from error
-    return made
+    return make
 
 
 def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = (part.strip() for part in text.partition("="))
     if not (key.isidentifier() and equals and value):
-        raise ValueError(f"--optimizer: {text!r} is no setting; write it as lr=0.1")
+        raise ValueError(f"--optimizer: {text!r} is not a setting; write it as lr=0.1")
     words = {"true": True, "false": False, "none": None}
     if value.lower() in words:
         return key, words[value.lower()]
@@ -214,6 +214,6 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, int(value) if value.lstrip("+-").isdecimal() else float(value)
     except ValueError:
         raise ValueError(
-            f"--optimizer: {value!r} is no number, true, false or none; for others name a function that makes the "
-            "optimizer, as MODULE:FUNCTION"
+            f"--optimizer: {value!r} is not a number, true, false or none; for other values name a function that makes "
+            "the optimizer: MODULE:FUNCTION"
         ) from None

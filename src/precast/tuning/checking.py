@@ -1,9 +1,8 @@
-"""Measures a policy again, beside float32 and the policy that it was made from, and says whether it still holds.
+"""A new measurement of a saved policy, beside float32 and the policy that it was made from.
 
 Invariants:
-- a policy holds if it trains, or for inference runs, as well as float32 within the tolerance, and at the objective is
-  neither behind float32 nor behind the base policy; what an interval leaves open is neither held nor refuted;
-- a base policy that is worse than float32 is no measure of time or memory;
+- a policy holds if it trains, or in inference runs, as well as float32 within the tolerance, and at the objective is
+  behind neither float32 nor the base policy. A base policy that is worse than float32 is not compared;
 - nothing is searched and no file is written.
 """
 
@@ -12,196 +11,154 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning import evidence as files
-from precast.tuning.evidence import ProofEvidence
-from precast.tuning.proof import Comparison, Proof
-from precast.tuning.tasks import Task, task_of
-from precast.tuning.training import FLOAT32, Setup, Workload, random_states_kept
-from precast.tuning.undecided import budget_text
-from precast.tuning.words import Words
+from precast.tuning.judging import Judge, duration_text
+from precast.tuning.proof import Proof, SetupComparison, prove
+from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
+from precast.tuning.tuner import task_of
 
-__all__ = ["Check", "Question", "check"]
+__all__ = ["CheckQuestion", "PolicyCheck", "check"]
 
 Outcome = Literal["holds", "does not hold", "cannot tell"]
-_STEPS: Final = (8, 50)
-_ONCE: Final = (1, 1)
-_USED: Final = 0.8  # of the budget, for the first seeds
+_USED: Final = 0.8
+"""The share of the budget for the first seeds."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What a policy is asked: what it was found for."""
+class CheckQuestion:
+    """The question that a policy was found for.
+
+    Attributes:
+        objective: the minimized quantity.
+        tolerance: the relative difference that does not count.
+        budget: in seconds.
+        dtype: of the region; torch.float32 where the answer had none.
+        base: the policy that it was made from.
+    """
 
     objective: Literal["time", "memory"]
     tolerance: float
     budget: float
-    """In seconds."""
     dtype: torch.dtype
-    """Of the region; torch.float32 where the answer was no region."""
     base: Policy
 
 
 @dataclass
-class Check:
-    """What was found.
-
-    Attributes:
-        outcome: whether the policy holds.
-        because: a sentence for each comparison.
-        proof: the trainings.
-    """
+class PolicyCheck:
+    """The result of a check: the outcome, a sentence for each comparison, and the proof."""
 
     outcome: Outcome
-    because: list[str] = field(default_factory=list)
-    proof: ProofEvidence | None = None
+    because: list[str]
+    proof: Proof
 
 
 def check(
     workload: Workload,
     policy: Policy,
-    asked: Question,
-    told: Callable[[str], None] = lambda _: None,
-) -> Check:
-    """Trains or runs copies in float32, under the base policy and under this one, and compares them.
-
-    Args:
-        workload: what is trained or run.
-        policy: what is checked.
-        asked: for what it was found.
-        told: called with what is done now.
+    question: CheckQuestion,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PolicyCheck:
+    """Train or run copies in float32, under the base policy and under this one, and compare them.
 
     Raises:
         TuningError: as `precast.tune`; also where the budget is too small.
     """
     start = time.monotonic()
-    deadline = start + asked.budget
-    mine, setups = _setups(policy, asked)
     task = task_of(workload)
-    least, most = _STEPS if workload.step is not None else _ONCE
-    with random_states_kept():
-        told(f"a {task.words.run} in float32")
-        shortest = 2 * task.seconds() * task.pairs * (len(setups) + 1)
-        steps = int(_USED * (deadline - time.monotonic()) / shortest)
+    name, setups = _setups(policy, question)
+    least, most = task.steps
+    with preserved_random_states():
+        progress(f"a {task.words.run} in float32")
+        seconds = 2 * task.seconds() * task.least_pairs * (len(setups) + 1)
+        steps = int(_USED * (start + question.budget - time.monotonic()) / seconds)
         if steps < least:
-            needed = budget_text(least * shortest / _USED + time.monotonic() - start)
+            needed = duration_text(least * seconds / _USED + time.monotonic() - start)
             raise TuningError(
-                f"the budget of {asked.budget:g} s is too small: a comparison takes at least about {needed}. Give a "
+                f"the budget of {question.budget:g} s is too small: a comparison takes at least about {needed}. Pass a "
                 f"budget of {needed} or more"
             )
-        everything = (FLOAT32, *setups)
-        kept = {setup.name: _kept(task, setup) for setup in everything}
-        proof = task.prove(
+        proof = prove(
+            task,
             setups,
             steps=min(steps, most),
-            tolerance=asked.tolerance,
-            deadline=deadline,
-            timed=asked.objective == "time",
-            told=lambda names, number: told(f"{task.round_} {number + 1}: {names}"),
+            tolerance=question.tolerance,
+            deadline=start + question.budget,
+            timed=question.objective == "time",
+            progress=lambda names, number: progress(f"{task.words.round} {number + 1}: {names}"),
         )
-    found = _Judge(kept, asked.objective, task.words).judged(proof, mine)
-    found.proof = files.proof_of(proof, everything, kept)
-    return found
+    judge = Judge(question.objective, {question.base.name}, task.words)
+    clauses = list(_comparisons(judge, proof, name))
+    because = [text for _, text in clauses]
+    if proof.ended == "interrupted":
+        because.append("the check was interrupted")
+    return PolicyCheck(_worst([outcome for outcome, _ in clauses if outcome]), because, proof)
 
 
-def _setups(policy: Policy, asked: Question) -> tuple[str, list[Setup]]:
-    """The name of what is checked, and what is trained beside float32."""
-    bare = policy.replace(measured={})  # or it would warn of what is being done about it
-    low = torch.bfloat16 if asked.dtype is torch.float32 else asked.dtype
-    base = Setup(asked.base.name, asked.base, low)
-    if asked.dtype is torch.float32:
-        return FLOAT32.name, [base]
-    if (bare.fingerprint, bare.modules) == (asked.base.fingerprint, asked.base.modules):
-        return base.name, [base]
-    name = "tuned" if bare.name in (base.name, FLOAT32.name) else bare.name
-    return name, [base, Setup(name, bare, low)]
+def _setups(policy: Policy, question: CheckQuestion) -> tuple[str, list[Setup]]:
+    """Return the name of the checked setup, and the setups beside float32."""
+    policy = policy.replace(measured={})  # which would warn about the other machine
+    base = question.base
+    is_float32 = question.dtype is torch.float32
+    low = torch.bfloat16 if is_float32 else question.dtype
+    setups = [Setup(base.name, base, low)]
+    if is_float32:
+        return FLOAT32.name, setups
+    if (policy.fingerprint, policy.modules) == (base.fingerprint, base.modules):
+        return base.name, setups
+    name = "tuned" if policy.name in (base.name, FLOAT32.name) else policy.name
+    return name, [*setups, Setup(name, policy, low)]
 
 
-def _kept(task: Task, setup: Setup) -> int:
-    try:
-        return task.needed_bytes(setup)
-    except Exception:
-        if setup is FLOAT32:
-            raise
-        return 0  # it cannot run, which its training will say
+def _comparisons(judge: Judge, proof: Proof, name: str) -> list[tuple[Outcome | None, str]]:
+    """Return the outcome and a sentence for each comparison of a setup; no outcome for those that do not count."""
+    if name == FLOAT32.name:  # the answer was that the base policy is not better
+        results: list[tuple[Outcome | None, str]] = []
+        for compared in proof.comparisons:
+            gain, is_better = judge.gain(proof, compared.name, compared.against)
+            text = f"{_loss_text(judge, compared)[1]}; {gain}"
+            results.append(
+                ("does not hold" if is_better and compared.is_as_good else "holds", text)
+            )
+        return results
+    results = []
+    for compared in (c for c in proof.comparisons if c.name == name):
+        if compared.against == FLOAT32.name:
+            results.append(_loss_text(judge, compared))
+        elif not (base := proof.comparison(compared.against, FLOAT32.name)).is_as_good:
+            verb = "does not" if base.loss == "worse" else "may not"
+            does = judge.words.does
+            text = f"{compared.against} {verb} {does} as well as float32, so it is not compared"
+            results.append((None, text))
+            continue
+        results.append(_gain(judge, proof, compared))
+    return results
 
 
-@dataclass
-class _Judge:
-    """Says of what was compared whether it holds."""
+def _loss_text(judge: Judge, compared: SetupComparison) -> tuple[Outcome, str]:
+    name, value = compared.name, judge.words.value
+    if compared.because:
+        return "does not hold", f"{name} fails: {compared.because}"
+    low, high = compared.difference.low, compared.difference.high
+    if not math.isfinite(high):
+        return "cannot tell", f"too few {judge.words.trials} to compare the {value} of {name}"
+    text = f"the {value} of {name} differs from that of float32 by {low:+.2%} to {high:+.2%}"
+    outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
+    return outcomes.get(compared.loss, "holds"), text
 
-    kept: dict[str, int]
-    """The memory that each setup needs."""
-    objective: str
-    words: Words
 
-    def judged(self, proof: Proof, mine: str) -> Check:
-        """Whether the setup of that name holds."""
-        outcomes: list[Outcome] = []
-        because = []
-        against = [c for c in proof.comparisons if c.name == mine]
-        for compared in against:
-            if compared.against == FLOAT32.name:
-                outcome, said = self._quality(compared)
-                outcomes.append(outcome)
-                because.append(said)
-            elif not (base := proof.comparison(compared.against, FLOAT32.name)).is_as_good:
-                does_not = f"{compared.against} does not {self.words.does} as well as float32"
-                could_not = f"could not tell whether {compared.against} {self.words.does}s as well as float32"
-                reason = does_not if base.loss == "worse" else could_not
-                because.append(f"{reason}, so nothing is compared with it")
-                continue
-            outcome, said = self._objective(compared)
-            outcomes.append(outcome)
-            because.append(said)
-        for compared in proof.comparisons if mine == FLOAT32.name else ():
-            better, said = self._is_better(compared)
-            outcomes.append("does not hold" if better else "holds")
-            because.append(said)
-        if proof.ended == "interrupted":
-            because.append("it was interrupted")
-        return Check(_worst(outcomes), because)
-
-    def _quality(self, compared: Comparison) -> tuple[Outcome, str]:
-        name, value = compared.name, self.words.value
-        if compared.because:
-            return "does not hold", f"{name} fails: {compared.because}"
-        if not math.isfinite(compared.difference.high):
-            return "cannot tell", f"too few {self.words.trials} to compare the {value} of {name}"
-        figures = f"{compared.difference.low:+.2%} to {compared.difference.high:+.2%}"
-        said = f"the {value} of {name} differs from that of float32 by {figures}"
-        outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
-        return outcomes.get(compared.loss, "holds"), said
-
-    def _objective(self, compared: Comparison) -> tuple[Outcome, str]:
-        name, other, kept = compared.name, compared.against, self.kept
-        if self.objective == "memory":
-            share = f"{kept[name] / max(kept[other], 1):.2f}"
-            said = f"{name} {self.words.needs} {share} of the memory of {other}"
-            return ("holds" if kept[name] <= kept[other] else "does not hold"), said
-        ratio = compared.ratio
-        if not math.isfinite(ratio.high):
-            return "cannot tell", f"too few times were measured to compare {name} with {other}"
-        said = f"{name} takes {ratio.low:.2f} to {ratio.high:.2f} of the time of {other}"
-        if compared.time == "worse":
-            return "does not hold", said
-        return ("cannot tell" if compared.time == "cannot tell" else "holds"), said
-
-    def _is_better(self, compared: Comparison) -> tuple[bool, str]:
-        """Whether the base policy is better than the float32 that was the answer, and in which words."""
-        _, quality = self._quality(compared)
-        outcome, gain = self._objective(compared)
-        if self.objective == "memory":
-            is_ahead = self.kept[compared.name] < self.kept[compared.against]
-        else:
-            is_ahead = outcome == "holds" and compared.ratio.high < 1
-        return compared.is_as_good and is_ahead, f"{quality}; {gain}"
+def _gain(judge: Judge, proof: Proof, compared: SetupComparison) -> tuple[Outcome, str]:
+    text, _ = judge.gain(proof, compared.name, compared.against)
+    if judge.objective == "memory":
+        mine, other = proof.figures[compared.name], proof.figures[compared.against]
+        return ("holds" if mine.kept_bytes <= other.kept_bytes else "does not hold"), text
+    outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
+    return outcomes.get(compared.time, "holds"), text
 
 
 def _worst(outcomes: list[Outcome]) -> Outcome:

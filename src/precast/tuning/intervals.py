@@ -1,9 +1,10 @@
-"""Intervals that contain a true value with a given probability: of a mean, and of a median.
+"""Confidence intervals of a mean and of a median.
 
 Invariants:
-- both are exact and no approximation for many numbers: Student's for a mean of normal numbers, that of order statistics
-  for the median of any numbers that are independent;
-- who looks several times, and stops when content, gives `looks`: all intervals together then hold with `CONFIDENCE`.
+- both are exact: Student's interval for the mean of normally distributed numbers, and the interval of order statistics
+  for the median of any independent numbers;
+- a caller that looks several times and may stop at each look passes `looks`: all its intervals together hold with
+  `CONFIDENCE`.
 """
 
 from __future__ import annotations
@@ -17,66 +18,65 @@ from typing import Any, Final
 
 from precast._internal.missing import missing_extra
 
-__all__ = ["CONFIDENCE", "Interval", "mean_interval", "median_interval"]
+__all__ = ["CONFIDENCE", "UNKNOWN", "Interval", "mean_interval", "median_interval"]
 
 CONFIDENCE: Final = 0.95
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and between which numbers it lies; infinite ends where nothing is known."""
+    """An estimate and the ends of its interval; the ends are infinite where nothing is measured."""
 
     low: float
     middle: float
     high: float
 
 
+UNKNOWN: Final = Interval(-math.inf, math.nan, math.inf)
+
+
 def mean_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
-    """Where the mean lies of which these numbers are a sample."""
+    """Return the interval of the mean of the distribution that these numbers are a sample of."""
     count = len(numbers)
     if count < 2:
-        return _unknown(numbers)
+        return _without_ends(numbers)
     mean, spread = statistics.fmean(numbers), statistics.stdev(numbers)
-    half = _student(looks, count) * spread / math.sqrt(count)
+    half = _standard_errors(looks, count) * spread / math.sqrt(count)
     return Interval(mean - half, mean, mean + half)
 
 
 def median_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
-    """Where the median lies of which these numbers are a sample; the ends are numbers of the sample."""
+    """Return the interval of the median; its ends are numbers of the sample."""
     ordered = sorted(numbers)
     count = len(ordered)
-    place = _place(looks, count)
-    if place == 0:
-        return _unknown(ordered)
-    return Interval(ordered[place - 1], statistics.median(ordered), ordered[count - place])
+    rank = _rank(looks, count)
+    if rank == 0:
+        return _without_ends(ordered)
+    return Interval(ordered[rank - 1], statistics.median(ordered), ordered[count - rank])
 
 
-def _unknown(numbers: Sequence[float]) -> Interval:
+def _without_ends(numbers: Sequence[float]) -> Interval:
     return Interval(-math.inf, statistics.median(numbers) if numbers else math.nan, math.inf)
 
 
 @functools.cache
-def _student(looks: int, count: int) -> float:
-    """How many standard errors of a mean of so many numbers are on each side of it."""
-    missed = (1 - CONFIDENCE) / looks
-    return float(_special().stdtrit(count - 1, 1 - missed / 2))
+def _standard_errors(looks: int, count: int) -> float:
+    """Return half of the width of the interval of a mean, in standard errors."""
+    return float(_special().stdtrit(count - 1, 1 - (1 - CONFIDENCE) / looks / 2))
 
 
 @functools.cache
-def _place(looks: int, count: int) -> int:
-    """Between the number at this place from below, and that from above, the median lies; 0 where none will do.
-
-    The median is below the lower one only if fewer than so many of the numbers are below the median.
-    """
+def _rank(looks: int, count: int) -> int:
+    """Return the rank of the numbers, from below and from above, between which the median lies; 0 if none suffices."""
     missed = (1 - CONFIDENCE) / looks
-    place = 0
-    while place < count / 2 and _special().bdtr(place, count, 0.5) <= missed / 2:
-        place += 1
-    return place
+    rank = 0
+    while rank < count / 2 and _special().bdtr(rank, count, 0.5) <= missed / 2:
+        rank += 1
+    return rank
 
 
 def _special() -> Any:
-    """SciPy's special functions, which load in a tenth of the time that its statistics take."""
+    """Return SciPy's special functions, which load in a tenth of the time of its statistics."""
     try:
         from scipy import special
     except ModuleNotFoundError:

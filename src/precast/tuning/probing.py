@@ -1,39 +1,38 @@
-"""Finds out by calling an operation what 16-bit arguments do to it: whether it takes them, and what its result follows.
-
-Invariants:
-
-- a call is made outside of all regions, on random tensors of the recorded shapes, strides and ranges;
-- what an operation does with float32 beside 16-bit arguments is what it did, not what its schema or name says.
-"""
+"""Effect of 16-bit arguments on an operation, found by calling it outside of all regions on random tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from precast import _torch
 from precast._internal.display import dtype_name
-from precast.tuning.calls import arguments_of, is_castable, made, tensors_in_order
-from precast.tuning.sites import Argument, Call
+from precast.tuning.calls import (
+    first_floating,
+    is_castable,
+    make_arguments,
+    tensor_arguments,
+    tensors_in_order,
+)
+from precast.tuning.sites import CallRecord, TensorArgument
 
-__all__ = ["Probed", "first_floating", "probe"]
+__all__ = ["ProbeResult", "probe"]
 
-_F32: Final = torch.float32
 _LONGEST: Final = 120
 
 
 @dataclass(frozen=True)
-class Probed:
-    """What 16-bit arguments do to one kind of call.
+class ProbeResult:
+    """The effect of 16-bit arguments on one kind of call.
 
     Attributes:
         barred: why it cannot run in 16 bits; "" if it can.
-        writes: whether it writes to tensors that it was given, beside those that it returns.
-        decides: for each tensor of the call, whether the dtype of the result follows it.
+        writes: True if it writes to arguments that it does not return.
+        decides: for each tensor of the call, True if the dtype of the result follows it.
     """
 
     barred: str
@@ -41,69 +40,66 @@ class Probed:
     decides: tuple[bool, ...]
 
 
-def probe(call: Call, given: Collection[int], low: torch.dtype, device: str = "cpu") -> Probed:
-    """Calls an operation in 16 bits, and in mixtures with float32.
+def probe(
+    call: CallRecord, outside: Collection[int], low: torch.dtype, device: str = "cpu"
+) -> ProbeResult:
+    """Call an operation in 16 bits, and in mixtures with float32.
 
     Args:
-        call: what to call.
-        given: the positions, among its tensors, of those that no operation made, such as weights; they stay float32.
+        call: the recorded call.
+        outside: the positions, among its tensors, of those that no operation made, such as weights; they may stay
+            float32.
         low: the 16-bit dtype.
-        device: where.
+        device: the device type.
     """
-    tensors = arguments_of(call)
+    tensors = tensor_arguments(call)
     floating = [i for i, tensor in enumerate(tensors) if is_castable(tensor.dtype)]
-    runs = _Runs(call, low, device)
-    error, result, writes = runs.under(frozenset(floating))
+    probes = _Probes(call, low, device)
+    error, dtype, writes = probes.run(frozenset(floating))
+    barred, free = "", frozenset[int]()
     if error:
-        works, _, writes = runs.under(frozenset())
-        why = "" if works else f"raises in {dtype_name(low)}: {error}"
-        # Where random numbers are refused in float32 too, nothing is known of it.
-        return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
-    if result is not low:
-        why = f"gives {dtype_name(result)} whatever it is given"
-        return Probed(why, writes, tuple(i in floating for i in range(len(tensors))))
-    held = _held_back(runs, floating, [i for i in floating if i in given], tensors)
-    return Probed("", writes, tuple(i in floating and i not in held for i in range(len(tensors))))
+        float32_error, _, writes = probes.run(frozenset())
+        # A call that refuses random numbers in float32 too is not excluded.
+        barred = "" if float32_error else f"raises in {dtype_name(low)}: {error}"
+    elif dtype is not low:
+        barred = f"gives {dtype_name(dtype)} for inputs of any dtype"
+    else:
+        free = _free_tensors(probes, floating, [i for i in floating if i in outside], tensors)
+    decides = tuple(i in floating and i not in free for i in range(len(tensors)))
+    return ProbeResult(barred, writes, decides)
 
 
-def first_floating(result: Any) -> Tensor | None:
-    """The first tensor of a result that rules could have cast."""
-    found = tensors_in_order((result,), {})
-    return next((tensor for tensor in found if is_castable(tensor.dtype)), None)
-
-
-def _held_back(
-    runs: _Runs, floating: list[int], given: list[int], tensors: list[Argument]
+def _free_tensors(
+    probes: _Probes, floating: list[int], outside: list[int], tensors: list[TensorArgument]
 ) -> frozenset[int]:
-    """The tensors that may be float32 beside 16-bit ones without making the result float32."""
-    numbers = [i for i in floating if not tensors[i].shape]
-    for held in (frozenset({*given, *numbers}), frozenset(given), frozenset(numbers)):
-        if held and held != frozenset(floating):
-            error, result, _ = runs.under(frozenset(floating) - held)
-            if not error and result is runs.low:
-                return held
+    """Return the tensors that may be float32 beside 16-bit ones without making the result float32."""
+    scalars = [i for i in floating if not tensors[i].shape]
+    for free in (frozenset({*outside, *scalars}), frozenset(outside), frozenset(scalars)):
+        if free and free != frozenset(floating):
+            error, dtype, _ = probes.run(frozenset(floating) - free)
+            if not error and dtype is probes.low:
+                return free
     return frozenset()
 
 
-class _Runs:
+class _Probes:
     """Runs of one call with some of its tensors in 16 bits."""
 
-    def __init__(self, call: Call, low: torch.dtype, device: str) -> None:
-        self.call = call
+    def __init__(self, call: CallRecord, low: torch.dtype, device: str) -> None:
         self.low = low
+        self._call = call
         self._device = device
         self._function = _torch.find_overload(call.overload)
-        assert self._function is not None, f"{call.overload} has just been called"
 
-    def under(self, lowered: frozenset[int]) -> tuple[str, torch.dtype | None, bool]:
-        """The error or "", the dtype of the result, and whether it wrote to what it was given."""
+    def run(self, lowered: frozenset[int]) -> tuple[str, torch.dtype | None, bool]:
+        """Return the error or "", the dtype of the result, and True if it wrote to arguments it did not return."""
+        assert self._function is not None, f"{self._call.overload} was recorded"
         generator = torch.Generator(self._device).manual_seed(0)
-        args, kwargs = made(
-            self.call, lambda i, a: self.low if i in lowered else a.dtype, generator
+        args, kwargs = make_arguments(
+            self._call, lambda i, a: self.low if i in lowered else a.dtype, generator
         )
         tensors = tensors_in_order(args, kwargs)
         before = [tensor.detach().clone() for tensor in tensors]
-        assert self._function is not None
         try:
             with torch.no_grad(), torch.random.fork_rng([]):
                 result = self._function(*args, **kwargs)
@@ -112,12 +108,12 @@ class _Runs:
         first = first_floating(result)
         returned = {id(tensor) for tensor in tensors_in_order((result,), {})}
         writes = any(
-            id(tensor) not in returned and not _equal(tensor, old)
+            id(tensor) not in returned and not _are_equal(tensor, old)
             for tensor, old in zip(tensors, before, strict=True)
         )
         return "", None if first is None else first.dtype, writes
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same numbers; NaN is equal to itself here."""
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have the same numbers; NaN equals itself here."""
     return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))

@@ -1,15 +1,14 @@
-"""Trains several setups side by side, from the same seeds on the same batches, until their losses can be told apart.
+"""Paired comparison of setups, which train or run copies in turns from the same seeds on the same batches.
 
 Invariants:
-- what is compared is paired: a difference is between two trainings with one seed, a ratio of times between two steps
-  that ran right after each other;
-- seeds are added at the fixed counts `LOOKS`, and the intervals at all of them hold together with 95%, so stopping as
-  soon as one suffices does not make it wrong more often;
-- a setup that trains worse than float32, or where times count is slower than the fastest, for certain, gets no more
-  seeds; what it is compared by are the seeds that it has;
-- a verdict is a statement about the interval and never about its middle; where the time ends first it is "cannot tell";
-- a setup that fails in one training, by a loss that is not finite or an error, is worse;
-- the deadline is looked at before every step, and Ctrl-C ends the trainings; what was found until then is returned.
+- a difference of losses is between two trainings with one seed, or two runs of one batch. A ratio of times is between
+  two steps or runs that followed each other;
+- the intervals are computed after fixed numbers of rounds only (`TuningTask.looks`), and all of them together hold with
+  95%. So stopping at the first one that suffices does not make it wrong more often;
+- a setup that is worse than float32 for certain, or slower than the fastest one where time is the objective, gets no
+  more rounds;
+- a setup that raises an error or has a loss that is not finite is worse;
+- the deadline is checked before every step, and Ctrl-C ends the proof. The complete rounds are returned.
 """
 
 from __future__ import annotations
@@ -19,268 +18,344 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
+from precast._internal.display import dtype_name
 from precast.errors import TuningError
-from precast.tuning.intervals import Interval, mean_interval, median_interval
-from precast.tuning.training import FLOAT32, Setup, Training, Workload
+from precast.tuning.intervals import UNKNOWN, Interval, mean_interval, median_interval
+from precast.tuning.setups import FLOAT32, Setup
 
-__all__ = [
-    "LOOKS",
-    "WARM",
-    "Comparison",
-    "Figures",
-    "Proof",
-    "Verdict",
-    "compare",
-    "is_time_known",
-    "prove",
-    "train_seed",
-    "verdict_of",
-]
-
-LOOKS: Final = (3, 6, 12, 24)
-"""After so many seeds the intervals are looked at."""
-WARM: Final = 2
-"""Steps at the beginning of a training whose times do not count."""
+__all__ = ["ModelTrial", "Proof", "SetupComparison", "SetupFigures", "TuningTask", "Verdict"]
+__all__ += ["compare", "is_time_decided", "prove", "verdict_of"]
 
 Verdict = Literal["better", "equal", "worse", "cannot tell"]
+_SMALLEST: Final = 1e-6
+"""The smallest loss that a difference is divided by, as a share of the largest loss."""
+
+
+class ModelTrial(Protocol):
+    """A copy of the model that trains or runs under one setup."""
+
+    setup: Setup
+    seconds: list[float]
+    losses: list[float]
+    failure: str
+
+    def run(self, place: int, /) -> object:
+        """Train or run on a batch, and append its time and loss; do nothing after a failure."""
+
+    def values(self) -> list[float]:
+        """Return the values that are compared: the final loss of a training, or the metric of each batch."""
+
+    def close(self) -> None:
+        """Remove what the copy added to the process."""
+
+
+class TuningTask(Protocol):
+    """Training or running copies of a model."""
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of rounds after which the intervals are computed."""
+
+    @property
+    def warmup(self) -> int:
+        """The first steps of a trial, whose times do not count."""
+
+    @property
+    def is_training(self) -> bool:
+        """True for trainings, where each round adds a pair of losses; else only the first round adds pairs."""
+
+    def length(self, steps: int) -> int:
+        """Return the number of steps in a round."""
+
+    def open(self, setup: Setup, number: int) -> ModelTrial:
+        """Return the copy that trains or runs under a setup in a round."""
+
+    def close(self) -> None:
+        """Close the copies that rounds share."""
+
+    def needed_bytes(self, setup: Setup) -> int:
+        """Return the memory of a setup, in bytes."""
 
 
 @dataclass
-class Figures:
-    """What was seen of one setup."""
+class SetupFigures:
+    """The measurements of one setup.
+
+    Attributes:
+        name: the name of the setup.
+        finals: the final loss of each seed, or the metric of each batch.
+        curves: the losses of all steps, for each seed.
+        seconds: the times of steps. Equal places belong to steps that followed each other.
+        failure: why the setup cannot run; empty if it can.
+        dtype: the name of its dtype.
+        policy: the text of its policy; empty for float32.
+        kept_bytes: the bytes that autograd keeps for the backward pass; in inference, those of weights and results.
+    """
 
     name: str
     finals: list[float] = field(default_factory=list)
-    """The loss that is reached, or the metric, for each seed."""
     curves: list[list[float]] = field(default_factory=list)
-    """The losses of all steps, for each seed."""
     seconds: list[float] = field(default_factory=list)
-    """The times of steps, each beside those of the other setups in the same place."""
     failure: str = ""
+    dtype: str = ""
+    policy: str = ""
+    kept_bytes: int = 0
 
     @property
-    def median(self) -> float:
-        """The median time of a step, in seconds."""
-        return statistics.median(self.seconds) if self.seconds else math.nan
+    def median_seconds(self) -> float | None:
+        """The median time of a step; None if none was timed."""
+        return statistics.median(self.seconds) if self.seconds else None
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """The quartiles of the times of steps."""
+    def mean_final(self) -> float | None:
+        """The mean of the final losses or metrics; None if there is none."""
+        return statistics.fmean(self.finals) if self.finals else None
+
+    @property
+    def time_spread(self) -> float:
+        """Half of the distance between the quartiles of the times, as a share of their median."""
         if len(self.seconds) < 2:
-            return math.nan, math.nan
-        low, _, high = statistics.quantiles(self.seconds, n=4)
-        return low, high
+            return math.nan
+        low, median, high = statistics.quantiles(self.seconds, n=4)
+        return (high - low) / 2 / median
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One setup beside another."""
+class SetupComparison:
+    """The comparison of one setup with another.
+
+    Attributes:
+        name: the setup.
+        against: the other setup.
+        loss: the verdict on the loss. "equal" is within the tolerance.
+        difference: the relative difference of the losses; below zero is better.
+        time: the verdict on the time.
+        ratio: the time of a step as a share of the other's.
+        seeds: the number of pairs of losses.
+        because: why the loss is worse, where no interval decides that.
+    """
 
     name: str
     against: str
     loss: Verdict
-    """Whether the loss that is reached is better or worse by more than the tolerance, or equal within it."""
     difference: Interval
-    """The loss's relative difference; below zero is better."""
     time: Verdict
     ratio: Interval
-    """The time of a step, as a share of the other's."""
     seeds: int
     because: str = ""
-    """Why it is worse, where that is no matter of an interval."""
 
     @property
     def is_as_good(self) -> bool:
-        """Whether the loss is at least as good, within the tolerance."""
+        """True if the loss is at least as good, within the tolerance."""
         return self.loss in ("better", "equal")
 
 
 @dataclass
 class Proof:
-    """What trainings side by side have shown."""
+    """The figures and comparisons of trials.
 
-    figures: dict[str, Figures]
-    comparisons: list[Comparison]
+    Attributes:
+        figures: the figures of each setup, by its name.
+        comparisons: each setup compared with each one before it.
+        steps: the steps of a training, or the runs of each batch.
+        seeds: the number of seeds, or of batches.
+        tolerance: the relative difference of losses that does not count.
+        ended: why there were no more rounds: everything is decided, or the time or the rounds are used up.
+    """
+
+    figures: dict[str, SetupFigures]
+    comparisons: list[SetupComparison]
     steps: int
     seeds: int
     tolerance: float
     ended: Literal["proven", "time", "seeds", "interrupted"]
-    """Why no more seeds were trained: all is told apart, or the time or the seeds are used up."""
 
-    def comparison(self, name: str, against: str) -> Comparison:
-        """One setup beside another."""
+    def comparison(self, name: str, against: str) -> SetupComparison:
+        """Return the comparison of a setup with one before it."""
         return next(c for c in self.comparisons if (c.name, c.against) == (name, against))
 
 
 def prove(
-    workload: Workload,
+    task: TuningTask,
     setups: Sequence[Setup],
     *,
     steps: int,
     tolerance: float,
     deadline: float = math.inf,
-    looks: Sequence[int] = LOOKS,
     timed: bool = False,
-    known: dict[str, Figures] | None = None,
-    told: Callable[[str, int], None] | None = None,
-    begin: Callable[[Workload, Setup, int], Training] = Training,
-    train: Callable[..., bool] | None = None,
+    progress: Callable[[str, int], None] | None = None,
 ) -> Proof:
-    """Trains the setups beside float32 until their losses are told apart.
+    """Compare setups with float32 and with each other until their losses and times are decided.
 
     Args:
-        workload: what is trained.
-        setups: all but float32, which is always there and comes first.
-        steps: of each training.
-        tolerance: how large a relative difference of losses does not count.
+        task: opens the copies.
+        setups: all setups but float32, which is always compared and comes first.
+        steps: the steps of a training.
+        tolerance: the relative difference of losses that does not count.
         deadline: on `time.monotonic`'s clock.
-        looks: after how many seeds the differences are looked at.
-        timed: whether the times of steps have to be told apart too.
-        known: the figures of seeds that were trained before, with as many steps; the seeds after them follow.
-        told: called before each seed with the names of the setups in it, and the seed's number.
-        begin: makes the copy that is trained under a setup.
-        train: takes the place of `train_seed`, as where seeds are trained elsewhere.
+        timed: True if the times have to be decided too.
+        progress: called before each round with the names of its setups and its number.
 
     Raises:
-        TuningError: the training in float32 does not stay finite.
+        TuningError: float32 fails.
     """
-    figures = known or {setup.name: Figures(setup.name) for setup in (FLOAT32, *setups)}
-    before = len(figures[FLOAT32.name].finals)
-    proof = Proof(figures, [], steps, before, tolerance, "seeds")
-    running = [
-        setup
-        for setup in (FLOAT32, *setups)
-        if not figures[setup.name].failure and len(figures[setup.name].finals) == before
-    ]
+    running = [FLOAT32, *setups]
+    figures = {setup.name: figures_of(task, setup) for setup in running}
+    proof = Proof(figures, [], steps, 0, tolerance, "seeds")
+    looks = task.looks
     try:
-        for seed in range(before, looks[-1]):
-            if told is not None:
-                told(", ".join(setup.name for setup in running), seed)
-            if not (train or train_seed)(workload, running, seed, proof, deadline, begin=begin):
+        for number in range(looks[-1]):
+            if progress is not None:
+                progress(", ".join(setup.name for setup in running), number)
+            if not _run_round(task, running, proof, number, deadline):
                 proof.ended = "time"
                 break
-            proof.seeds += 1
-            running = [setup for setup in running if not figures[setup.name].failure]
-            if proof.seeds in looks:
-                running, is_told_apart = _worth_more(proof, running, len(looks), timed=timed)
-                if len(running) == 1 or is_told_apart:
+            proof.steps = steps if task.is_training else number + 1
+            running = [setup for setup in running if not proof.figures[setup.name].failure]
+            if number + 1 in looks:
+                running, is_decided = _undecided_setups(proof, running, task, timed=timed)
+                if len(running) == 1 or is_decided or not (timed or task.is_training):
                     proof.ended = "proven"
                     break
     except KeyboardInterrupt:
         proof.ended = "interrupted"
-    proof.comparisons = _comparisons(proof, setups, len(looks))
+    finally:
+        task.close()
+    names = [FLOAT32.name, *(setup.name for setup in setups)]
+    proof.comparisons = [
+        compare(proof, name, against, task)
+        for place, name in enumerate(names)
+        for against in names[:place]
+    ]
     return proof
 
 
-def train_seed(
-    workload: Workload,
-    setups: Sequence[Setup],
-    seed: int,
-    proof: Proof,
-    deadline: float,
-    *,
-    begin: Callable[[Workload, Setup, int], Training] = Training,
-) -> bool:
-    """Trains all setups with one seed, step by step in turns; returns whether there was time for it.
-
-    Args:
-        workload: what is trained.
-        setups: with float32 as the first.
-        seed: the seed.
-        proof: which gets the figures.
-        deadline: on `time.monotonic`'s clock.
-        begin: makes the copy that is trained under a setup.
-
-    Raises:
-        TuningError: the training in float32 does not stay finite.
-    """
-    trainings: list[Training] = []
+def figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
+    """Return the figures of a setup before its trials: its policy and memory."""
     try:
-        for setup in setups:
-            trainings.append(begin(workload, setup, seed))
-        for number in range(proof.steps):
+        kept_bytes = task.needed_bytes(setup)
+    except TuningError:
+        raise
+    except Exception:
+        if setup is FLOAT32:
+            raise
+        kept_bytes = 0  # it cannot run, which its trials will report
+    return SetupFigures(
+        setup.name,
+        dtype=dtype_name(setup.dtype),
+        policy="" if setup.policy is None else setup.policy.dump(),
+        kept_bytes=kept_bytes,
+    )
+
+
+def _run_round(
+    task: TuningTask,
+    setups: Sequence[Setup],
+    proof: Proof,
+    number: int,
+    deadline: float,
+) -> bool:
+    """Run one round of all setups, step by step in turns; return True if there was time for all of it."""
+    trials: list[ModelTrial] = []
+    try:
+        trials += (task.open(setup, number) for setup in setups)
+        length = task.length(proof.steps)
+        for place in range(length):
             if time.monotonic() > deadline:
+                if not task.is_training:  # the batches before this one are complete
+                    _add_figures(task, trials, number, proof, place)
                 return False
-            turn = (number + seed) % len(trainings)
-            for training in (*trainings[turn:], *trainings[:turn]):
-                training.step()
-        finals = [training.final() for training in trainings]
+            turn = (number + place) % len(trials)
+            for trial in (*trials[turn:], *trials[:turn]):
+                trial.run(place)
+        _add_figures(task, trials, number, proof, length)
     finally:
-        for training in trainings:
-            training.close()
-    for training, final in zip(trainings, finals, strict=True):
-        found = proof.figures[training.setup.name]
-        found.curves.append(training.losses)
-        found.failure = training.failure or ("" if math.isfinite(final) else f"its loss is {final}")
-        if found.failure and training.setup is FLOAT32:
-            raise TuningError(
-                f"the training in float32 fails already: {found.failure}. No precision can be compared with it; find "
-                "out why first, for example with precast.monitor(model)."
-            )
-        if not found.failure:
-            found.finals.append(final)
-            found.seconds += training.seconds[WARM:]
+        for trial in trials:
+            trial.close()
     return True
 
 
-def _worth_more(
-    proof: Proof, setups: Sequence[Setup], looks: int, *, timed: bool
-) -> tuple[list[Setup], bool]:
-    """The setups that more seeds can tell something of, float32 among them; and whether they are all told apart.
+def _add_figures(
+    task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof, places: int
+) -> None:
+    """Add the results of a round; in inference, values of the first round alone."""
+    all_values = [trial.values() for trial in trials]
+    for trial, values in zip(trials, all_values, strict=True):
+        figures = proof.figures[trial.setup.name]
+        wrong = next((value for value in values if not math.isfinite(value)), None)
+        figures.failure = trial.failure or ("" if wrong is None else f"its loss is {wrong}")
+        if figures.failure and trial.setup is FLOAT32:
+            raise TuningError(
+                f"float32 fails: {figures.failure}. No precision can be compared with it. Find the cause first, for "
+                "example with precast.monitor(model)."
+            )
+        if task.is_training:
+            figures.curves.append(list(trial.losses))
+        if figures.failure:
+            continue
+        if task.is_training or number == 0:
+            figures.finals += values
+        if not task.is_training and number == 0:
+            figures.curves = [list(values)]
+        figures.seconds += trial.seconds[task.warmup :]
+    if task.is_training or number == 0:
+        proof.seeds += 1 if task.is_training else places
 
-    Where times count, each is compared with the fastest that may train as well as float32.
+
+def _undecided_setups(
+    proof: Proof, setups: Sequence[Setup], task: TuningTask, *, timed: bool
+) -> tuple[list[Setup], bool]:
+    """Return float32 with the setups that more rounds can decide something about, and True if none is undecided.
+
+    Where times count, each setup is compared with the fastest one that may be as good as float32.
     """
-    against_float32 = {s.name: compare(proof, s.name, FLOAT32.name, looks) for s in setups[1:]}
-    left = [s for s in setups if s is FLOAT32 or against_float32[s.name].loss != "worse"]
+    against_float32 = {s.name: compare(proof, s.name, FLOAT32.name, task) for s in setups[1:]}
+    possible = [s for s in setups if s is FLOAT32 or against_float32[s.name].loss != "worse"]
     slower: set[str] = set()
     is_timed = True
     if timed:
         shares = {name: c.ratio.middle for name, c in against_float32.items()} | {FLOAT32.name: 1.0}
-        first = min(left, key=lambda s: math.inf if math.isnan(shares[s.name]) else shares[s.name])
-        behind = [compare(proof, s.name, first.name, looks) for s in left if s is not first]
+        fastest = min(
+            possible, key=lambda s: math.inf if math.isnan(shares[s.name]) else shares[s.name]
+        )
+        behind = [compare(proof, s.name, fastest.name, task) for s in possible if s is not fastest]
         slower = {compared.name for compared in behind if compared.ratio.low > 1}
         is_timed = all(
-            c.name in slower or (c.time != "cannot tell" and is_time_known(c, proof.tolerance))
+            c.name in slower or (c.time != "cannot tell" and is_time_decided(c, proof.tolerance))
             for c in behind
         )
-        left = [setup for setup in left if setup is FLOAT32 or setup.name not in slower]
-    is_told = all(against_float32[s.name].loss != "cannot tell" for s in left if s is not FLOAT32)
-    return left, is_timed and is_told
+        possible = [setup for setup in possible if setup is FLOAT32 or setup.name not in slower]
+    is_decided = all(
+        against_float32[s.name].loss != "cannot tell" for s in possible if s is not FLOAT32
+    )
+    return possible, is_timed and (is_decided or not task.is_training)
 
 
-def _comparisons(proof: Proof, setups: Sequence[Setup], looks: int) -> list[Comparison]:
-    """Each setup beside those before it."""
-    names = [FLOAT32.name, *(setup.name for setup in setups)]
-    return [
-        compare(proof, name, against, looks)
-        for place, name in enumerate(names)
-        for against in names[:place]
-    ]
-
-
-def compare(proof: Proof, name: str, against: str, looks: int) -> Comparison:
-    """One setup beside another, in either order; `looks` is how often the proof is looked at."""
+def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupComparison:
+    """Compare one setup with another, in either order."""
     mine, theirs = proof.figures[name], proof.figures[against]
-    unknown = Interval(-math.inf, math.nan, math.inf)
-    if mine.failure:
-        return Comparison(
-            name, against, "worse", unknown, "cannot tell", unknown, proof.seeds, mine.failure
+    if mine.failure or theirs.failure:
+        why = mine.failure or f"{against} fails: {theirs.failure}"
+        verdict: Verdict = "worse" if mine.failure else "better"
+        return SetupComparison(
+            name, against, verdict, UNKNOWN, "cannot tell", UNKNOWN, proof.seeds, why
         )
-    if theirs.failure:
-        why = f"{against} fails: {theirs.failure}"
-        return Comparison(
-            name, against, "better", unknown, "cannot tell", unknown, proof.seeds, why
-        )
-    # Ctrl-C may have come while the last seed was written down.
+    # Ctrl-C may interrupt the recording of a round, so the lists may differ in length.
     pairs = list(zip(mine.finals, theirs.finals, strict=False))
-    scale = max((abs(theirs) for _, theirs in pairs), default=1.0) * 1e-6 or 1.0
-    differences = [(a - b) / max(abs(b), scale) for a, b in pairs]
-    difference = mean_interval(differences, looks=looks)
-    ratios = [a / b for a, b in zip(mine.seconds, theirs.seconds, strict=False)]
-    ratio = median_interval(ratios, looks=looks)
-    return Comparison(
+    sizes = [abs(other) for _, other in pairs]
+    if task.is_training:
+        smallest = max(sizes, default=1.0) * _SMALLEST or 1.0
+        scales = [max(size, smallest) for size in sizes]
+    else:  # the metric of a single batch may be 0
+        scales = [statistics.fmean(sizes) or 1.0] * len(sizes) if sizes else []
+    differences = [(a - b) / scale for (a, b), scale in zip(pairs, scales, strict=True)]
+    looks = len(task.looks)
+    difference = mean_interval(differences, looks=looks if task.is_training else 1)
+    times = zip(mine.seconds, theirs.seconds, strict=False)
+    ratio = median_interval([a / b for a, b in times if b > 0], looks=looks)
+    return SetupComparison(
         name,
         against,
         verdict_of(difference, proof.tolerance),
@@ -291,15 +366,15 @@ def compare(proof: Proof, name: str, against: str, looks: int) -> Comparison:
     )
 
 
-def is_time_known(compared: Comparison, tolerance: float) -> bool:
+def is_time_decided(compared: SetupComparison, tolerance: float) -> bool:
     """Return True if one setup is faster than the other for certain, or not by more than the tolerance."""
     return compared.ratio.high < 1 or compared.ratio.low > 1 - tolerance
 
 
 def verdict_of(difference: Interval, tolerance: float) -> Verdict:
-    """What an interval of relative differences says, where smaller is better.
+    """Return the verdict of an interval of relative differences, where smaller is better.
 
-    "equal" is at least as good within the tolerance: it may be better, but not by more than the tolerance for certain.
+    "equal" is at least as good within the tolerance. It may be better, but not by more than the tolerance for certain.
     """
     if difference.high < -tolerance:
         return "better"

@@ -1,127 +1,127 @@
-"""Says why each row of a tuned policy is there, with the figures that decided, and where the policy was found.
+"""The reason of each row of a tuned policy, with the figures that decided.
 
-Invariant: every figure was measured, or is "about" an estimate from what was; what is not known is not spoken of.
+Invariant: every figure was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from precast._internal.display import dtype_name, milliseconds, size
-from precast._internal.version import __version__
-from precast.tuning.choosing import Chosen, Objective
-from precast.tuning.costs import Costs
-from precast.tuning.fewest_rows import Row
-from precast.tuning.sites import Program, Site
-from precast.tuning.words import INFERENCE, TRAINING, Words
+from precast.tuning.chooser import Chosen, Objective
+from precast.tuning.costs import ProgramCosts
+from precast.tuning.policy_rows import PolicyRow
+from precast.tuning.sensitivity import Sensitivity, SiteErrors
+from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.words import INFERENCE, TRAINING, TaskWords
 
-__all__ = ["header", "reasons"]
-
-
-def reasons(
-    program: Program,
-    costs: Costs,
-    chosen: Chosen,
-    errors: Mapping[Site, str] | None = None,
-    objective: Objective = "time",
-) -> Callable[[Row], str]:
-    """What `text_of` and `short_policy` ask for the reason of each row.
-
-    Args:
-        program: what was recorded.
-        costs: what was measured.
-        chosen: the choice, and what each site in float32 would save.
-        errors: what held a site back, in a few words with figures, such as "adds 3.1% to the loss".
-        objective: what was chosen by, of which the figures are.
-    """
-    known = errors or {}
-    figures = _Figures(program, costs, chosen, objective)
-
-    def reason(row: Row) -> str:
-        low = [site for site in row.sites if chosen.choice[site] is program.low]
-        wide = [site for site in row.sites if chosen.choice[site] is not program.low]
-        parts = [figures.of_low(low), *figures.of_wide(wide, known)]
-        return "; ".join(filter(None, parts))
-
-    return reason
-
-
-def header(command: str, *, seed: int, date: str, device: str = "cpu") -> tuple[str, ...]:
-    """The lines at the top of a tuned policy.
-
-    Args:
-        command: what was run.
-        seed: of the random numbers.
-        date: when, as YYYY-MM-DD.
-        device: the type of the device that it ran on.
-    """
-    from precast.diagnostics.hardware.doctor import processor  # which loads what prints
-
-    threads = f", {size(torch.get_num_threads(), 'thread')}" if device == "cpu" else ""
-    return (
-        f"Found by precast {__version__} with PyTorch {torch.__version__} on {date}, seed {seed}.",
-        f"Machine: {processor(torch.device(device))}{threads}. Elsewhere, measure again.",
-        f"Command: {command}",
-    )
+__all__ = ["RowReasons", "error_text"]
 
 
 @dataclass(frozen=True)
-class _Figures:
-    """What was measured, in words."""
+class RowReasons:
+    """The reasons of the rows of a choice.
 
-    program: Program
-    costs: Costs
+    Attributes:
+        program: the program.
+        costs: the costs of its operations.
+        errors: their errors.
+        chosen: the choice.
+        objective: the quantity that it minimizes.
+    """
+
+    program: TunedProgram
+    costs: ProgramCosts
+    errors: Sensitivity
     chosen: Chosen
     objective: Objective
 
-    def of_low(self, sites: list[Site]) -> str:
-        """Why sites are in 16 bits: what they cost there, beside float32."""
+    def __call__(self, row: PolicyRow) -> str:
+        """Return the reason of a row."""
+        choice, low = self.chosen.choice, self.program.low
+        in_16_bits = [site for site in row.sites if choice[site] is low]
+        in_float32 = [site for site in row.sites if choice[site] is not low]
+        parts = [self._of_16_bits(in_16_bits), *self._of_float32(in_float32)]
+        return "; ".join(filter(None, parts))
+
+    def _of_16_bits(self, sites: list[OperationSite]) -> str:
+        """Return the costs of operations in 16 bits and in float32."""
         measured = [site for site in sites if len(self.costs.sites.get(site, {})) == 2]
         if not measured:
             return ""
-        name, low = dtype_name(self.program.low), self.program.low
-        costs = self.costs.seconds if self.objective == "time" else self.costs.kept
-        here = self._said(sum(costs(site, low) for site in measured))
-        wide = self._said(sum(costs(site, torch.float32) for site in measured))
-        verb = "takes" if self.objective == "time" else self._words.needs
-        if any(site in self.costs.estimated for site in measured):
-            verb += " about"  # as some of it was estimated
-        return f"{name} {verb} {here} a {self._run}, float32 {wide}{_count(sites)}"
+        low, verb = self.program.low, "takes" if self.objective == "time" else self._words.needs
+        narrow = self._amount(self._cost(measured, low))
+        wide = self._amount(self._cost(measured, torch.float32))
+        run = self._words.run
+        return f"{dtype_name(low)} {verb} {narrow} a {run}, float32 {wide}{_count(sites)}"
 
-    def of_wide(self, sites: list[Site], errors: Mapping[Site, str]) -> Iterable[str]:
-        """Why sites are in float32: they cannot be in 16 bits, an error held them back, or that saves nothing."""
-        name, prices = dtype_name(self.program.low), self.chosen.prices
-        barred = [site for site in sites if site.barred]
-        held = [site for site in sites if site in errors and not site.barred]
-        others = [site for site in sites if site not in errors and not site.barred]
-        if barred:
-            yield f"{name}: {barred[0].barred}{_count(barred)}"
-        if held:
-            saved = sum(max(0.0, prices.get(site, 0.0)) for site in held)
-            price = f", and would save {self._said(saved)} a {self._run}" if saved else ""
-            yield f"{name} {errors[held[0]]}{price}{_count(held)}"
+    def _of_float32(self, sites: Iterable[OperationSite]) -> Iterator[str]:
+        """Yield why operations are in float32: no 16-bit kernel, an error that is too large, or no gain."""
+        name, prices, run = dtype_name(self.program.low), self.chosen.prices, self._words.run
+        unable: list[OperationSite] = []
+        too_wrong: list[OperationSite] = []
+        others: list[OperationSite] = []
+        for site in sites:
+            errors = self.errors.sites.get(site)
+            if site.barred:
+                unable.append(site)
+            elif errors is not None and (errors.barred or prices.get(site, 0.0) > 0):
+                too_wrong.append(site)
+            else:
+                others.append(site)
+        if unable:
+            yield f"{name}: {unable[0].barred}{_count(unable)}"
+        if too_wrong:
+            worst = max(
+                (self.errors.sites[site] for site in too_wrong),
+                key=lambda errors: (bool(errors.barred), errors.gradient),
+            )
+            saved = sum(max(0.0, prices.get(site, 0.0)) for site in too_wrong)
+            price = f", and would save {self._amount(saved)} a {run}" if saved else ""
+            text = error_text(worst, is_inference=self.program.is_inference)
+            yield f"{name} {text}{price}{_count(too_wrong)}"
         lost = -sum(prices.get(site, 0.0) for site in others)
         if others and lost > 0:
             with_casts = ", with its casts" if self.objective == "time" else ""
-            more = f"{self._said(lost)} more a {self._run}"
-            yield f"{name} would cost {more}{with_casts}{_count(others)}"
+            yield f"{name} would cost {self._amount(lost)} more a {run}{with_casts}{_count(others)}"
         elif others:
-            yield f"kept in float32 for the sake of what is around it{_count(others)}"
+            yield f"in float32 because its neighbours are{_count(others)}"
+
+    def _cost(self, sites: Iterable[OperationSite], dtype: torch.dtype) -> float:
+        if self.objective == "time":
+            return sum(self.costs.seconds(site, dtype) for site in sites)
+        return sum(self.costs.kept(site, dtype) for site in sites)
 
     @property
-    def _words(self) -> Words:
+    def _words(self) -> TaskWords:
         return INFERENCE if self.program.is_inference else TRAINING
 
-    @property
-    def _run(self) -> str:
-        return self._words.run
-
-    def _said(self, amount: float) -> str:
+    def _amount(self, amount: float) -> str:
         return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"
 
 
-def _count(sites: list[Site]) -> str:
+def error_text(errors: SiteErrors, *, is_inference: bool = False) -> str:
+    """Return the effect of 16 bits on an operation with these errors, with figures."""
+    if errors.barred:
+        return f"is excluded: {errors.barred}"
+    gradient, loss = _percent(errors.gradient), _percent(errors.loss)
+    if is_inference:
+        return f"changes outputs by {gradient}, and the metric by {loss}"
+    alone = errors.measured
+    if alone is not None and alone.flushed > 0.1:
+        return f"makes {alone.flushed:.0%} of the gradient of {alone.parameter} zero"
+    subject = f"the gradient of {alone.parameter}" if alone is not None else "gradients"
+    return f"changes {subject} by {gradient}, and the loss by {loss}"
+
+
+def _percent(square: float) -> str:
+    share = math.sqrt(square)
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
+
+
+def _count(sites: list[OperationSite]) -> str:
     return f" ({size(len(sites), 'place')})" if len(sites) > 1 else ""

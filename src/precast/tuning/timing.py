@@ -1,9 +1,8 @@
-"""Times works in turns: each runs once in every round, so that what else the machine does falls on all of them alike.
+"""Timing of functions in turns, so that other work of the machine falls on all of them alike.
 
 Invariants:
-
-- what is compared is timed in the same rounds, in an order that changes from round to round;
-- a work that is shorter than the clock can tell runs several times in each turn.
+- functions that are compared are timed in the same rounds, in an order that changes from round to round;
+- a function that is shorter than the clock can resolve runs several times in each turn.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from collections.abc import Callable, Hashable, Mapping
 from time import perf_counter
 from typing import Final, NamedTuple, TypeVar
 
-__all__ = ["Figure", "in_turns"]
+__all__ = ["Timing", "time_in_turns"]
 
 _SHORTEST: Final = 200e-6
-"""Seconds that a turn takes at least, about a thousand times what reading the clock takes."""
+"""The least seconds of a turn, about a thousand times what reading the clock takes."""
 _MOST_REPEATS: Final = 64
 _FEWEST_ROUNDS: Final = 3
-K = TypeVar("K", bound=Hashable)
+_Key = TypeVar("_Key", bound=Hashable)
 
 
-class Figure(NamedTuple):
+class Timing(NamedTuple):
     """A time that was measured several times.
 
     Attributes:
@@ -35,56 +34,56 @@ class Figure(NamedTuple):
     seconds: float
     spread: float = 0.0
 
-    def times(self, count: int) -> Figure:
-        """That of `count` such works."""
-        return Figure(self.seconds * count, self.spread * count)
+    def times(self, count: int) -> Timing:
+        """Return the time of `count` repetitions."""
+        return Timing(self.seconds * count, self.spread * count)
 
-    def plus(self, other: Figure) -> Figure:
-        """That of both; independent spreads add as squares do."""
-        return Figure(self.seconds + other.seconds, (self.spread**2 + other.spread**2) ** 0.5)
+    def plus(self, other: Timing) -> Timing:
+        """Return the sum of both; independent spreads add as squares do."""
+        return Timing(self.seconds + other.seconds, math.hypot(self.spread, other.spread))
 
 
-def in_turns(
-    works: Mapping[K, Callable[[], float | None]], rounds: int, deadline: float = math.inf
-) -> dict[K, Figure]:
-    """Times each work `rounds` times, in turns.
+def time_in_turns(
+    functions: Mapping[_Key, Callable[[], float | None]], rounds: int, deadline: float = math.inf
+) -> dict[_Key, Timing]:
+    """Time each function `rounds` times, in turns.
 
     Args:
-        works: what is timed. A work that prepares something gives the seconds that count; one that gives None is timed
-            as a whole.
-        rounds: how many turns each gets.
-        deadline: on `time.monotonic`'s clock; past it, each gets no more turns than 3.
+        functions: the functions. One that prepares something returns the seconds that count; one that returns None is
+            timed as a whole.
+        rounds: the number of turns of each.
+        deadline: on `time.monotonic`'s clock; after it, each gets only the fewest turns.
     """
-    repeats = {key: _repeats(work) for key, work in works.items()}
-    seconds: dict[K, list[float]] = {key: [] for key in works}
-    keys = list(works)
+    repeats = {key: _repeats(function) for key, function in functions.items()}
+    seconds: dict[_Key, list[float]] = {key: [] for key in functions}
+    keys = list(functions)
     for turn in range(rounds):
         if turn >= _FEWEST_ROUNDS and time.monotonic() > deadline:
             break
         for key in keys[turn % len(keys) :] + keys[: turn % len(keys)] if keys else ():
-            seconds[key].append(_timed(works[key], repeats[key]))
-    return {key: _figure(of_it) for key, of_it in seconds.items()}
+            seconds[key].append(_time(functions[key], repeats[key]))
+    return {key: _timing(times) for key, times in seconds.items()}
 
 
-def _repeats(work: Callable[[], float | None]) -> int:
-    _timed(work, 1)  # the first call loads code and memory
-    once = _timed(work, 1)
+def _repeats(function: Callable[[], float | None]) -> int:
+    _time(function, 1)  # the first call loads code and memory
+    once = _time(function, 1)
     return max(1, min(_MOST_REPEATS, round(_SHORTEST / max(once, 1e-7))))
 
 
-def _timed(work: Callable[[], float | None], repeats: int) -> float:
-    told: float | None = None
+def _time(function: Callable[[], float | None], repeats: int) -> float:
+    returned: float | None = None
     start = perf_counter()
     for _ in range(repeats):
-        seconds = work()
+        seconds = function()
         if seconds is not None:
-            told = (told or 0.0) + seconds
+            returned = (returned or 0.0) + seconds
     whole = perf_counter() - start
-    return (whole if told is None else told) / repeats
+    return (whole if returned is None else returned) / repeats
 
 
-def _figure(seconds: list[float]) -> Figure:
+def _timing(seconds: list[float]) -> Timing:
     if len(seconds) < 2:
-        return Figure(seconds[0])
+        return Timing(seconds[0])
     low, _, high = statistics.quantiles(seconds, n=4)
-    return Figure(statistics.median(seconds), (high - low) / 2)
+    return Timing(statistics.median(seconds), (high - low) / 2)

@@ -1,189 +1,80 @@
-"""Trains copies of a model under policies, so that what one policy does can be compared with what another does.
+"""Trainings of copies of a model under setups: their losses and times, memory, and the errors of gradients.
 
 Invariants:
-- the given model is copied and never run; a copy starts from its weights;
-- two copies with one seed see the same batches in the same order, and draw the same random numbers in each step,
-  whatever else ran in between. Seed 0 starts from the model's own weights. Each other seed moves every weight by a
-  relative `_MOVED`, so that the weights round in another way, and takes the batches in another order;
-- random states are those of the caller again after `random_states_kept`, also after an error or Ctrl-C;
-- in float16 a gradient scaler finds its first scale from the first gradients. A step that it skips is repeated under
-  the lower scale: in long training one of thousands is skipped, and in a short one it would count as an error.
+- seed 0 starts from the model's own weights. Each other seed moves every weight by a relative `_MOVED`, so that the
+  weights round differently, and shuffles the batches;
+- in float16 a gradient scaler takes its first scale from the first gradients. A step that it skips is repeated with the
+  lower scale: long trainings skip one step of thousands, and in a short one a skipped step would count as an error.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import functools
 import math
 import random
-import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from precast.attachment.attachment import Attachment, attach
-from precast.autocast_mode.region import autocast, disable
 from precast.diagnostics.report.tree import Node, tree
 from precast.diagnostics.tracing.tracer import trace
-from precast.errors import BrokenModelError, PrecastWarning, TuningError
+from precast.errors import BrokenModelError, TuningError
 from precast.grad_scaler.scaler import GradScaler
+from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
+from precast.tuning.recording import record
+from precast.tuning.sensitivity import GroupErrors
+from precast.tuning.setups import (
+    FLOAT32,
+    MOVED_BY_ROUNDING,
+    Setup,
+    Workload,
+    attached,
+    copy_model,
+    current_time,
+    move_weights,
+    restore_buffers,
+    seed_all,
+)
+from precast.tuning.sites import TunedProgram
+from precast.tuning.words import TRAINING
 
-__all__ = [
-    "FLOAT32",
-    "MOST_BATCHES",
-    "NO_GRADIENT",
-    "Setup",
-    "Training",
-    "Workload",
-    "copied",
-    "kept_bytes",
-    "move_weights",
-    "random_states_kept",
-    "read_batches",
-    "run_losses",
-    "scalar_loss",
-    "seed_all",
-    "shortest_step",
-    "traced",
-]
+__all__ = ["GradientMeter", "Training", "TrainingTask"]
 
+LOOKS: Final = (3, 6, 12, 24)
+"""The numbers of seeds after which the intervals are computed."""
+WARMUP: Final = 2
+"""The first steps of a training, whose times do not count."""
 _MOVED: Final = 1e-3
-MOST_BATCHES: Final = 32
-"""So many batches are kept; a training that needs more begins again with the first."""
 _MOST_TIMED: Final = 16
-_EVALUATED: Final = 4  # batches, for the loss at the end
+_EVALUATED: Final = 4
+"""The batches of the loss at the end."""
 _MOST_REPEATED: Final = 40
-"""So often a skipped step is repeated, while the loss scale falls."""
-_CLIPPED: Final = 2**31
+"""The number of times a skipped step is repeated, while the loss scale decreases."""
+_NOISE: Final = 1e-2
+"""A gradient that changes by more than this share of itself, if weights move by `MOVED_BY_ROUNDING`, is noise."""
+_SILENT: Final = 0.99
+"""A gradient of which more than this share becomes zero trains nothing."""
+_FIRST_SCALE: Final = 2.0**16
+_LARGEST_SCALE: Final = 2.0**24
 
-Step = Callable[[nn.Module, Any], Tensor]
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-@dataclass(frozen=True, eq=False)
-class Workload:
-    """What is trained, and how."""
-
-    model: nn.Module
-    step: Step | None
-    """Takes a model and a batch, and returns the loss. None where the model is not trained."""
-    batches: tuple[Any, ...]
-    optimizer: MakeOptimizer
-    device_type: str
-    metric: Callable[[nn.Module, Any], Tensor | float] | None = None
-    """What is compared, for each batch: at the end of a training, or of a run. None compares the loss."""
-    seed: int = 0
-    prepare: Callable[[nn.Module], nn.Module] | None = None
-    """Wraps or shards each copy that is trained, as `DistributedDataParallel` and `fully_shard` do."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """In which precision a copy runs: a policy and its 16-bit dtype, or float32 without a region."""
-
-    name: str
-    policy: Policy | None
-    dtype: torch.dtype
-
-    def region(self, device_type: str) -> AbstractContextManager[object]:
-        """The region in which the step runs."""
-        if self.policy is None:
-            return nullcontext()
-        return autocast(device_type, dtype=self.dtype, policy=self.policy)
-
-
-FLOAT32: Final = Setup("float32", None, torch.float32)
-
-
-def read_batches(batches: Any) -> tuple[Any, ...]:
-    """The first batches of a list or another iterable, or of the iterator that a function returns.
-
-    Raises:
-        TuningError: there are none, or `batches` is neither.
-    """
-    given = batches() if callable(batches) and not isinstance(batches, Iterable) else batches
-    if isinstance(given, Tensor) or not isinstance(given, Iterable):
-        raise TuningError(
-            f"batches is {type(given).__name__}; it has to be a list of batches, a data loader, or a function that "
-            "returns an iterator of batches"
-        )
-    found = tuple(itertools.islice(given, MOST_BATCHES))
-    if not found:
-        raise TuningError(
-            "batches ended before the first batch: nothing can be measured without one"
-        )
-    return found
-
-
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, whose parameters have no gradients.
-
-    Raises:
-        TuningError: it cannot be copied.
-    """
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise TuningError(
-            f"the model, a {type(model).__name__}, is or has a module of TorchScript, whose copy cannot be trained "
-            "and which does not say which module runs what. Give the model as it was before torch.jit.script."
-        )
-    try:
-        made = copy.deepcopy(model)
-    except Exception as error:
-        raise TuningError(
-            f"the model, a {type(model).__name__}, cannot be copied ({type(error).__name__}: {error}). Trials train "
-            "copies of it, never the model itself, so it needs what copy.deepcopy can copy: before its first step, "
-            "and without open files, locks, or tensors that autograd has computed."
-        ) from error
-    made.zero_grad(set_to_none=True)
-    return made
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restores the random states of Python, NumPy and PyTorch, on all devices; autocast is off inside."""
-    numpy = sys.modules.get("numpy")
-    drawn = None if numpy is None else numpy.random.get_state()
-    python = random.getstate()
-    devices = range(torch.accelerator.device_count())
-    device_type = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
-    try:
-        with (
-            torch.random.fork_rng([*devices], device_type=device_type),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            disable(),
-        ):
-            yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(drawn)
-
-
-def seed_all(*numbers: int) -> None:
-    """Seeds Python, NumPy and PyTorch by some numbers, the same in every process."""
-    seed = random.Random(repr(numbers)).randrange(_CLIPPED)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+_NO_GRADIENT: Final = (
+    "the loss reaches no parameter of the model that step was called with: backward leaves all of them without a "
+    "gradient. step(model, batch) has to run its argument, which is a copy, and at least one parameter has to require "
+    "a gradient."
+)
 
 
 def scalar_loss(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a batch.
+    """Return the loss of a batch.
 
     Raises:
-        TuningError: it is no tensor of one number.
+        TuningError: it is not a tensor of one floating-point number.
     """
-    assert workload.step is not None, "what has no step is not trained"
+    assert workload.step is not None, "a training has a step"
     loss = workload.step(model, batch)
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         what = (
@@ -200,7 +91,16 @@ def scalar_loss(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
 
 @dataclass(eq=False)
 class Training:
-    """One copy of the model, while it is trained in one precision."""
+    """A copy of the model that is trained under one setup.
+
+    Attributes:
+        workload: the workload.
+        setup: the setup.
+        seed: the seed.
+        losses: the loss of each step.
+        seconds: the time of each step.
+        failure: why it cannot continue; empty while it can.
+    """
 
     workload: Workload
     setup: Setup
@@ -208,43 +108,29 @@ class Training:
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     failure: str = ""
-    """Why it cannot go on; empty while it can."""
 
     def __post_init__(self) -> None:
-        workload, setup = self.workload, self.setup
-        self.model = copied(workload.model)
+        workload = self.workload
+        self.model = copy_model(workload.model)
         if self.seed:
             move_weights(self.model, _MOVED, workload.seed, self.seed)
-        if workload.prepare is not None:
-            self.model = workload.prepare(self.model)
-            if not isinstance(self.model, nn.Module):
-                raise TuningError(
-                    f"prepare(model) returned {type(self.model).__name__}; it has to return the model that is trained, "
-                    "as DistributedDataParallel(model) and fully_shard(model) do"
-                )
         self._order = list(range(len(workload.batches)))
         random.Random(repr((workload.seed, self.seed))).shuffle(self._order)
         self.optimizer = workload.optimizer(
             [each for each in self.model.parameters() if each.requires_grad]
         )
         self._scaler = GradScaler(
-            workload.device_type, init_scale="auto", enabled=setup.dtype is torch.float16
+            workload.device_type, init_scale="auto", enabled=self.setup.dtype is torch.float16
         )
-        self._attachment: Attachment | None = None
-        if setup.policy is not None:
-            with (
-                warnings.catch_warnings()
-            ):  # of the rules that do nothing: who reads the policy is told
-                warnings.simplefilter("ignore", PrecastWarning)
-                self._attachment = attach(self.model, setup.policy, hold=False)
+        self._attachment = attached(self.model, self.setup)
 
     def close(self) -> None:
-        """Ends the attachment of the copy."""
+        """Detach the policy."""
         if self._attachment is not None:
             self._attachment.detach()
 
-    def step(self) -> None:
-        """Trains on the next batch; does nothing after a failure."""
+    def run(self, _place: int = 0) -> None:
+        """Train on the next batch; do nothing after a failure."""
         if self.failure:
             return
         number = len(self.losses)
@@ -261,40 +147,40 @@ class Training:
             self.failure = f"{type(error).__name__}: {error}"
 
     def _step(self, batch: Any, number: int) -> None:
+        device_type = self.workload.device_type
         for _ in range(_MOST_REPEATED):
             seed_all(self.workload.seed, self.seed, number)
-            begun = _now(self.workload.device_type)
-            loss, is_taken = self._attempt(batch)
-            if is_taken:
+            start = current_time(device_type)
+            loss, is_skipped = self._try_step(batch)
+            if not is_skipped:
                 break
         else:
             self.failure = f"gradients overflow in step {number + 1} under every loss scale"
-        self.seconds.append(_now(self.workload.device_type) - begun)
+        self.seconds.append(current_time(device_type) - start)
         self.losses.append(float(loss.detach()))
         if not math.isfinite(self.losses[-1]):
             self.failure = f"the loss of step {number + 1} is {self.losses[-1]}"
 
-    def _attempt(self, batch: Any) -> tuple[Tensor, bool]:
-        """Steps, unless the scaler skips it; returns the loss and whether it did."""
+    def _try_step(self, batch: Any) -> tuple[Tensor, bool]:
+        """Return the loss, and True if the scaler skipped the step of a finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.setup.region(self.workload.device_type):
             loss = scalar_loss(self.workload, self.model, batch)
         if not loss.requires_grad:
-            raise TuningError(NO_GRADIENT)
+            raise TuningError(_NO_GRADIENT)
         self._scaler.scale(loss).backward()
         if all(parameter.grad is None for parameter in self.model.parameters()):
-            raise TuningError(NO_GRADIENT)
+            raise TuningError(_NO_GRADIENT)
         self._scaler.step(self.optimizer)
         last = self._scaler.last_step(self.optimizer) if self._scaler.is_enabled() else None
         self._scaler.update()
-        return loss, last is None or not bool(last.skipped) or not bool(loss.isfinite())
+        return loss, last is not None and bool(last.skipped) and bool(loss.isfinite())
 
-    def final(self) -> float:
-        """The mean loss, or metric, of some batches that is reached; NaN after a failure."""
+    def values(self) -> list[float]:
+        """Return the mean loss, or metric, of some batches; NaN after a failure."""
         if self.failure:
-            return math.nan
-        workload = self.workload
-        found = []
+            return [math.nan]
+        workload, values = self.workload, []
         for number, batch in enumerate(workload.batches[:_EVALUATED]):
             seed_all(workload.seed, number)
             with self.setup.region(workload.device_type):
@@ -302,96 +188,259 @@ class Training:
                     value: Tensor | float = scalar_loss(workload, self.model, batch)
                 else:
                     value = workload.metric(self.model, batch)
-            found.append(float(value.detach() if isinstance(value, Tensor) else value))
-        return math.fsum(found) / len(found)
+            values.append(float(value.detach() if isinstance(value, Tensor) else value))
+        return [math.fsum(values) / len(values)]
 
 
-NO_GRADIENT: Final = (
-    "the loss reaches no parameter of the model that step was given: backward leaves all of them without a gradient. "
-    "step(model, batch) has to run the model that it is given, which is a copy, and at least one parameter has to "
-    "require a gradient."
-)
+@dataclass
+class TrainingTask:
+    """The task of a search for training."""
+
+    workload: Workload
+    words = TRAINING
+    allowed_change = 0.3
+    """The relative error that the gradient of a parameter may have. Gradients of two batches differ by more."""
+    looks = LOOKS
+    warmup = WARMUP
+    least_pairs = LOOKS[0]
+    steps = (8, 50)
+    """The least and the most steps of a training."""
+    is_training = True
+
+    def length(self, steps: int) -> int:
+        """Return the number of steps of a training."""
+        return steps
+
+    def open(self, setup: Setup, number: int) -> Training:
+        """Return a new copy, with the number of the round as its seed."""
+        return Training(self.workload, setup, number)
+
+    def close(self) -> None:
+        """Do nothing: no copy is shared."""
+
+    @functools.cached_property
+    def meter(self) -> GradientMeter:
+        """The meter of gradients and losses."""
+        return GradientMeter(self.workload)
+
+    def record(self, base: Policy, low: torch.dtype) -> TunedProgram:
+        """Record the operations of a step."""
+        workload = self.workload
+        return record(
+            workload.model,
+            lambda model: scalar_loss(workload, model, workload.batches[0]),
+            base,
+            low=low,
+            device=workload.device_type,
+        )
+
+    def seconds(self) -> float:
+        """Return the time of the shortest of the steps that fit into a second, at least two."""
+        training = Training(self.workload, FLOAT32, 0)
+        end = time.monotonic() + 1.0
+        try:
+            for number in range(_MOST_TIMED):
+                if number >= 2 and time.monotonic() > end:
+                    break
+                training.run()
+        finally:
+            training.close()
+        return min(training.seconds)
+
+    def needed_bytes(self, setup: Setup) -> int:
+        """Return the bytes that autograd keeps for the backward pass of one step, without the parameters."""
+        training = Training(self.workload, setup, 0)
+        parameters = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                kept[storage.data_ptr()] = storage  # keeps the address from being used again
+            return tensor
+
+        try:
+            seed_all(self.workload.seed, 0)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+                setup.region(self.workload.device_type),
+            ):
+                scalar_loss(self.workload, training.model, self.workload.batches[0])
+        finally:
+            training.close()
+        return sum(storage.nbytes() for storage in kept.values())
+
+    def traced(self, setup: Setup) -> list[Node]:
+        """Return the modules of the second step of a training, with their dtypes, times and casts."""
+        training = Training(self.workload, setup, 0)
+        try:
+            training.run()
+            with trace(training.model) as recorded:
+                training.run()
+        finally:
+            training.close()
+        return tree(recorded.data)
 
 
-def move_weights(model: nn.Module, by: float, *seed: int) -> None:
-    """Moves each floating-point weight by a random share of itself, `by` on average."""
-    generator = torch.Generator().manual_seed(random.Random(repr(seed)).randrange(_CLIPPED))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.mul_(1 + by * drawn.to(parameter.device, parameter.dtype))
+@dataclass(frozen=True, eq=False)
+class _Point:
+    """One batch at one time in training, with its loss and gradients in float32."""
+
+    model: nn.Module
+    buffers: dict[str, Tensor]
+    batch: Any
+    number: int
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run_losses(workload: Workload, setup: Setup, seed: int, steps: int) -> Training:
-    """A training of so many steps, closed."""
-    training = Training(workload, setup, seed)
-    try:
+class GradientMeter:
+    """Compares losses and gradients with those in float32, on a few batches before and after some steps of training.
+
+    Errors are squares of relative errors, because those of independent roundings add up. The error of gradients is that
+    of the parameter where it is largest; gradients that are rounding noise in float32 already do not count, as that of
+    a bias before a norm. In float16 the loss scale is the one that a gradient scaler would reach.
+    """
+
+    def __init__(self, workload: Workload, *, steps: int = 8, batches: int = 2) -> None:
+        """Train a copy in float32, and record its gradients before and after.
+
+        Raises:
+            TuningError: the loss in float32 is not finite, or no parameter gets a gradient.
+        """
+        self.workload = workload
+        self.scale = 1.0
+        self._points: list[_Point] = []
+        training = Training(workload, FLOAT32, 0)
+        self._add_points(copy_model(training.model), batches)
         for _ in range(steps):
-            training.step()
-    finally:
-        training.close()
-    return training
+            training.run()
+        if training.failure:
+            raise TuningError(f"the training in float32 fails: {training.failure}")
+        if steps:
+            self._add_points(copy_model(training.model), batches)
+        self._reliable = self._reliable_parameters()
+
+    def errors(self, setup: Setup) -> GroupErrors:
+        """Return the errors under a setup; infinite where it cannot run, or the loss or a gradient is not finite."""
+        total_loss = 0.0
+        wrong = dict.fromkeys(self._reliable, 0.0)
+        norms = dict.fromkeys(self._reliable, 0.0)
+        flushed = dict.fromkeys(self._reliable, 0.0)
+        for point in self._points:
+            try:
+                loss, gradients = self._run_scaled(setup, point)
+            except TuningError:
+                raise
+            except Exception as error:
+                return GroupErrors.infinite(f"{type(error).__name__}: {error}")
+            if not math.isfinite(loss):
+                return GroupErrors.infinite(f"the loss is {loss}")
+            total_loss += ((loss - point.loss) / (abs(point.loss) or 1.0)) ** 2
+            for name in self._reliable:
+                expected = point.gradients[name]
+                actual = gradients.get(name)
+                actual = torch.zeros_like(expected) if actual is None else actual
+                if not bool(actual.isfinite().all()):
+                    return replace(
+                        GroupErrors.infinite(f"the gradient of {name} overflows"), parameter=name
+                    )
+                wrong[name] += float((actual - expected).double().square().sum())
+                norms[name] += float(expected.double().square().sum())
+                flushed[name] += float(((actual == 0) & (expected != 0)).float().mean())
+        count = len(self._points)
+        shares = {name: wrong[name] / norms[name] for name in self._reliable}
+        worst = max(shares, key=shares.__getitem__, default="")
+        silent = next((name for name in self._reliable if flushed[name] / count > _SILENT), "")
+        share = flushed.get(worst, 0.0) / count
+        return GroupErrors(total_loss / count, shares.get(worst, 0.0), worst, share, silent)
+
+    def find_scale(self, setup: Setup) -> None:
+        """Set the loss scale to the largest one under which no gradient overflows with this setup, from 1 to 2**24."""
+        self.scale = _FIRST_SCALE
+        point = self._points[0]
+        if not self._is_finite(setup, point):
+            while self.scale > 1 and not self._is_finite(setup, point):
+                self.scale /= 2
+            if self.scale <= 1:  # the forward pass overflows, and no scale helps
+                self.scale = _FIRST_SCALE
+            return
+        while self.scale < _LARGEST_SCALE:
+            self.scale *= 2
+            if not self._is_finite(setup, point):
+                self.scale /= 2
+                return
+
+    def _is_finite(self, setup: Setup, point: _Point) -> bool:
+        try:
+            loss, gradients = self._run(setup, point, self.scale)
+        except TuningError:
+            raise
+        except Exception:
+            return False
+        return math.isfinite(loss) and _are_finite(gradients)
+
+    def _run_scaled(self, setup: Setup, point: _Point) -> tuple[float, dict[str, Tensor]]:
+        """Run with the loss scale, and with lower ones while a gradient overflows and the loss does not."""
+        scale = self.scale if setup.dtype is torch.float16 else 1.0
+        while True:
+            loss, gradients = self._run(setup, point, scale)
+            if _are_finite(gradients) or not math.isfinite(loss) or scale <= 1:
+                return loss, gradients
+            scale /= 2
+
+    def _run(self, setup: Setup, point: _Point, scale: float) -> tuple[float, dict[str, Tensor]]:
+        """Return the loss and the gradients of one batch, the latter divided by the scale."""
+        workload, model = self.workload, point.model
+        attachment = attached(model, setup)
+        try:
+            seed_all(workload.seed, point.number)
+            with setup.region(workload.device_type):
+                loss = scalar_loss(workload, model, point.batch)
+            if not loss.requires_grad:
+                raise TuningError(_NO_GRADIENT)
+            (loss.float() * scale).backward()
+            gradients = {
+                name: parameter.grad.detach().to_dense() / scale
+                for name, parameter in named_parameters(model)
+                if parameter.grad is not None
+            }
+            if not gradients:
+                raise TuningError(_NO_GRADIENT)
+            return float(loss.detach()), gradients
+        finally:
+            if attachment is not None:
+                attachment.detach()
+            model.zero_grad(set_to_none=True)
+            restore_buffers(model, point.buffers)
+
+    def _add_points(self, model: nn.Module, batches: int) -> None:
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for number, batch in enumerate(self.workload.batches[:batches]):
+            point = _Point(model, buffers, batch, number)
+            loss, gradients = self._run(FLOAT32, point, 1.0)
+            if not math.isfinite(loss) or not _are_finite(gradients):
+                raise TuningError(
+                    f"in float32 the loss of batch {number + 1} is {loss}"
+                    + ("" if not math.isfinite(loss) else ", and a gradient is not finite")
+                    + ": no precision can be compared with it. Find the cause first, for example with "
+                    "precast.monitor(model)."
+                )
+            self._points.append(replace(point, loss=loss, gradients=gradients))
+
+    def _reliable_parameters(self) -> tuple[str, ...]:
+        """Return the parameters whose gradients are more than rounding noise in float32."""
+        first = self._points[0]
+        moved = copy_model(first.model)
+        move_weights(moved, MOVED_BY_ROUNDING, self.workload.seed, 1)
+        _, others = self._run(FLOAT32, replace(first, model=moved), 1.0)
+        return tuple(
+            name
+            for name, gradient in first.gradients.items()
+            if name in others and all(name in point.gradients for point in self._points)
+            if bool((others[name] - gradient).norm() < _NOISE * gradient.norm())
+        )
 
 
-def shortest_step(workload: Workload, setup: Setup) -> float:
-    """Return the seconds of the shortest of the first steps, as many as a second is enough for, but at least two."""
-    training = Training(workload, setup, 0)
-    end = time.monotonic() + 1.0
-    try:
-        for number in range(_MOST_TIMED):
-            if number >= 2 and time.monotonic() > end:
-                break
-            training.step()
-    finally:
-        training.close()
-    return min(training.seconds)
-
-
-def kept_bytes(workload: Workload, setup: Setup) -> int:
-    """The bytes that autograd keeps for backward of one step, beside the parameters themselves."""
-    training = Training(workload, setup, 0)
-    own = {_local(each).untyped_storage().data_ptr() for each in training.model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage  # which stays, so that no other one gets its address
-        return tensor
-
-    try:
-        seed_all(workload.seed, 0)
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            setup.region(workload.device_type),
-        ):
-            scalar_loss(workload, training.model, workload.batches[0])
-    finally:
-        training.close()
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """The part of a sharded parameter that is in this process; others are whole."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
-
-
-def traced(workload: Workload, setup: Setup) -> list[Node]:
-    """What the second step of a training runs in each module, in which dtypes, and with which casts."""
-    training = Training(workload, setup, 0)
-    try:
-        training.step()
-        with trace(training.model) as seen:
-            training.step()
-    finally:
-        training.close()
-    return tree(seen.data)
-
-
-def _now(device_type: str) -> float:
-    """The time, after the device has done what it was given."""
-    if device_type != "cpu":
-        torch.accelerator.synchronize()
-    return time.perf_counter()
+def _are_finite(gradients: dict[str, Tensor]) -> bool:
+    return all(bool(gradient.isfinite().all()) for gradient in gradients.values())

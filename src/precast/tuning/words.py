@@ -1,4 +1,4 @@
-"""What the parts of a search are called in messages, files and pages: by whether a model is trained or only run."""
+"""Words for training and inference in messages, files and pages."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import Final
 
 from precast._internal.display import size
 
-__all__ = ["INFERENCE", "TRAINING", "Words", "words_for"]
+__all__ = ["INFERENCE", "TRAINING", "TaskWords", "words_for"]
 
 
 @dataclass(frozen=True)
-class Words:
+class TaskWords:
     """The words for one kind of task.
 
     Attributes:
-        value: what is compared at the end.
-        changed: what 16 bits change beside it.
-        run: what is timed.
-        does: what a copy does, as in "train without a region".
+        value: the compared quantity.
+        changed: the other quantity that 16 bits change.
+        run: the timed unit.
+        does: the verb of a copy, as in "train without a region".
         needs: the verb for memory, as in "keeps half of the memory".
-        memory: which memory is counted.
-        trial: what is paired.
-        trials: several of these.
+        memory: the counted memory.
+        trial: the unit of a pair.
+        trials: its plural.
+        round: the repeated unit.
     """
 
     value: str
@@ -33,22 +34,23 @@ class Words:
     memory: str
     trial: str
     trials: str
+    round: str
 
     def extent(self, pairs: int, each: int) -> str:
-        """How much was trained or run: so many seeds of so many steps, or so many batches so many times."""
+        """Return the extent of a proof: the seeds and steps, or the batches and runs."""
         if self is TRAINING:
             return f"{pairs} seeds of {each} steps"
         return f"{size(pairs, self.trial, self.trials)}, run {size(each, 'time')}"
 
 
-TRAINING: Final = Words(
-    "loss", "gradients", "step", "train", "keeps", "kept for backward", "seed", "seeds"
+TRAINING: Final = TaskWords(
+    "loss", "gradients", "step", "train", "keeps", "kept for backward", "seed", "seeds", "seed"
 )
-INFERENCE: Final = Words(
-    "metric", "outputs", "run", "run", "needs", "weights and results", "batch", "batches"
+INFERENCE: Final = TaskWords(
+    "metric", "outputs", "run", "run", "needs", "weights and results", "batch", "batches", "pass"
 )
 
 
-def words_for(task: str) -> Words:
-    """The words for a task, by its name."""
+def words_for(task: str) -> TaskWords:
+    """Return the words for a task, by its name."""
     return INFERENCE if task == "inference" else TRAINING

@@ -26,7 +26,7 @@ from precast.diagnostics.report.tree import tree
 from precast.diagnostics.report.words import count, duration, plural, share, with_code
 from precast.diagnostics.schema import Document, Merged
 
-__all__ = ["html", "needed", "write"]
+__all__ = ["asset", "html", "needed", "script_json", "write"]
 
 _SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
 
@@ -45,7 +45,7 @@ def write(document: Document | Merged | dict[str, Any], path: str | Path) -> Non
 def html(document: Document | Merged | dict[str, Any]) -> str:
     """The page."""
     jinja2, plotly = needed()
-    from markupsafe import Markup as AsItIs  # our own text, and JSON that `_json` made
+    from markupsafe import Markup as AsItIs  # our own text, and JSON that `script_json` made
 
     plain, every = checked(document)
     chosen, overall = worst(every), summary_of_ranks(every)
@@ -62,17 +62,17 @@ def html(document: Document | Merged | dict[str, Any]) -> str:
             for each in every
         ],
     }
-    page: str = environment.from_string(_file("page.html.jinja")).render(
+    page: str = environment.from_string(asset("page.html.jinja")).render(
         title=" ".join(every[0].run.command) or "a run",
         verdict=overall,
         parts=[_part(each) for each in every],
         chosen=chosen,
         version=version.__version__,
         made=plain["made"],
-        style=AsItIs(_file("style.css")),
-        data=AsItIs(_json(data)),
+        style=AsItIs(asset("style.css")),
+        data=AsItIs(script_json(data)),
         plotly=AsItIs(plotly),
-        script=AsItIs("\n".join(map(_file, _SCRIPTS))),
+        script=AsItIs("\n".join(map(asset, _SCRIPTS))),
     )
     return page
 
@@ -94,12 +94,13 @@ def needed() -> tuple[Any, str]:
     return jinja2, get_plotlyjs()
 
 
-def _file(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of one of the report's assets."""
     return resources.files("precast.diagnostics.report").joinpath("assets", name).read_text("utf-8")
 
 
-def _json(data: object) -> str:
-    """JSON that nothing in an HTML script element can end."""
+def script_json(data: object) -> str:
+    """Return JSON that cannot end the HTML script element around it."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # all beyond ASCII is escaped
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

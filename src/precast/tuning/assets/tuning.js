@@ -31,15 +31,6 @@ function title(point) {
   return point.rounds > 1 ? `${point.name} (round ${point.round})` : point.name;
 }
 
-function front(points) { // those that no other one beats in both, from left to right
-  const middle = (point) => [point.cost[1], point.loss[1]];
-  const best = points.filter((one) => !points.some((other) => {
-    const [[x, y], [a, b]] = [middle(one), middle(other)];
-    return a <= x && b <= y && (a < x || b < y);
-  }));
-  return best.sort((a, b) => a.cost[1] - b.cost[1]);
-}
-
 function drawTried(host) {
   section("tried", data.points.length);
   if (!data.points.length) return;
@@ -47,19 +38,14 @@ function drawTried(host) {
   const unit = isMemory ? 2 ** 20 : 1e-3;
   const bars = (ends, scale) => ({ type: "data", symmetric: false, array: [(ends[2] - ends[1]) / scale],
     arrayminus: [(ends[1] - ends[0]) / scale], thickness: 1.5, width: 4 });
-  const best = front(data.points);
-  const traces = [
-    { type: "scatter", mode: "lines", x: best.map((point) => point.cost[1] / unit), y: best.map((point) => 100 * point.loss[1]),
-      line: { color: css("soft"), width: 1, dash: "dot", shape: "hv" }, hoverinfo: "skip", showlegend: false },
-    ...data.points.map((point) => ({
-      type: "scatter", mode: "markers", name: plain(title(point)), x: [point.cost[1] / unit], y: [100 * point.loss[1]],
-      marker: { color: paint(point.name), size: point.is_answer ? 15 : 10, symbol: point.is_answer ? "star" : "circle" },
-      error_x: { ...bars(point.cost, unit), color: paint(point.name), visible: !isMemory },
-      error_y: { ...bars(point.loss, 0.01), color: paint(point.name) },
-      hovertemplate: `${plain(title(point))}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>loss ${
-        (100 * point.loss[0]).toFixed(2)}% to ${(100 * point.loss[2]).toFixed(2)}%<extra></extra>`,
-    })),
-  ];
+  const traces = data.points.map((point) => ({
+    type: "scatter", mode: "markers", name: plain(title(point)), x: [point.cost[1] / unit], y: [100 * point.loss[1]],
+    marker: { color: paint(point.name), size: point.is_answer ? 15 : 10, symbol: point.is_answer ? "star" : "circle" },
+    error_x: { ...bars(point.cost, unit), color: paint(point.name), visible: !isMemory },
+    error_y: { ...bars(point.loss, 0.01), color: paint(point.name) },
+    hovertemplate: `${plain(title(point))}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>${data.words.value} ${
+      (100 * point.loss[0]).toFixed(2)}% to ${(100 * point.loss[2]).toFixed(2)}%<extra></extra>`,
+  }));
   draw(host, traces, {
     height: 380, margin: { l: 60, r: 15, t: 25, b: 50 }, showlegend: true, legend: LEGEND,
     xaxis: axis({ title: { text: isMemory ? `${data.words.memory} (MiB)` : `time of a ${data.words.run} (ms)` }, rangemode: "tozero" }),
@@ -75,13 +61,10 @@ function drawLosses(host) {
   section("losses", data.curves.length);
   if (!data.curves.length) return;
   const place = data.words.value === "loss" ? "step" : "batch";
-  const line = (curve, key, width, more) => ({ type: "scatter", mode: "lines", x: curve[key].map((_, step) => step + 1), y: curve[key],
-    line: { color: paint(curve.name), width }, ...more });
-  draw(host, data.curves.flatMap((curve) => [
-    line(curve, "low", 0.6, { hoverinfo: "skip", showlegend: false }),
-    line(curve, "high", 0.6, { hoverinfo: "skip", showlegend: false, fill: "tonexty", fillcolor: `${paint(curve.name)}18` }),
-    line(curve, "mean", 2, { name: plain(curve.name), hovertemplate: `${place} %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` }),
-  ]), { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: place } }),
+  draw(host, data.curves.map((curve) => ({ type: "scatter", mode: "lines", name: plain(curve.name), y: curve.mean,
+    x: curve.mean.map((_, step) => step + 1), line: { color: paint(curve.name), width: 2 },
+    hovertemplate: `${place} %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` })),
+  { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: place } }),
     yaxis: axis({ title: { text: data.words.value } }) });
 }
 

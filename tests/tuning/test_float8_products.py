@@ -19,14 +19,22 @@ from precast.cli import tune_inputs
 from precast.engine import float8_kernels
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule
-from precast.tuning import eight_bits, training, tuner
-from precast.tuning.eight_bits import Found, in_8_bits, products, with_8_bits
-from precast.tuning.estimating import Cost
+from precast.tuning import float8_products, training
+from precast.tuning.costs import CallCost
+from precast.tuning.float8_products import (
+    Float8Choice,
+    Float8Product,
+    choose_products,
+    products_of,
+    with_products,
+)
+from precast.tuning.options import TuningOptions
 from precast.tuning.recording import record
-from precast.tuning.sensitivity import Errors, Meter
-from precast.tuning.sites import Program, Site
-from precast.tuning.timing import Figure
-from precast.tuning.training import Setup, Workload
+from precast.tuning.sensitivity import GroupErrors
+from precast.tuning.setups import Setup, Workload
+from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.timing import Timing
+from precast.tuning.training import GradientMeter, TrainingTask
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
 LAYERS = ("body", "mid", "head")
@@ -72,34 +80,36 @@ def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def tune(model: nn.Module, *candidates: str, step=step, **options):
-    given = {"optimizer": SGD, "objective": "memory", "tolerance": 0.05, "budget": 60.0}
+    given = {"optimizer": SGD, "objective": "memory", "tolerance": 0.05, "budget": 600.0}
     both = [torch.bfloat16, *candidates]
-    return precast.tune(model, step, batches, candidates=both, **{**given, **options})
+    return precast.tune(
+        model, step, batches, options=TuningOptions(candidates=both), **{**given, **options}
+    )
 
 
-def recorded(model: nn.Module) -> Program:
+def recorded(model: nn.Module) -> TunedProgram:
     batch = batches(1)[0]
     return record(model, lambda m: step(m, batch), Policy.load("default"))
 
 
-def searched(model: nn.Module, rule: str, **options) -> Found:
+def searched(model: nn.Module, rule: str, **options) -> Float8Choice:
     base, program = Policy.load("default"), recorded(model)
     given = Workload(model, step, tuple(batches()), SGD, "cpu")
     around = Setup("default", base, torch.bfloat16)
     asked = {"objective": "time", "loss": 0.05, "gradient": 0.3, **options}
-    return in_8_bits(Meter(given, steps=0), program, around, rule, **asked)
+    return choose_products(GradientMeter(given, steps=0), program, around, rule, **asked)
 
 
-def rules_of(found: Found) -> dict[str, str]:
+def rules_of(found: Float8Choice) -> dict[str, str]:
     """The rule of each layer's product under the policy that was found."""
-    assert found.policy is not None
-    resolved = {name: found.policy.resolve("linear", "cpu", name).rule for name in LAYERS}
+    assert found.setup is not None
+    resolved = {name: found.setup.policy.resolve("linear", "cpu", name).rule for name in LAYERS}
     return {name: str(rule) for name, rule in resolved.items()}
 
 
 @pytest.fixture(autouse=True)
 def _short_trainings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(tuner, "_STEPS", (8, 12))
+    monkeypatch.setattr(TrainingTask, "steps", (8, 12))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="float8 is emulated")
         yield
@@ -110,11 +120,14 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Costs of a device on which 8 bits take half of the time; the list names modules for which they take twice."""
     slow: list[str] = []
 
-    def planted(sites: Sequence[Site], *_: object, **__: object) -> dict[Site, tuple[Cost, Cost]]:
-        low = Cost(Figure(0.004))
-        return {s: (low, Cost(Figure(0.008 if s.module in slow else 0.002))) for s in sites}
+    def planted(sites: Sequence[OperationSite], *_: object) -> list[Float8Product]:
+        low = CallCost(Timing(0.004))
+        return [
+            Float8Product(s, low, CallCost(Timing(0.008 if s.module in slow else 0.002)))
+            for s in sites
+        ]
 
-    monkeypatch.setattr(eight_bits, "measured", planted)
+    monkeypatch.setattr(float8_products, "measure_products", planted)
     return slow
 
 
@@ -145,7 +158,7 @@ def test_what_saves_nothing_stays_in_16_bits(kernel: list[str]) -> None:
 
 def test_where_each_product_loses_too_much_there_is_no_policy(kernel: list[str]) -> None:
     found = searched(Layers(), "float8", loss=1e-9, gradient=1e-9)
-    assert found.policy is None
+    assert found.setup is None
     assert found.because == "each product in float8 loses more than is allowed"
 
 
@@ -155,23 +168,23 @@ def test_the_errors_of_what_is_chosen_are_measured_together(kernel: list[str]) -
     class Together:
         scale = 1.0
 
-        def errors(self, setup: Setup) -> Errors:
+        def errors(self, setup: Setup) -> GroupErrors:
             assert setup.policy is not None
             rules = [setup.policy.resolve("linear", "cpu", name).rule for name in LAYERS]
             wrong = 1.0 if rules.count(Rule.FLOAT8) > 1 else 0.0
-            return Errors(wrong, wrong)
+            return GroupErrors(wrong, wrong)
 
         def find_scale(self, setup: Setup) -> None: ...
 
     around = Setup("default", Policy.load("default"), torch.bfloat16)
     asked = {"objective": "time", "loss": 0.05, "gradient": 0.3}
-    found = in_8_bits(Together(), recorded(Layers()), around, "float8", **asked)  # type: ignore[arg-type]
+    found = choose_products(Together(), recorded(Layers()), around, "float8", **asked)  # type: ignore[arg-type]
     assert sorted(rules_of(found).values()) == ["float8", "lower", "lower"]
 
 
 def test_an_emulation_is_declined_for_its_measured_time() -> None:
     found = searched(Layers(), "float8")
-    assert found.policy is None
+    assert found.setup is None
     said = re.search(r"its products take (\d+\.\d\d) times the time", found.because)
     assert said is not None, found.because
     assert float(said[1]) > 1
@@ -188,14 +201,14 @@ def test_an_operation_whose_rule_would_reach_other_modules_stays() -> None:
             return F.linear(self.inner(x), self.weight).sum(1, keepdim=True)
 
     program = recorded(Around())
-    assert [site.module for site in products(program, Policy.load("default"))] == ["inner"]
+    assert [site.module for site in products_of(program, Policy.load("default"))] == ["inner"]
 
 
 def test_what_a_policy_says_of_a_module_otherwise_stays() -> None:
     program = recorded(Layers())
     [mid] = [site for site in program.sites if (site.module, site.op) == ("mid", "linear")]
     rows = {"m*": {"ops": {"tanh": "fp32"}}}
-    policy = with_8_bits(Policy.load("default").replace(modules=rows), [mid], "float8")
+    policy = with_products(Policy.load("default").replace(modules=rows), [mid], "float8")
     assert policy.resolve("tanh", "cpu", "mid").rule is Rule.FP32
     assert policy.resolve("linear", "cpu", "mid").rule is Rule.FLOAT8
     assert policy.resolve("linear", "cpu", "body").rule is Rule.LOWER
@@ -209,9 +222,9 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
     found = tune(Sums(), "float8")
     assert found.name == "tuned with float8"
     [said] = found.evidence.eight_bits
-    assert all(product.chosen for product in said.products)
-    assert all(p.kept_bytes_in_8_bits < p.kept_bytes for p in said.products)
-    kept = {trial.name: trial.kept_bytes for trial in found.evidence.proofs[-1].trials}
+    assert all(product["chosen"] for product in said.products)
+    assert all(p["kept_bytes_in_8_bits"] < p["kept_bytes"] for p in said.products)
+    kept = {f.name: f.kept_bytes for f in found.evidence.proofs[-1].figures.values()}
     assert kept["tuned with float8"] < min(kept["default"], kept["float32"])
     found.save(tmp_path / "tuned.toml")
     policy, model = Policy.load(tmp_path / "tuned.toml"), Sums()
@@ -230,7 +243,7 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
 def test_what_others_keep_as_well_is_kept_twice_and_the_proof_says_so() -> None:
     """Each product saves memory by itself; but `tanh` keeps the 16-bit form of what it gives anyway."""
     found = tune(Layers(), "float8")
-    assert all(product.chosen for product in found.evidence.eight_bits[0].products)
+    assert all(product["chosen"] for product in found.evidence.eight_bits[0].products)
     assert "float8" not in found.name
     said = re.search(r"tuned with float8 keeps (\d\.\d\d) of the memory of", found.because)
     assert said is not None, found.because
@@ -255,7 +268,7 @@ def test_time_is_saved_where_there_is_a_kernel(
         now[0] += 0.008 if torch.is_autocast_enabled("cpu") else 0.010
         return step(model, batch)
 
-    monkeypatch.setattr(training, "_now", look)
+    monkeypatch.setattr(training, "current_time", look)
     monkeypatch.setattr(float8_kernels, "linear", fast)
     found = tune(Layers(), "float8_rowwise", step=timed, objective="time")
     assert found.name == "tuned with float8_rowwise", found.because
@@ -269,32 +282,36 @@ def test_where_8_bits_save_no_time_the_answer_says_so() -> None:
     found = tune(Layers(), "float8", objective="time")
     assert "float8" not in found.name
     assert "float8 saves nothing here" in found.because
-    assert "tuned with float8" not in {trial.name for trial in found.evidence.proofs[-1].trials}
+    assert "tuned with float8" not in found.evidence.proofs[-1].figures
 
 
 # --- what is asked ---
 
 
 def test_float8_alone_is_tried_beside_bfloat16(kernel: list[str]) -> None:
+    options = TuningOptions(candidates=["float8"])
     found = precast.tune(
-        Layers(), step, batches, optimizer=SGD, candidates=["float8"], objective="memory"
+        Layers(), step, batches, optimizer=SGD, objective="memory", options=options
     )
-    assert {trial.dtype for trial in found.evidence.proofs[-1].trials} == {"float32", "bfloat16"}
+    figures = found.evidence.proofs[-1].figures.values()
+    assert {each.dtype for each in figures} == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize("wrong", [["float9"], "float8", [torch.float8_e4m3fn], []])
 def test_other_candidates_are_refused(wrong: object) -> None:
     with pytest.raises(TuningError, match=r"'float8_rowwise'"):
-        precast.tune(Layers(), step, batches, candidates=wrong)  # type: ignore[arg-type]
+        precast.tune(Layers(), step, batches, options=TuningOptions(candidates=wrong))  # type: ignore[arg-type]
 
 
 def test_float8_is_refused_for_inference() -> None:
     with pytest.raises(TuningError, match="float8 rules are tried in trainings"):
-        precast.tune(Layers(), metric=step, batches=batches, candidates=["float8"])
+        precast.tune(
+            Layers(), None, batches, options=TuningOptions(metric=step, candidates=["float8"])
+        )
 
 
 def test_the_command_line_takes_rules_beside_dtypes() -> None:
     read = tune_inputs.candidates("bfloat16, float8_rowwise,float8")
     assert read == [torch.bfloat16, "float8_rowwise", "float8"]
-    with pytest.raises(ValueError, match="'float9' cannot be tried; write some of bfloat16"):
+    with pytest.raises(ValueError, match="'float9' is unknown; did you mean"):
         tune_inputs.candidates("float9")

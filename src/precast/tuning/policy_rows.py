@@ -1,0 +1,273 @@
+"""The policy that carries out a choice of dtypes: its rows, and a reason with figures for each.
+
+Invariants:
+- under the policy each operation runs in the chosen dtype, in a region of the program's 16-bit dtype, as far as that
+  follows from the dtypes of its inputs; under `explicit_policy` always;
+- a row of a module is written only for a module whose own operation needs it. A row of the device type, which needs no
+  hooks, replaces rows of modules where that makes fewer;
+- modules with the same rows, whose names differ in one component, share a pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from precast.errors import PolicyError
+from precast.policy.module_plan import outwards
+from precast.policy.policy import TUNED, Policy, Rule
+from precast.tuning.sites import DtypeChoice, OperationSite, TunedProgram
+
+__all__ = ["FLOAT32_RULES", "PolicyRow", "explicit_policy", "fulfills", "policy_of"]
+__all__ += ["rows_of", "with_patterns"]
+
+FLOAT32_RULES: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
+_F32: Final = torch.float32
+_RULES: Final = (Rule.FP32, Rule.KEEP, Rule.LOWER)
+"""The rules of rows. The first that suffices is taken, so an operation that is excluded from 16 bits has "fp32"."""
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """One row of a policy.
+
+    Attributes:
+        place: the module's name, or a pattern of several; None for a row of the device type.
+        op: the operation.
+        rule: the rule.
+        sites: the operations that it decides for.
+    """
+
+    place: str | None
+    op: str
+    rule: Rule
+    sites: tuple[OperationSite, ...]
+
+
+def policy_of(
+    choice: DtypeChoice,
+    program: TunedProgram,
+    base: Policy,
+    *,
+    reason: Callable[[PolicyRow], str] = lambda _: "",
+) -> Policy:
+    """Return the policy that carries out a choice.
+
+    Args:
+        choice: the dtype of every operation of the program; see `TunedProgram.settle`.
+        program: the program.
+        base: the policy for everything else.
+        reason: returns why a row is needed, with figures.
+
+    Raises:
+        PolicyError: the choice is not settled, or the base has rules for modules.
+    """
+    _check(choice, program, base)
+    rows = with_patterns(rows_of(choice, program), program.modules)
+    return _with_rows(base, rows, program, reason)
+
+
+def explicit_policy(choice: DtypeChoice, program: TunedProgram, base: Policy) -> Policy:
+    """Return the policy that carries out a choice with a row for every site.
+
+    `policy_of` omits rows by a prediction from the inputs of each site, which may be wrong for a site whose calls have
+    inputs of different dtypes.
+
+    Raises:
+        PolicyError: as `policy_of`.
+    """
+    _check(choice, program, base)
+    rows = []
+    for site in program.sites:
+        is_low = choice[site] is program.low
+        rules = [Rule.KEEP, Rule.LOWER] if is_low else [Rule.FP32, Rule.KEEP]
+        if site.rule is not None and (is_low or site.rule is not Rule.KEEP):
+            rules.insert(0, site.rule)
+        rule = next(rule for rule in rules if fulfills(site, rule, choice, program))
+        rows.append(PolicyRow(site.module, site.op, rule, (site,)))
+    return _with_rows(base, rows, program)
+
+
+def _with_rows(
+    base: Policy,
+    rows: Iterable[PolicyRow],
+    program: TunedProgram,
+    reason: Callable[[PolicyRow], str] = lambda _: "",
+) -> Policy:
+    modules: dict[str, dict[str, Any]] = {}
+    device_rows: dict[str, Any] = {}
+    for row in rows:
+        place_rows = device_rows if row.place is None else modules.setdefault(row.place, {})
+        why = reason(row)
+        place_rows[row.op] = {"rule": str(row.rule), "reason": why} if why else row.rule
+    return base.replace(
+        name=TUNED,
+        ops={program.device: device_rows},
+        modules={name: {"ops": place_rows} for name, place_rows in modules.items()},
+    )
+
+
+def _check(choice: DtypeChoice, program: TunedProgram, base: Policy) -> None:
+    if base.modules:
+        raise PolicyError(
+            f"the base {base.name!r} has rules for modules, which rows for the modules of a choice would change. "
+            "Start from a policy without [modules], such as 'default'."
+        )
+    if program.is_settled(choice):
+        return
+    settled = program.settle(choice)
+    wrong = [site for site in program.sites if choice.get(site) is not settled[site]]
+    raise PolicyError(
+        f"no policy can carry out this choice: {wrong[0]} and {len(wrong) - 1} other operations cannot run in their "
+        "dtypes. Use program.settle(choice)."
+    )
+
+
+def fulfills(
+    site: OperationSite, row: Rule | None, choice: DtypeChoice, program: TunedProgram
+) -> bool:
+    """Return True if an operation runs in the chosen dtype under a row; None leaves the base's rule."""
+    rule = site.rule if row is None else row
+    edges = program.inputs(site)
+    if any(edge.is_written for edge in edges):  # it has the dtype of the tensor that it writes to
+        return row is None or rule is Rule.KEEP or rule is site.rule
+    if rule is Rule.LOWER:
+        return site.casts_down and choice[site] is program.low
+    if rule in FLOAT32_RULES:
+        return choice[site] is _F32
+    deciding = {e.dtype_under(choice) for e in edges if e.decides or rule is Rule.PROMOTE}
+    return choice[site] is (program.low if deciding == {program.low} else _F32)
+
+
+def rows_of(choice: DtypeChoice, program: TunedProgram) -> list[PolicyRow]:
+    """Return the rows that a settled choice needs, those of the device type first, then in the order of modules."""
+    by_op: dict[str, list[OperationSite]] = {}
+    for site in program.sites:
+        by_op.setdefault(site.op, []).append(site)
+    order = {name: i for i, name in enumerate(program.modules)}
+    rows: list[PolicyRow] = []
+    for op, sites in by_op.items():
+        ordered = sorted(sites, key=lambda site: order.get(site.module or "", 0))
+        candidates = [_rows_under(rule, op, ordered, choice, program) for rule in (None, *_RULES)]
+        fewest: list[PolicyRow] = min([c for c in candidates if c is not None], key=_size)
+        rows += fewest
+    return sorted(rows, key=lambda row: -1 if row.place is None else order.get(row.place, 0))
+
+
+def _size(rows: Collection[PolicyRow]) -> tuple[int, int]:
+    """Return the number of rows that need hooks, and of all rows."""
+    return sum(row.place is not None for row in rows), len(rows)
+
+
+def _rows_under(
+    device_rule: Rule | None,
+    op: str,
+    sites: Sequence[OperationSite],
+    choice: DtypeChoice,
+    program: TunedProgram,
+) -> list[PolicyRow] | None:
+    """Return the rows of one operation beside a row of the device type; None if there are none that suffice.
+
+    Args:
+        device_rule: the rule of that row; None for no such row.
+        op: the operation.
+        sites: where it runs, outer modules first.
+        choice: the choice.
+        program: the program.
+    """
+    device_row: dict[str | None, Rule] = {} if device_rule is None else {None: device_rule}
+    places = _places(device_row, sites, choice, program, pins=False)
+    if places is not None and len(places) > len(device_row):
+        places = _places(device_row, sites, choice, program, pins=True)
+    if places is None:
+        return None
+    governed: dict[str | None, list[OperationSite]] = {}
+    for site in sites:
+        governed.setdefault(_nearest(site.module, places), []).append(site)
+    return [
+        PolicyRow(place, op, rule, tuple(governed.get(place, ()))) for place, rule in places.items()
+    ]
+
+
+def _places(
+    device_row: Mapping[str | None, Rule],
+    sites: Sequence[OperationSite],
+    choice: DtypeChoice,
+    program: TunedProgram,
+    *,
+    pins: bool,
+) -> dict[str | None, Rule] | None:
+    """Return the rules by place, from the outer modules to the inner ones; with `pins` also for all pinned sites."""
+    places = dict(device_row)
+    for site in sites:
+        inherited = places.get(_nearest(site.module, places))
+        is_pinned = pins and site.pinned and site.module is not None
+        if not is_pinned and fulfills(site, inherited, choice, program):
+            continue
+        if site.module is None:
+            return None
+        places[site.module] = next(r for r in _RULES if fulfills(site, r, choice, program))
+    return places
+
+
+_NOWHERE: Final = "\0"
+
+
+def _nearest(module: str | None, places: Mapping[str | None, Rule]) -> str | None:
+    """Return the place of the row that decides for an operation of a module; `_NOWHERE` if there is none."""
+    around = (module, *outwards(module), None) if module is not None else (None,)
+    return next((place for place in around if place in places), _NOWHERE)
+
+
+def with_patterns(rows: Sequence[PolicyRow], modules: Sequence[str]) -> list[PolicyRow]:
+    """Merge the rows of modules with the same rows, whose names differ in one component, into a pattern.
+
+    Args:
+        rows: the rows, each for a module or the device type.
+        modules: the names of all modules of the model.
+    """
+    by_place: dict[str, list[PolicyRow]] = {}
+    for row in rows:
+        if row.place is not None:
+            by_place.setdefault(row.place, []).append(row)
+    merged: dict[str, str] = {}
+    for pattern, matched in _patterns(by_place, modules):
+        if not matched & merged.keys() and pattern not in merged.values():
+            merged |= dict.fromkeys(matched, pattern)
+    result: dict[tuple[str | None, str, Rule], PolicyRow] = {}
+    for row in rows:
+        place = merged.get(row.place, row.place) if row.place is not None else None
+        key = place, row.op, row.rule
+        earlier = result.get(key, PolicyRow(place, row.op, row.rule, ()))
+        result[key] = replace(earlier, sites=earlier.sites + row.sites)
+    return list(result.values())
+
+
+def _patterns(
+    by_place: Mapping[str, Sequence[PolicyRow]], modules: Sequence[str]
+) -> list[tuple[str, frozenset[str]]]:
+    """Return the patterns that match modules with the same rows and no others, those of the most modules first."""
+    matches: dict[str, list[str]] = {}
+    for name in modules:
+        for pattern in _with_stars(name):
+            matches.setdefault(pattern, []).append(name)
+    contents = {
+        name: frozenset((row.op, row.rule) for row in rows) for name, rows in by_place.items()
+    }
+    patterns = [
+        (pattern, frozenset(names))
+        for pattern, names in matches.items()
+        if len(names) > 1 and len({contents.get(name) for name in names}) == 1
+        if names[0] in by_place
+    ]
+    return sorted(patterns, key=lambda each: -len(each[1]))
+
+
+def _with_stars(name: str) -> Iterator[str]:
+    """Yield the name with each of its components replaced by a star."""
+    parts = name.split(".") if name else []
+    for i in range(len(parts)):
+        yield ".".join([*parts[:i], "*", *parts[i + 1 :]])

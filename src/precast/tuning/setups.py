@@ -1,0 +1,200 @@
+"""The workload of a search, and the setups it compares: a policy with its 16-bit dtype, or float32.
+
+Invariants:
+- the user's model is copied and never run; a copy starts from its weights;
+- two copies with one seed get the same batches in the same order, and the same random numbers in each step, whatever
+  else runs in between;
+- `preserved_random_states` restores the random states of the caller, also after an error or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from precast.attachment.attachment import Attachment, attach
+from precast.autocast_mode.region import autocast, disable
+from precast.errors import PrecastWarning, TuningError
+from precast.policy.policy import Policy
+
+__all__ = ["FLOAT32", "MOST_BATCHES", "MOVED_BY_ROUNDING", "Setup", "Workload", "attached"]
+__all__ += ["copy_model", "current_time", "move_weights", "preserved_random_states"]
+__all__ += ["read_batches", "restore_buffers", "seed_all"]
+
+MOST_BATCHES: Final = 32
+"""The number of batches that are kept. A training that needs more starts again with the first one."""
+MOVED_BY_ROUNDING: Final = 2.0**-22
+"""The relative change of weights that shows which results are rounding noise."""
+_SEEDS: Final = 2**31
+
+Step = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """A model and how it is trained or run.
+
+    Attributes:
+        model: the user's model.
+        step: returns the loss of a model on a batch; None for inference.
+        batches: the batches.
+        optimizer: makes the optimizer of a copy.
+        device_type: the device type of the model.
+        metric: the value that is compared for each batch, at the end of a training or of a run; None compares losses.
+        seed: the seed of everything random.
+    """
+
+    model: nn.Module
+    step: Step | None
+    batches: tuple[Any, ...]
+    optimizer: MakeOptimizer = torch.optim.AdamW
+    device_type: str = "cpu"
+    metric: Callable[[nn.Module, Any], Tensor | float] | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The precision of a copy: a policy and its 16-bit dtype, or float32 without a region.
+
+    Attributes:
+        name: the name in texts.
+        policy: the policy; None for float32.
+        dtype: the dtype of the region.
+        silent: a parameter whose gradient becomes zero under the policy; empty if there is none.
+    """
+
+    name: str
+    policy: Policy | None
+    dtype: torch.dtype
+    silent: str = field(default="", compare=False)
+
+    def region(self, device_type: str) -> AbstractContextManager[object]:
+        """Return the region of a step."""
+        if self.policy is None:
+            return nullcontext()
+        return autocast(device_type, dtype=self.dtype, policy=self.policy)
+
+
+FLOAT32: Final = Setup("float32", None, torch.float32)
+
+
+def read_batches(batches: Any) -> tuple[Any, ...]:
+    """Return the first batches of a list or another iterable, or of the iterator that a function returns.
+
+    Raises:
+        TuningError: there are none, or `batches` is neither.
+    """
+    source = batches() if callable(batches) and not isinstance(batches, Iterable) else batches
+    if isinstance(source, Tensor) or not isinstance(source, Iterable):
+        raise TuningError(
+            f"batches is {type(source).__name__}; it has to be a list of batches, a data loader, or a function that "
+            "returns an iterator of batches"
+        )
+    first = tuple(itertools.islice(source, MOST_BATCHES))
+    if not first:
+        raise TuningError(
+            "batches ended before the first batch: nothing can be measured without one"
+        )
+    return first
+
+
+def copy_model(model: nn.Module) -> nn.Module:
+    """Return a copy of a model, whose parameters have no gradients.
+
+    Raises:
+        TuningError: it cannot be copied.
+    """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TuningError(
+            f"the model, a {type(model).__name__}, is or has a module of TorchScript, whose copy cannot be trained "
+            "and which hides the module of each operation. Pass the model as it was before torch.jit.script."
+        )
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise TuningError(
+            f"the model, a {type(model).__name__}, cannot be copied ({type(error).__name__}: {error}). Trials train "
+            "copies of it, never the model itself, so it needs what copy.deepcopy can copy: before its first step, "
+            "and without open files, locks, or tensors that autograd has computed."
+        ) from error
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def attached(model: nn.Module, setup: Setup, *, hold: bool = False) -> Attachment | None:
+    """Attach the policy of a setup to a copy; None for float32. Rules without effect raise no warning here."""
+    if setup.policy is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrecastWarning)
+        return attach(model, setup.policy, hold=hold)
+
+
+def restore_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
+    """Copy recorded values into the buffers of a model."""
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in buffers and buffer.shape == buffers[name].shape:
+                buffer.copy_(buffers[name])
+
+
+@contextmanager
+def preserved_random_states() -> Iterator[None]:
+    """Restore the random states of Python, NumPy and PyTorch, on all devices. Autocast is off inside."""
+    numpy = sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    python_state = random.getstate()
+    devices = range(torch.accelerator.device_count())
+    device_type = (torch.accelerator.current_accelerator() or torch.device("cuda")).type
+    try:
+        with (
+            torch.random.fork_rng([*devices], device_type=device_type),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            disable(),
+        ):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def seed_all(*numbers: int) -> None:
+    """Seed Python, NumPy and PyTorch by some numbers."""
+    seed = random.Random(repr(numbers)).randrange(_SEEDS)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def move_weights(model: nn.Module, by: float, *seed: int) -> None:
+    """Move each floating-point weight by a random share of itself, `by` on average."""
+    generator = torch.Generator().manual_seed(random.Random(repr(seed)).randrange(_SEEDS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.mul_(1 + by * noise.to(parameter.device, parameter.dtype))
+
+
+def current_time(device_type: str) -> float:
+    """Return the time after the device has finished its work."""
+    if device_type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
