@@ -144,7 +144,7 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
         (
             ("--model", "shipped_models:make", "--out", "a.pt2"),
             2,
-            "no example: return both, or name one",
+            "without an example: return both, or name an example",
         ),
         (("--model", "shipped_models:none", "--out", "a.pt2"), 2, "none"),
         (

@@ -6,7 +6,7 @@ Invariants:
   shares are between 0 and 1;
 - numbers are finite: a number that is not is null in a file, and None here;
 - a key that may be missing can be added without a new version; removing a key, or changing its meaning, needs one;
-- the tables of `docs/report-data.md` are made of these classes and of their docstrings (`python -m tools.report_schema`).
+- `python -m tools.report_schema` makes the tables of `docs/report-data.md` from these classes and their docstrings.
 """
 
 # ruff: noqa: RUF009 -- `may_be_missing` and `written_as` are `dataclasses.field`

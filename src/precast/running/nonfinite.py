@@ -22,7 +22,7 @@ from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast.diagnostics.numerics.tally import NARROW, countable
 from precast.diagnostics.schema import NonfiniteState, Run
-from precast.policy.module_names import named_parameters
+from precast.policy.module_names import name_of_each, named_parameters
 
 __all__ = ["NonfiniteOutputs", "NonfiniteStates"]
 
@@ -118,10 +118,10 @@ class _References:
     While a model is freed, references to itself are dead already, and those to what it holds are not.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        named = [(name, module) for name, module in model.named_modules() if module is not model]
-        self._modules = [(name, weakref.ref(module)) for name, module in named]
-        own = (model.named_parameters(recurse=False), model.named_buffers(recurse=False))
+    def __init__(self, module: nn.Module) -> None:
+        modules = name_of_each(module)
+        self._modules = [(name, weakref.ref(each)) for name, each in modules if each is not module]
+        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         self._parameters, self._buffers = (
             [(name, weakref.ref(tensor)) for name, tensor in tensors] for tensors in own
         )
