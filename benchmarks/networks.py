@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from precast.demo.example import demo_task
+from precast.cli.demo.example import demo_task
 from precast.errors import MissingExtraError
 
 __all__ = [

@@ -13,7 +13,7 @@ from showing import Region, mixed, plain, say, seconds, table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from precast.demo.example import peak_bytes
+from precast.cli.demo.example import peak_bytes
 
 BATCH, STEPS, LONG, SHORT, UNITS = 16, 128, 64, 192, 64
 

@@ -9,7 +9,7 @@ import torch
 from showing import table
 from torch import Tensor
 
-from precast.demo.example import DemoResult, demo_task, train_both
+from precast.cli.demo.example import DemoResult, demo_task, train_both
 
 SIZE, STEPS = 16, 100
 

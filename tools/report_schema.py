@@ -19,8 +19,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from precast.diagnostics import health_schema, schema
-from precast.diagnostics.records import keys_of
+from precast._internal import events
+from precast._internal.records import keys_of
+from precast.report import health_schema, schema
 
 __all__ = ["PAGE", "tables", "with_tables"]
 
@@ -39,8 +40,8 @@ _WORDS = {
 def tables() -> str:
     """A section for each type, those that are inside another after it."""
     seen: list[Any] = []
-    _collect(schema.Document, seen)
-    _collect(schema.Merged, seen)
+    _collect(schema.RunDocument, seen)
+    _collect(schema.MergedDocument, seen)
     return "\n".join(_section(kind) for kind in seen)
 
 
@@ -56,7 +57,7 @@ def _collect(kind: Any, seen: list[Any]) -> None:
         seen.append(kind)
         known: Any = kind
         for key in keys_of(known):
-            _collect(key.wanted, seen)
+            _collect(key.type, seen)
     for inner in get_args(kind) if get_origin(kind) is not Literal else ():
         _collect(inner, seen)
 
@@ -68,7 +69,7 @@ def _section(kind: Any) -> str:
         missing = "; may be missing" if key.may_be_missing else ""
         null = " or null" if key.is_left_out else ""
         said = _meanings()[kind.__name__][key.field]
-        rows.append(f"| `{key.name}` | {_word(key.wanted).removesuffix(null)}{missing} | {said} |")
+        rows.append(f"| `{key.name}` | {_word(key.type).removesuffix(null)}{missing} | {said} |")
     return "\n".join([*rows, ""])
 
 
@@ -77,7 +78,7 @@ def _meanings() -> dict[str, dict[str, str]]:
     """Class -> field -> its docstring, which Python does not keep: read from the source."""
     classes = [
         node
-        for module in (schema, health_schema)
+        for module in (schema, health_schema, events)
         for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.ClassDef)
     ]
@@ -102,7 +103,7 @@ def _word(kind: Any) -> str:
         return " or ".join(map(_word, inner))
     if origin is Literal:
         return " or ".join(f"`{json.dumps(each)}`" for each in inner)
-    if origin is list:
+    if origin in (list, tuple):
         return f"list of {_word(inner[0])}"
     if origin is dict:
         return f"object, name to {_word(inner[1])}"

@@ -11,7 +11,7 @@
     ├── ExportError (RuntimeError, ValueError)  a model that cannot be exported, or a file that is no exported program
     ├── StaleWeightError (RuntimeError)   a held weight was written without a trace, so its copy is out of date
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
-    │   └── BrokenModelError              gradients stay infinite or NaN; `verdict` says what was seen
+    │   └── BrokenModelError              gradients stay infinite or NaN; `diagnosis` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── TuningError (TypeError, ValueError)  `tune` was given what it cannot train copies of
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
@@ -117,15 +117,15 @@ class BrokenModelError(ScalerError):
     The steps that were skipped changed no parameter.
 
     Attributes:
-        verdict: the `precast._internal.events.ScalerDiagnosis`: reason, step, scale, names.
+        diagnosis: the `precast._internal.events.ScalerDiagnosis`: reason, step, scale, names.
     """
 
-    def __init__(self, message: str, verdict: object = None) -> None:
+    def __init__(self, message: str, diagnosis: object = None) -> None:
         super().__init__(message)
-        self.verdict = verdict
+        self.diagnosis = diagnosis
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.args[0], self.verdict)
+        return type(self), (self.args[0], self.diagnosis)
 
 
 class ReportError(PrecastError, ValueError):

@@ -373,7 +373,7 @@ def test_a_counted_write_during_the_search_is_no_unversioned_write(
         "precast.engine.compile_guards",
         "precast._torch.optimizer_hooks",
         "precast._torch.patches",
-        "precast.diagnostics.tracing.tracer",
+        "precast.diagnostics.tracing.listening",
     ],
 )
 def test_a_process_that_is_forked_while_a_thread_has_a_lock_finds_it_free(module: str) -> None:

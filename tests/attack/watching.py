@@ -138,7 +138,7 @@ def _planted(where: int, how: str) -> Callable[[], None]:
     def run() -> None:
         model = Planted(where, how)
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
-        scaler = precast.GradScaler("cpu", on_verdict="ignore")
+        scaler = precast.GradScaler("cpu", on_diagnosis="ignore")
         monitor = precast.monitor(model)
         for step in range(6):
             model.bad = step == 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from precast.diagnostics import report
+from precast import report
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),

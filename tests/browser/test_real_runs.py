@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from precast.diagnostics import report
+from precast import report
 from tests.browser.conftest import leave
 from tests.browser.test_report import ask, column, put
 

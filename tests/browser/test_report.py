@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from precast.diagnostics import report
+from precast import report
 from tests.browser.conftest import prefers, resize, wait
 from tests.support.documents import document, flat, with_rows
 
@@ -285,7 +285,7 @@ def test_what_is_not_there_is_said_in_words(opened: Opened) -> None:
 def test_what_is_not_known_of_an_offender_is_not_called_infinite(opened: Opened) -> None:
     made: Any = document(layers=2)
     first = made["steps"][23]["first"]
-    given = {"of": "the output of `a`", "dtype": "float16", "rms": None}
+    given = {"of": "the output of `a`", "dtype": "float16"}
     first["message"] = "In step 23 the output of `a.b` was the first to be infinite."
     first["inputs"] = [
         given | {"minimum": -2.0, "maximum": 3.0, "nonfinite": 0},

@@ -17,8 +17,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import precast
+from precast.cli.demo import example
 from precast.cli.main import main
-from precast.demo import example
 from precast.errors import PrecastError
 
 
@@ -97,7 +97,7 @@ def test_help_names_every_command_and_fits_80_columns() -> None:
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo that does not train."""
-    monkeypatch.setattr("precast.demo.example.train_both", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("precast.cli.demo.example.train_both", lambda *_: pytest.fail("trained"))
 
 
 def test_demo_trains_prints_and_writes_the_picture(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_an_error_of_ours_is_one_message_and_exit_code_1(monkeypatch: pytest.Mon
     def fail() -> None:
         raise PrecastError("the reason")
 
-    monkeypatch.setattr("precast.demo.display.require_matplotlib", fail)
+    monkeypatch.setattr("precast.cli.demo.display.require_matplotlib", fail)
     result = precast_("demo")
     assert result.exit_code == 1
     assert one_message(result) == "the reason"
@@ -190,7 +190,7 @@ def test_an_error_that_nobody_planned_is_not_hidden(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("precast.demo.display.require_matplotlib", fail)
+    monkeypatch.setattr("precast.cli.demo.display.require_matplotlib", fail)
     assert isinstance(precast_("demo").exception, ZeroDivisionError)
 
 

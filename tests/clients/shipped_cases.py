@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks import networks
 from benchmarks.client_models import MODELS, SIZES
-from precast.demo.example import DIGIT_IMAGES
+from precast.cli.demo.example import DIGIT_IMAGES
 from precast.policy.module_names import name_of_each
 from precast.policy.policy import Policy
 

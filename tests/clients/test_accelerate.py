@@ -121,7 +121,7 @@ def test_the_scaler_is_precasts_under_every_reference_while_it_is_in_use() -> No
     made = accelerator("fp16")
     scaler = made.scaler
     optimizer = made.prepare(torch.optim.SGD(Net().parameters(), lr=0.1))
-    ours = precast.GradScaler("cpu", init_scale=64.0, on_verdict="ignore")
+    ours = precast.GradScaler("cpu", init_scale=64.0, on_diagnosis="ignore")
     with use(made, scaler=ours) as used:
         assert used.scaler is ours
         assert made.scaler is scaler is optimizer.scaler

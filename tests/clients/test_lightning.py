@@ -307,7 +307,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_plugin(
 
 
 def test_limits_are_in_a_checkpoint(tmp_path: Path) -> None:
-    scaler = precast.GradScaler("cpu", init_scale=8.0, min_scale=4.0, on_verdict="ignore")
+    scaler = precast.GradScaler("cpu", init_scale=8.0, min_scale=4.0, on_diagnosis="ignore")
     path = saved(Precast("16-mixed", scaler=scaler), tmp_path / "checkpoint.ckpt")
     plugin = Precast("16-mixed")
     trainer(plugin, max_steps=3).fit(Module(), loader(), loader(), ckpt_path=path)

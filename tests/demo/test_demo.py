@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from torch.nn import functional as F
 
-from precast.demo import display, example
-from precast.demo.example import DIGIT_IMAGES, DemoResult, DemoRun, demo_task, train_both
+from precast.cli.demo import display, example
+from precast.cli.demo.example import DIGIT_IMAGES, DemoResult, DemoRun, demo_task, train_both
 from precast.errors import MissingExtraError
 from tests.support.dtype_reports import report
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import precast
-from precast.diagnostics.numerics.record import Record
-from precast.diagnostics.tracing.counting import Counter
-from precast.diagnostics.tracing.recorder import Recorder
+from precast.diagnostics.numerics.record import StepRecord
+from precast.diagnostics.tracing.counting import RuleCounter
+from precast.diagnostics.tracing.recorder import TraceRecorder
 from precast.engine import registration
 from tests.conftest import PROGRAMS_SEED
 from tests.diagnostics.watched import LAYOUTS, SETTINGS, Call, Logged, Wrapped, compare
@@ -132,7 +132,7 @@ def _fail(*_args: object) -> None:
 def test_a_trace_that_fails_counts_the_operation_and_says_so(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorder, method, _fail)
+    monkeypatch.setattr(TraceRecorder, method, _fail)
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters())
     with precast.trace() as trace, precast.autocast("cpu"):
@@ -148,7 +148,7 @@ def test_a_trace_that_fails_counts_the_operation_and_says_so(
 def test_an_error_of_the_program_stays_its_own_where_a_trace_fails(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Recorder, method, _fail)
+    monkeypatch.setattr(TraceRecorder, method, _fail)
     with precast.trace() as trace, precast.autocast("cpu"):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             torch.mm(torch.ones(2, 3), torch.ones(2, 3))
@@ -158,7 +158,7 @@ def test_an_error_of_the_program_stays_its_own_where_a_trace_fails(
 
 
 def test_a_count_that_fails_does_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counter, "begin", _fail)
+    monkeypatch.setattr(RuleCounter, "begin", _fail)
     with precast.trace(full=False) as trace, precast.autocast("cpu"):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
     assert any("1 operation" in note for note in trace.notes)
@@ -261,7 +261,7 @@ def test_modules_that_return_any_layout_are_monitored(layout: str, traced: bool)
 
 
 def test_a_monitor_that_fails_does_not_end_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Record, "note", _fail)
+    monkeypatch.setattr(StepRecord, "note", _fail)
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with precast.monitor(model, every=1) as monitor:
         model(torch.ones(1, 2)).sum().backward()

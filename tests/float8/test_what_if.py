@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import precast
 from precast.diagnostics.numerics.bins import what_if
-from precast.diagnostics.numerics.tally import Tally
+from precast.diagnostics.numerics.tally import TensorTally
 from precast.engine import float8_kernels
 from precast.policy.policy import Policy
 from precast.weights.float8 import linear as linear_module
@@ -128,7 +128,7 @@ def test_the_predicted_error_is_that_of_the_rules_quantisation(
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(256, 256, generator=generator)
     matrix *= (spread * torch.randn(256, 256, generator=generator)).exp2()
-    tally = Tally()
+    tally = TensorTally()
     tally.add(matrix)
     predicted = what_if([tally.read().magnitudes])[NAMES[dtype]]["error"]
     by_power = Done(matrix, s := Scaling(dtype, None, True), quantise(matrix, s))
@@ -138,7 +138,7 @@ def test_the_predicted_error_is_that_of_the_rules_quantisation(
 
 
 def test_16_bit_formats_have_an_error_too() -> None:
-    tally = Tally()
+    tally = TensorTally()
     matrix = torch.randn(300, 300, generator=torch.Generator().manual_seed(0))
     tally.add(matrix)
     said = what_if([tally.read().magnitudes])
@@ -149,7 +149,7 @@ def test_16_bit_formats_have_an_error_too() -> None:
 
 
 def test_what_has_no_numbers_has_no_error() -> None:
-    tally = Tally()
+    tally = TensorTally()
     tally.add(torch.zeros(4))
     assert what_if([tally.read().magnitudes])["float8_e4m3fn"]["error"] is None
 
@@ -170,7 +170,7 @@ def test_a_layers_result_is_as_wrong_as_its_operands_say(
         found = F.linear(hidden, model.head.weight).double()
     exact = hidden.double() @ model.head.weight.detach().double().t()
     measured = float((found - exact).norm() / exact.norm())
-    weight = Tally()
+    weight = TensorTally()
     weight.add(model.head.weight)
     of_weight = what_if([weight.read().magnitudes])["float8_e4m3fn"]["error"]
     predicted = math.hypot(said["float8_e4m3fn"]["error"], of_weight)

@@ -227,7 +227,7 @@ def test_the_verdict_names_a_spoilt_buffer_after_three_iterations(fused: bool) -
     with pytest.raises(precast.BrokenModelError, match="restore_buffers=model") as caught:
         train()
     assert len(iterations) == 5
-    assert caught.value.verdict.reason == "weights"
+    assert caught.value.diagnosis.reason == "weights"
     assert "`mean`" in str(caught.value)
     assert "mask" not in str(caught.value)
     attachment.detach()

@@ -265,7 +265,7 @@ def test_a_buffer_that_a_skipped_step_made_nan_is_named(watch: Any) -> None:
     assert "`size`" in str(caught.value)
     assert "`mask`" not in str(caught.value), "its infinity is meant"
     assert cures.BROKEN_BUFFERS.text in str(caught.value)
-    assert caught.value.verdict.reason == "weights"  # type: ignore[attr-defined]
+    assert caught.value.diagnosis.reason == "weights"  # type: ignore[attr-defined]
     watched.detach()
     model.load_state_dict(before)
     assert _train_average(model, restore_buffers=model).counters.skipped == 1

@@ -194,7 +194,7 @@ def test_growths_are_counted_as_the_tracker_counts_them() -> None:
 
 def test_events_come_to_observers_with_verdicts() -> None:
     seen: list[Any] = []
-    scaler = GradScaler("cpu", 2.0**-14, max_consecutive_skips=1, on_verdict="ignore")
+    scaler = GradScaler("cpu", 2.0**-14, max_consecutive_skips=1, on_diagnosis="ignore")
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with observe(seen.append):

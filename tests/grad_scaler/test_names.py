@@ -316,7 +316,7 @@ def test_every_warning_of_a_scaler_is_at_the_programs_line() -> None:
         scaler.step(sgd(parameter))
 
     def skips() -> None:
-        scaler, parameter, optimizer = started(max_consecutive_skips=1, on_verdict="warn")
+        scaler, parameter, optimizer = started(max_consecutive_skips=1, on_diagnosis="warn")
         parameter.grad.fill_(math.nan)
         scaler.step(optimizer)
         scaler.update()

@@ -168,7 +168,7 @@ class TestOnCuda:
     def test_a_verdict_that_the_device_decides_reaches_the_counters(self) -> None:
         parameter = make_parameter(device="cuda")
         optimizer = torch.optim.Adam([parameter], fused=True)
-        scaler = GradScaler("cuda", on_verdict="ignore")
+        scaler = GradScaler("cuda", on_diagnosis="ignore")
         before = bits(parameter.cpu())
         for _ in range(3):
             optimizer.zero_grad()

@@ -102,7 +102,7 @@ def test_scale_tracker_and_parameters_equal_torchs(
     kinds: list[str], numbers: tuple[float, float, float, int], script: list[Any], seed: int
 ) -> None:
     # Below 2**-126, where PyTorch goes on, ours stays: 8 iterations of 0.001 do not get there.
-    scaler = GradScaler("cpu", *numbers, min_scale=2.0**-126, on_verdict="ignore")
+    scaler = GradScaler("cpu", *numbers, min_scale=2.0**-126, on_diagnosis="ignore")
     ours = Training(scaler, kinds)
     theirs = Training(torch.amp.GradScaler("cpu", *numbers), kinds)
     for number, iteration in enumerate(script):
@@ -208,7 +208,7 @@ def test_skipped_steps_change_nothing_in_an_optimizer(script: list[float], kind:
 
     scaled, plain = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
     optimizers = [KINDS[kind]([p]) for p in (scaled, plain)]
-    scaler = GradScaler("cpu", init_scale=1024.0, on_verdict="ignore")
+    scaler = GradScaler("cpu", init_scale=1024.0, on_diagnosis="ignore")
     for gradient in script:
         scaler.scale(torch.ones(()))
         scaled.grad = torch.full_like(scaled, gradient * scaler.get_scale())

@@ -317,7 +317,7 @@ def test_weights_that_are_not_finite_are_told_after_three_iterations(
         BrokenModelError, match="hold infinity or NaN: `group 0, parameter 2`"
     ) as caught:
         iteration()
-    assert caught.value.verdict.reason == "weights"
+    assert caught.value.diagnosis.reason == "weights"
 
 
 def test_weights_that_nothing_uses_may_be_anything() -> None:
@@ -353,7 +353,7 @@ def test_what_nothing_mends_is_told(
     scale = scaler.get_scale()
     with pytest.raises(BrokenModelError) as caught:
         iterate(scaler, parameter, optimizer, gradient, loss)
-    assert caught.value.verdict.reason == reason
+    assert caught.value.diagnosis.reason == reason
     assert scaler.get_scale() == scale
 
 
@@ -365,7 +365,7 @@ def test_a_scale_that_the_user_keeps_still_is_told_as_well() -> None:
         iterate(scaler, parameter, optimizer, math.inf, 1.0)
     with pytest.raises(BrokenModelError, match="it is 64, and min_scale is") as caught:
         iterate(scaler, parameter, optimizer, math.inf, 1.0)
-    assert caught.value.verdict.reason == "floor"
+    assert caught.value.diagnosis.reason == "floor"
 
 
 # --- what a verdict says ---

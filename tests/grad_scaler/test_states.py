@@ -36,7 +36,7 @@ setups = st.fixed_dictionaries(
         "max_scale": st.none() | st.floats(2.0**16, 1e38),
         "max_consecutive_skips": st.none() | st.integers(1, 10**6),
         "max_nonfinite_losses": st.none() | st.integers(0, 10**6),
-        "on_verdict": st.sampled_from(["raise", "warn", "ignore"]),
+        "on_diagnosis": st.sampled_from(["raise", "warn", "ignore"]),
     }
 )
 
@@ -123,9 +123,9 @@ def test_a_search_that_is_loaded_leaves_no_room_for_the_overflows_before() -> No
 
 def test_an_old_state_leaves_the_limits_alone() -> None:
     """Before there were limits, a state of ours was PyTorch's five numbers."""
-    scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**20, on_verdict="warn")
+    scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**20, on_diagnosis="warn")
     scaler.load_state_dict(dict(FIVE))
-    assert (scaler._limits.max_scale, scaler._limits.on_verdict) == (2.0**20, "warn")
+    assert (scaler._limits.max_scale, scaler._limits.on_diagnosis) == (2.0**20, "warn")
     assert not scaler._search.is_searching
     assert {k: v for k, v in scaler.state_dict().items() if k != "precast"} == FIVE
 
@@ -184,7 +184,7 @@ def test_the_state_of_a_sharded_scaler_loads() -> None:
         ({"_growth_tracker": -1}, "_growth_tracker must be"),
         ({"precast": {"version": 1, "limits": {"moods": 3}}}, "unknown limits: moods"),
         ({"precast": {"version": 1, "limits": {"min_scale": 0.0}}}, "min_scale must be"),
-        ({"precast": {"version": 1, "limits": {"on_verdict": "cry"}}}, "on_verdict must be"),
+        ({"precast": {"version": 1, "limits": {"on_diagnosis": "cry"}}}, "on_diagnosis must be"),
         (
             {"precast": {"version": 1, "limits": {"min_scale": 4.0, "max_scale": 2.0}}},
             "between min_scale and max_scale",
@@ -276,7 +276,7 @@ junk = st.one_of(
 odd = st.recursive(
     junk, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner)
 )
-NAMES = ["version", "limits", "searching", "min_scale", "on_verdict", "loss_scale", "unskipped"]
+NAMES = ["version", "limits", "searching", "min_scale", "on_diagnosis", "loss_scale", "unskipped"]
 states = st.one_of(
     odd,
     st.builds(

@@ -91,11 +91,11 @@ class Run:
         self.alerts.append((title, text))
 
 
-def train(observer: Any, *, on_verdict: Any = "ignore") -> None:
+def train(observer: Any, *, on_diagnosis: Any = "ignore") -> None:
     """A good step, then one whose loss is infinite before it is scaled, then parameters that are."""
     layer = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    scaler = precast.GradScaler("cpu", init_scale=8.0, on_verdict=on_verdict)
+    scaler = precast.GradScaler("cpu", init_scale=8.0, on_diagnosis=on_diagnosis)
     with precast.monitor(layer, 1), precast.observe(observer):
         for step in range(5):
             with torch.no_grad():

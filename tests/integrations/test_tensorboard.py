@@ -20,7 +20,7 @@ from tests.support.scaling import make_parameter, sgd
 def train(observer: Any) -> None:
     parameter = make_parameter()
     optimizer = sgd(parameter)
-    scaler = precast.GradScaler("cpu", 8.0, max_consecutive_skips=2, on_verdict="ignore")
+    scaler = precast.GradScaler("cpu", 8.0, max_consecutive_skips=2, on_diagnosis="ignore")
     with precast.observe(observer):
         observer(precast.OperationNote("mse_loss", "cpu", "not a step"))
         for gradient in (1.0, math.nan, math.nan):
@@ -63,7 +63,7 @@ def test_a_writer_of_your_own_gets_scalars_and_text_and_stays_open() -> None:
         ("mine/optimizer 0/skipped", 1.0, 2),
     ]
     assert writer.texts[0] == ("mine/optimizer 0/skipped", "not finite: group 0, parameter 0", 1)
-    assert writer.texts[-1][0] == "mine/verdict"
+    assert writer.texts[-1][0] == "mine/diagnosis"
     assert "max_consecutive_skips" in writer.texts[-1][1]
     assert not writer.closed
 
@@ -76,7 +76,7 @@ def test_a_folder_gets_a_file_that_tensorboard_reads(tmp_path: Path) -> None:
         train(board)
     read = accumulators.EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in read.Scalars("scaler/scale")] == [8.0, 8.0, 4.0]
-    assert "scaler/verdict/text_summary" in read.Tags()["tensors"]
+    assert "scaler/diagnosis/text_summary" in read.Tags()["tensors"]
 
 
 def watch(observer: Any) -> Monitor:

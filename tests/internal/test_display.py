@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import precast
+from precast import report
 from precast._internal.display import Card, milliseconds, size
-from precast.diagnostics import report
 from tests.support.documents import document
 
 
@@ -111,7 +111,7 @@ def test_a_scale_is_said_as_it_is(scale: float) -> None:
 
 
 def test_displaying_a_scaler_changes_nothing() -> None:
-    scaler = precast.GradScaler("cpu", on_verdict="ignore")
+    scaler = precast.GradScaler("cpu", on_diagnosis="ignore")
     stepped(scaler, math.inf)
     before = scaler.state_dict(), scaler.counters, scaler.history
     repr(scaler), shown(scaler)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from precast._internal.events import OperationNote, emit, observe, observed
+from precast._internal.events import OperationNote, emit, is_observed, observe
 
 NOTE = OperationNote("mse_loss", "cpu", "ran in float32")
 
@@ -17,13 +17,13 @@ NOTE = OperationNote("mse_loss", "cpu", "ran in float32")
 def test_an_observer_gets_events_until_its_with_ends() -> None:
     seen: list[Any] = []
     emit(NOTE)
-    assert not observed()
+    assert not is_observed()
     with observe(seen.append):
-        assert observed()
+        assert is_observed()
         emit(NOTE)
     emit(NOTE)
     assert seen == [NOTE]
-    assert not observed()
+    assert not is_observed()
 
 
 def test_observers_nest_and_the_outermost_hears_first() -> None:
@@ -43,13 +43,13 @@ def test_observers_that_end_out_of_order_do_not_end_each_other() -> None:
     emit(1)
     b.__exit__(None, None, None)
     assert (first, second) == ([], [1])
-    assert not observed()
+    assert not is_observed()
 
 
 def test_an_exception_ends_the_observation() -> None:
     with pytest.raises(KeyError), observe(lambda event: None):
         raise KeyError
-    assert not observed()
+    assert not is_observed()
 
 
 def test_an_observers_exception_is_the_callers() -> None:
@@ -60,7 +60,7 @@ def test_an_observers_exception_is_the_callers() -> None:
         emit(NOTE)
 
 
-def test_other_threads_are_not_observed() -> None:
+def test_other_threads_are_not_is_observed() -> None:
     seen: list[Any] = []
     with observe(seen.append):
         thread = threading.Thread(target=emit, args=(NOTE,))

@@ -62,8 +62,8 @@ def in_a_process_import_all() -> None:
 
     for name in precast.__all__:
         getattr(precast, name)
-    import precast.diagnostics.step_tracker
     import precast.running.scaler_observer
+    import precast.running.step_tracker
 
     print(json.dumps(sorted(attributes.changed())))
 
@@ -178,9 +178,9 @@ def _average(until: ExitStack, _: nn.Linear) -> None:
 
 
 def _run(until: ExitStack, linear: nn.Linear) -> None:
-    from precast.diagnostics.step_tracker import StepTracker
     from precast.running.scaler_observer import ScalerObserver
     from precast.running.step_order import StepOrder
+    from precast.running.step_tracker import StepTracker
 
     for watcher in (
         StepTracker(lambda _: None, lambda _: None),

@@ -19,10 +19,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel
 
 import precast
-from precast.diagnostics.records import from_json
-from precast.diagnostics.report.numbers import module_of
-from precast.diagnostics.report.tree import tree
-from precast.diagnostics.schema import NonfiniteOrigin, TraceData
+from precast._internal.events import NonfiniteOrigin
+from precast._internal.records import from_json
 from precast.policy.module_names import (
     modules_by_name,
     name_of_each,
@@ -31,6 +29,9 @@ from precast.policy.module_names import (
     unwrapped,
 )
 from precast.policy.module_plan import plan
+from precast.report.numbers import module_of
+from precast.report.schema import TraceData
+from precast.report.tree import tree
 
 SOURCES = Path(precast.__file__).parent
 

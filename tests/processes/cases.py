@@ -210,7 +210,7 @@ def one_bad_loss_is_everybodys_verdict() -> Any:
     try:
         scaler.update()
     except BrokenModelError as error:
-        return [error.verdict.reason, list(error.verdict.names)]  # type: ignore[attr-defined]
+        return [error.diagnosis.reason, list(error.diagnosis.names)]  # type: ignore[attr-defined]
     return "no verdict"
 
 
@@ -275,7 +275,7 @@ def one_of_the_losses_is_bad_in_one_process() -> Any:
     try:
         scalers.update()
     except BrokenModelError as error:
-        return [error.verdict.reason, list(error.verdict.names)]  # type: ignore[attr-defined]
+        return [error.diagnosis.reason, list(error.diagnosis.names)]  # type: ignore[attr-defined]
     return "no verdict"
 
 

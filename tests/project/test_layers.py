@@ -36,7 +36,7 @@ def _id(path: Path) -> str:
 
 
 def _module(path: Path) -> str:
-    """`src/precast/demo/table.py` -> `demo.table`; the package itself is `__init__`."""
+    """`src/precast/cli/demo/display.py` -> `cli.demo.display`; the package itself is `__init__`."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
 
@@ -279,7 +279,7 @@ def test_a_file_is_short_and_says_what_it_is(path: Path) -> None:
         "from precast.cli.main import main; main(['demo', '--help'], standalone_mode=False)",
         "from precast.cli.main import main; main(['doctor', '--help'], standalone_mode=False)",
         "from precast.cli.main import main; main(['run', '--help'], standalone_mode=False)",
-        "import precast.running.session, precast.diagnostics.report",
+        "import precast.running.session, precast.report",
         "from precast.cli.main import main; main(['--version'], standalone_mode=False)",
     ],
 )

@@ -34,9 +34,9 @@ MAY_SHIP = (
     "precast/policy/presets/*.toml",
     "precast/engine/native/*.cpp",
     "precast/engine/native/*.h",
-    "precast/diagnostics/report/assets/*.jinja",
-    "precast/diagnostics/report/assets/*.css",
-    "precast/diagnostics/report/assets/*.js",
+    "precast/report/assets/*.jinja",
+    "precast/report/assets/*.css",
+    "precast/report/assets/*.js",
     "precast/tuning/assets/*.jinja",
     "precast/tuning/assets/*.css",
     "precast/tuning/assets/*.js",
@@ -116,7 +116,7 @@ def test_the_wheel_of_the_checker_is_its_source_tree_and_needs_what_it_says(chec
     [
         "precast/notes.md",
         "precast/policy/presets/default.toml.orig",
-        "precast/diagnostics/report/assets/page.png",
+        "precast/report/assets/page.png",
         "precast/__pycache__/region.cpython-311.pyc",
         "tests/project/test_package.py",
         "examples/01_gradients.py",
@@ -233,8 +233,8 @@ from pathlib import Path
 import torch
 
 import precast
-import precast.demo.display
-from precast.diagnostics import report
+import precast.cli.demo.display
+from precast import report
 from tests.support.documents import document
 
 home = Path(precast.__file__).parent

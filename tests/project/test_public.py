@@ -101,7 +101,7 @@ SCALER = {
     "max_consecutive_skips": None,
     "max_nonfinite_losses": None,
     "restore_buffers": None,
-    "on_verdict": "raise",
+    "on_diagnosis": "raise",
     "history": 100,
 }
 

@@ -385,7 +385,7 @@ _RETURNED = {  # by public functions: programs read these objects, and seldom na
 }
 _INTERNAL = {  # for precast itself
     "precast.grad_scaler.distributed.chosen_for",
-    "precast.diagnostics.report.needed",
+    "precast.report.needed",
 }
 
 

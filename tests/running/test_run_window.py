@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import precast
-from precast.diagnostics.step_tracker import StepTracker
 from precast.running.run_observer import RunObserver
+from precast.running.step_tracker import StepTracker
 from precast.running.trace_window import TraceWindow
 
 

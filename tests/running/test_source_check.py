@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from precast.diagnostics.schema import Finding
+from precast.report.schema import Finding
 from precast.running import source_check
 from precast.running.source_check import SourceCheck
 from tests.running.test_run import assert_alike, both, write

@@ -190,7 +190,6 @@ def _first(layers: int, step: int) -> dict[str, Any]:
                 "dtype": "float16",
                 "maximum": 61_000.0,
                 "minimum": -12.5,
-                "rms": 840.0,
                 "nonfinite": 0,
             }
         ],

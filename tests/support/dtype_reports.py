@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from precast.diagnostics.hardware.machine import DtypeReport, Speed
+from precast.diagnostics.hardware.machine import DtypeReport, OperationSpeed
 
 OPERATIONS = ("matmul", "convolution", "convolution backward")
 
@@ -12,7 +12,9 @@ OPERATIONS = ("matmul", "convolution", "convolution backward")
 def report(dtype: str, *ratios: float | None, device: str = "cpu", units: Any = ()) -> DtypeReport:
     """Return a report with these ratios for matmul, convolution and its backward; None is unsupported."""
     speeds = (
-        Speed(name, error="not implemented") if ratio is None else Speed(name, 1.0, ratio)
+        OperationSpeed(name, error="not implemented")
+        if ratio is None
+        else OperationSpeed(name, 1.0, ratio)
         for name, ratio in zip(OPERATIONS, ratios, strict=True)
     )
     return DtypeReport(device, dtype, tuple(speeds), tuple(units))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import precast
-from precast.diagnostics import schema
-from precast.diagnostics.records import as_json, from_json
-from precast.diagnostics.report import between as _between
-from precast.diagnostics.report import document, numbers, ranks, run_summary
-from precast.diagnostics.report import tree as _tree
+from precast._internal.events import NonfiniteOrigin
+from precast._internal.records import as_json, from_json
+from precast.report import between as _between
+from precast.report import document, numbers, ranks, run_summary, schema
+from precast.report import tree as _tree
 from precast.running import terminal_summary
 from precast.running.run_observer import RunObserver
 
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 
-_ROW: Any = as_json(schema.Row(None, "", "forward", None, [], [], None, None, None, None))
+_ROW: Any = as_json(schema.OperationRow(None, "", "forward", None, [], [], None, None, None, None))
 
 
-def _read(plain: Any) -> schema.Document:
-    return from_json(schema.Document, plain)
+def _read(plain: Any) -> schema.RunDocument:
+    return from_json(schema.RunDocument, plain)
 
 
 def summary_of(plain: Any) -> Any:
@@ -85,12 +85,12 @@ def seen(
     return made
 
 
-def between(plain: Any, first: Any, dtype: str) -> _between.Between | None:
-    return _between.between(_read(plain), from_json(schema.NonfiniteOrigin, first), dtype)
+def between(plain: Any, first: Any, dtype: str) -> _between.CodeBetween | None:
+    return _between.between(_read(plain), from_json(NonfiniteOrigin, first), dtype)
 
 
 def module_before(first: Any) -> str | None:
-    return _between.module_before(from_json(schema.NonfiniteOrigin, first))
+    return _between.module_before(from_json(NonfiniteOrigin, first))
 
 
 def numeric_findings(plain: Any) -> Any:
@@ -101,14 +101,14 @@ def offender(plain: Any) -> Any:
     return as_json(numbers.offender(_read(plain)))
 
 
-def tree(trace: Any) -> list[_tree.Node]:
+def tree(trace: Any) -> list[_tree.TreeNode]:
     return _tree.tree(from_json(schema.TraceData, trace))
 
 
 def ran_in(row: Any) -> str:
     plain = _ROW | row
-    return _tree.ran_in(from_json(schema.Row, plain))
+    return _tree.ran_in(from_json(schema.OperationRow, plain))
 
 
 def seconds_by_dtype(rows: Iterable[Any]) -> dict[str, float]:
-    return _tree.seconds_by_dtype(from_json(schema.Row, row) for row in rows)
+    return _tree.seconds_by_dtype(from_json(schema.OperationRow, row) for row in rows)

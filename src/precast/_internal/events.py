@@ -1,13 +1,17 @@
-"""Events of the engine, the scaler and monitors: small frozen values that are given to observers.
+"""Events of the engine, of gradient scalers and of monitors: small frozen values that observers receive.
 
 Invariants:
-- without an observer no event is made: `emit` loops over an empty tuple, and code whose event costs something to make
-  asks `observed()` first;
+
+- without an observer no event is created: `emit` loops over an empty tuple, and code whose event is expensive calls
+  `is_observed` first;
 - observers belong to the thread that entered `observe`. Events arrive in order, before the call that caused them
-  returns, and an observer's exception is raised by that call;
-- while a tracker counts the steps of the process, all events have its numbers; else each scaler counts its own steps;
-- this file does not load PyTorch, so that reports can be made where it is not installed.
+  returns, and that call raises an observer's exception;
+- while a step tracker runs, all events have its step numbers; otherwise each scaler counts its own steps;
+- a document of a run stores `NonfiniteOrigin` and `ScalerDiagnosis` as they are, so their fields are also keys of JSON;
+- this file does not load PyTorch, because reports can be made where it is not installed.
 """
+
+# ruff: noqa: RUF009 -- `may_be_missing` is `dataclasses.field`
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+from precast._internal.records import may_be_missing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,11 +36,12 @@ __all__ = [
     "ScalerListener",
     "StepEvent",
     "StepNumbers",
+    "TensorRange",
     "Witness",
     "after_step",
     "emit",
+    "is_observed",
     "observe",
-    "observed",
     "scaler_listeners",
     "step_trackers",
     "witnesses",
@@ -43,14 +50,30 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class OperationNote:
-    """The engine did something worth knowing, such as running a banned loss in float32."""
+    """The engine ran an operation in another way than the policy's rule says, such as a banned loss in float32."""
 
     op: str
     """The operation, as the policy spells it."""
     device: str
     """The device type of the region."""
     message: str
-    """What was done instead, and why."""
+    """The replacement and its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """The range of one tensor that went into the first module to fail."""
+
+    dtype: str
+    """Its dtype."""
+    maximum: float | None
+    """The largest value; null if some were not finite."""
+    minimum: float | None
+    """The smallest value; null if some were not finite."""
+    nonfinite: int
+    """0, or 1 if some values were not finite: they are not counted."""
+    of: str | None = may_be_missing(is_left_out=True)
+    """The source of the tensor, such as "the output of `encoder`"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,9 @@ class BrokenState:
     name: str
     """Its name in the model."""
     kind: Literal["parameter", "buffer"]
+    """A parameter or a buffer."""
     dtype: str
+    """Its dtype."""
     optimizer: str | None
     """The class of the optimizer that trains it."""
     eps: float | None
@@ -69,188 +94,188 @@ class BrokenState:
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOrigin:
-    """Where numbers first became infinite or NaN in a training step, as `precast.monitor` saw it."""
+    """The first tensor that became infinite or NaN in a training step, found by `precast.monitor`."""
 
     step: int
-    """The number of the step, from 0, as the scaler counts them if a scaler tells of it, else as the monitor does."""
+    """The number of the step, from 0: the scaler's number if a scaler reports it, else the monitor's."""
     kind: Literal["output", "input", "gradient", "parameter"]
-    """A module's output, its input (from outside or between), its output's gradient, or a parameter's gradient."""
+    """A module's output, an input that no module produced, the gradient of an output, or a parameter's gradient."""
     name: str
-    """Of the module or parameter, as the model names it."""
+    """The module's or the parameter's name in the model."""
     what: Literal["inf", "nan"]
-    inputs: tuple[dict[str, Any], ...]
-    """What it was made from: of each tensor where it is from ("of"), its "dtype", its "maximum" and "minimum" (None
-    where they were not finite), and "nonfinite": 0, or 1 where there were some, not counted."""
+    """Infinity or NaN."""
+    inputs: tuple[TensorRange, ...]
+    """The tensors that it was computed from."""
     message: str
-    """A sentence that says all this."""
-    doubts: tuple[str, ...] = ()
+    """All of this in a sentence."""
+    doubts: tuple[str, ...] = may_be_missing((), is_left_out=True)
     """Modules in which it may have begun earlier: their tensors were written in place before they were examined."""
-    state: BrokenState | None = None
+    state: BrokenState | None = may_be_missing(is_left_out=True)
     """The parameter or buffer of the module that was not finite before the step."""
 
-    def numbered(self, step: int) -> NonfiniteOrigin:
-        """The same origin with another number for its step."""
+    def with_step(self, step: int) -> NonfiniteOrigin:
+        """Return the same origin with another step number."""
         message = self.message.replace(f"In step {self.step}", f"In step {step}", 1)
         return replace(self, step=step, message=message)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """The figures that a monitor has read after a step."""
+    """The counts that a monitor has read after a step."""
 
     step: int
     """The monitor's number of the step, from 0."""
     tensors: tuple[dict[str, Any], ...]
-    """Of each tensor its "kind", "name" and figures, as `Monitor.as_dict` has them for one step."""
+    """For each tensor its "kind", "name" and counts, as `Monitor.as_dict` has them for one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEvent:
     """A gradient scaler's `step` on one optimizer has ended.
 
-    Making it waits for no device; reading `scale`, `loss_finite`, and anything where `skipped` is a
-    tensor, does.
+    Creating it does not wait for a device. Reading `scale`, `loss_finite`, or any field where `skipped` is a tensor
+    does.
     """
 
     optimizer: int
-    """Which optimizer: its place in the order of this iteration's first calls, from 0."""
+    """The optimizer: its place in the order of this iteration's first calls, from 0."""
     step: int
-    """How many iterations (calls of `update`) this scaler had completed before; in `precast run`, the run's step."""
+    """The number of iterations (calls of `update`) that this scaler had completed; in `precast run`, the run's step."""
     scale: Tensor
     """The scale of the gradients, shape (), a copy: ``float(event.scale)``."""
     skipped: bool | Tensor
-    """Whether a gradient was not finite, so that the parameters were left alone.
+    """True if a gradient was not finite, so that the parameters did not change.
 
-    A tensor (float32, shape ()) with a fused optimizer, which decides on the device;
-    ``bool(event.skipped)`` reads either.
+    A tensor (float32, shape ()) with a fused optimizer, which decides on the device; ``bool(event.skipped)`` reads
+    both.
     """
     seconds: float
-    """How long `step` took on the host, with the wait for the device and the optimizer's own step."""
+    """The duration of `step` on the host, including the wait for the device and the optimizer's own step."""
     details: Any = field(repr=False)
-    """The object that `names`, `first` and `loss_finite` ask."""
+    """The object that computes `names`, `first` and `loss_finite`."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters whose gradients were not finite; none where the step was not skipped.
+        """The parameters whose gradients were not finite; empty if the step was not skipped.
 
-        By the name in an attached model, or the optimizer's own; else by group and place. With a
-        fused optimizer they are looked for when they are read: ask before `zero_grad`.
+        The names are those in an attached model, or the optimizer's own; else group and place. With a fused optimizer
+        they are computed when read: read them before `zero_grad`.
         """
-        found: tuple[str, ...] = self.details.gradients if self.skipped else ()
-        return found
+        names: tuple[str, ...] = self.details.gradients if self.skipped else ()
+        return names
 
     @property
     def nonfinite(self) -> int:
-        """How many parameters had a gradient that was not finite."""
+        """The number of parameters whose gradient was not finite."""
         return len(self.names)
 
     @property
     def first(self) -> NonfiniteOrigin | None:
-        """Where numbers first became infinite or NaN, if the step was skipped and a `precast.monitor` watched it.
+        """The first tensor that became infinite or NaN, if the step was skipped and a `precast.monitor` watched it.
 
-        With a fused optimizer it is looked for when it is read: ask before the next forward, or ask the monitor.
+        With a fused optimizer it is computed when read: read it before the next forward, or use the monitor.
         """
-        found: NonfiniteOrigin | None = self.details.first if self.skipped else None
-        return found and found.numbered(self.step)
+        origin: NonfiniteOrigin | None = self.details.first if self.skipped else None
+        return origin and origin.with_step(self.step)
 
     @property
     def loss_finite(self) -> bool:
-        """Whether the losses of the iteration were finite before they were scaled."""
+        """True if the losses of the iteration were finite before they were scaled."""
         finite: bool = self.details.loss_finite
         return finite
 
 
 @dataclass(frozen=True, slots=True)
 class ScalerDiagnosis:
-    """What a gradient scaler reports if neither a lower scale nor the next batch helps."""
+    """A gradient scaler's report that neither a lower scale nor the next batch helps."""
 
     reason: Literal["weights", "loss", "floor", "skips"]
     """Parameters or buffers are not finite; the loss is not; the scale does not fall; a limit on skips was passed."""
     step: int
-    """How many iterations this scaler had completed before."""
+    """The number of iterations that this scaler had completed; in a document, the number of the run's step."""
     scale: float
     """The scale of the gradients."""
     names: tuple[str, ...]
-    """The parameters whose gradients were not finite; "optimizer 1: weight" where there were several optimizers."""
-    message: str
-    """What was seen, and what to look at."""
-    first: NonfiniteOrigin | None = None
-    """Where it began, if a `precast.monitor` was watching."""
+    """The parameters whose gradients were not finite; "optimizer 1: weight" if there were several optimizers."""
+    message: str = may_be_missing("", is_left_out=True)
+    """The observation, and advice on where to look."""
+    first: NonfiniteOrigin | None = may_be_missing(is_left_out=True)
+    """The first tensor that was not finite, if a `precast.monitor` watched the step."""
 
 
 class Witness(Protocol):
-    """A monitor, as gradient scalers of all threads see it: they tell it of their steps, and ask it about bad ones."""
+    """A monitor, as the gradient scalers of all threads see it: they report steps, and query it about skipped ones."""
 
     def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
-        """``id`` of each of `parameters` that it knows -> its name."""
+        """Return the names of those of `parameters` that it watches, by ``id``."""
 
     def models(self) -> list[nn.Module]:
         """Return the models that it watches."""
 
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
-        """Where the step that is being taken went wrong; None if that was not seen."""
+        """Return the first tensor of the current step that was not finite; None if there was none."""
 
-    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:
-        """A step has ended, skipped or not."""
+    def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:
+        """Handle the end of a step, skipped or not."""
 
-    def judged(self, verdict: ScalerDiagnosis) -> None:
-        """No lower scale helps against what was found in the iteration that ends."""
+    def on_diagnosis(self, diagnosis: ScalerDiagnosis) -> None:
+        """Handle the diagnosis of the iteration that ends."""
 
 
 witnesses: Final[list[Witness]] = []
-"""All monitors that watch now."""
+"""All active monitors."""
 
 
 class ScalerListener(Protocol):
-    """An observer of the calls of gradient scalers, in all threads. Its methods raise nothing."""
+    """An observer of the calls of gradient scalers, in all threads. Its methods do not raise."""
 
-    def scaled(self, scaler: Any) -> None:
-        """A loss was multiplied by the scale."""
+    def on_scale(self, scaler: Any) -> None:
+        """Handle the multiplication of a loss by the scale."""
 
-    def unscales(self, scaler: Any, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are about to be divided by the scale, or to be used by its step."""
+    def on_unscale(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Handle that gradients of an optimizer are about to be divided by the scale, or used by its step."""
 
-    def updated(self, scaler: Any) -> None:
-        """An iteration of the scaler has ended."""
+    def on_update(self, scaler: Any) -> None:
+        """Handle the end of an iteration of the scaler."""
 
 
 scaler_listeners: Final[list[ScalerListener]] = []
-"""The listeners that are told now."""
+"""All active listeners."""
 
 
 class StepNumbers(Protocol):
-    """What counts the steps of the process."""
+    """A counter of the steps of the process."""
 
     @property
     def number(self) -> int:
-        """The number of the step that runs."""
+        """The number of the current step."""
 
     def before_step(self, optimizer: Optimizer) -> int:
-        """The number of the step that an optimizer is about to take or to skip."""
+        """Return the number of the step that an optimizer is about to take or to skip."""
 
     def after_step(self, optimizer: Optimizer) -> int:
-        """The number of the step that an optimizer has just taken or skipped."""
+        """Return the number of the step that an optimizer has just taken or skipped."""
 
 
 step_trackers: Final[list[StepNumbers]] = []
-"""Those that count now; the number of the first one holds."""
+"""All active counters; the first one numbers the steps."""
 
 
 def after_step(optimizer: Optimizer, own: int) -> int:
-    """The number of the step that `optimizer` has just taken or skipped; `own` where nobody counts."""
+    """Return the number of the step that `optimizer` has just taken or skipped; `own` without a step tracker."""
     return step_trackers[0].after_step(optimizer) if step_trackers else own
 
 
-class _Here(threading.local):
+class _ThreadObservers(threading.local):
     callbacks: tuple[Callable[[Any], None], ...] = ()
 
 
-_here = _Here()
+_observers = _ThreadObservers()
 
 
 @contextmanager
 def observe(callback: Callable[[Any], None]) -> Iterator[None]:
-    """Calls `callback(event)` for every event of this thread until the `with` ends.
+    """Call `callback(event)` for every event of this thread until the `with` ends.
 
     An event is a `StepEvent` or a `ScalerDiagnosis` of a gradient scaler, a `HealthEvent` of a monitor, or an
     `OperationNote` of the engine. Observers nest: each gets every event, the outermost first.
@@ -260,33 +285,33 @@ def observe(callback: Callable[[Any], None]) -> Iterator[None]:
         >>> parameter = torch.nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.SGD([parameter], lr=0.5)
         >>> scaler = precast.GradScaler("cpu")
-        >>> seen = []
-        >>> with precast.observe(seen.append):
+        >>> events = []
+        >>> with precast.observe(events.append):
         ...     scaler.scale(parameter.sum()).backward()
         ...     scaler.step(optimizer)
         ...     scaler.update()
-        >>> [type(event).__name__ for event in seen]
+        >>> [type(event).__name__ for event in events]
         ['StepEvent']
     """
-    _here.callbacks = (*_here.callbacks, callback)
+    _observers.callbacks = (*_observers.callbacks, callback)
     try:
         yield
     finally:
-        _here.callbacks = _without_last(_here.callbacks, callback)
+        _observers.callbacks = _without_last(_observers.callbacks, callback)
 
 
-def observed() -> bool:
-    """Whether this thread has an observer: ask before making an event that costs something."""
-    return bool(_here.callbacks)
+def is_observed() -> bool:
+    """Return True if this thread has an observer. Call it before creating an expensive event."""
+    return bool(_observers.callbacks)
 
 
 def emit(event: object) -> None:
-    """Hands `event` to this thread's observers."""
-    for callback in _here.callbacks:
+    """Pass `event` to this thread's observers."""
+    for callback in _observers.callbacks:
         callback(event)
 
 
 def _without_last(callbacks: tuple[Any, ...], callback: Any) -> tuple[Any, ...]:
-    """Takes out one entry, so that observers that end out of order do not end each other."""
-    place = max(i for i, known in enumerate(callbacks) if known is callback)
+    """Remove the last entry of `callback`, because observers may end out of order."""
+    place = max(i for i, each in enumerate(callbacks) if each is callback)
     return callbacks[:place] + callbacks[place + 1 :]

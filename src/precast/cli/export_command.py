@@ -186,8 +186,8 @@ def diff(first: Path | None, second: Path | None, as_json: bool) -> None:
 def _model_and_example(
     model: str, example: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    from precast.cli.python_objects import load_example, load_object
     from precast.diagnostics.explain.example import arguments
-    from precast.diagnostics.explain.model import load_example, load_object
 
     try:
         network = load_object(model)

@@ -131,7 +131,7 @@ def demo(
     from rich.progress import Progress
 
     from precast._internal import atomic_write
-    from precast.demo import display, example
+    from precast.cli.demo import display, example
 
     display.require_matplotlib()
     with _usage_errors():
@@ -246,6 +246,7 @@ def explain(
     _require_torch()
     from rich.console import Console
 
+    from precast.cli import python_objects
     from precast.diagnostics.explain import model as explain_
     from precast.diagnostics.explain import operation as operation_
     from precast.policy.policy import Policy
@@ -254,8 +255,8 @@ def explain(
     report: explain_.ModelReport | operation_.OperationReport
     if model is not None:
         with _usage_errors():
-            network = explain_.load_model(model)
-            examples = () if example is None else (explain_.load_example(example),)
+            network = python_objects.load_model(model)
+            examples = () if example is None else (python_objects.load_example(example),)
         report = explain_.explain_model(network, chosen, *examples)
     else:
         devices = (device,) if device else ("cpu", "cuda")
@@ -271,7 +272,7 @@ def _explain_difference(before: str, after: str, as_json: bool) -> None:
     _require_torch()
     from rich.console import Console
 
-    from precast.diagnostics.explain.difference import explain_difference
+    from precast.policy.difference import explain_difference
 
     difference = explain_difference(before, after)
     if as_json:

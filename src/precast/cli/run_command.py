@@ -85,7 +85,7 @@ def run(
     """
     if program is None:
         raise click.UsageError("expected a script, as in `precast run train.py`")
-    from precast.diagnostics import report
+    from precast import report
     from precast.running.output_files import OutputFiles, rank_from_environment
     from precast.running.session import Session
     from precast.running.target import Target
@@ -156,7 +156,7 @@ def report_(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> 
     """Make the report of a run from the files of `precast run --json`, one for each rank."""
     if not documents:
         raise click.UsageError("Name the files that `precast run --json` wrote, one for each rank.")
-    from precast.diagnostics import report
+    from precast import report
 
     merged = report.merge([report.load(path) for path in documents])
     if as_json is not None:

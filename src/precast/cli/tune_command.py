@@ -300,8 +300,8 @@ def _check_replaceable(out: Path) -> None:
 def _check_page(path: Path, *, is_needed: bool) -> bool:
     """Return True if a page can be made; refuse a path with another file."""
     from precast._internal import atomic_write
-    from precast.diagnostics.report.page import needed
     from precast.errors import MissingExtraError
+    from precast.report.page import needed
 
     if atomic_write.is_not_ours(path):
         raise click.UsageError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from precast.diagnostics.explain.model import load_model, load_named
+from precast.cli.python_objects import load_model, load_named
 from precast.errors import PrecastError
 from precast.policy.rows import FLOAT8_RULES
 from precast.policy.values import canonical_dtype, nearest

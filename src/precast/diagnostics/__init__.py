@@ -1,1 +1,1 @@
-"""What happened and why: operations, numbers, plans, machines, and the report of a run."""
+"""Observation of programs and machines: traces, monitors, explanations, measurements, and the report of a run."""

@@ -1,10 +1,10 @@
-"""Guard around the code of a watcher: its exceptions are counted, and never reach the program that is watched.
+"""A guard around the code of watchers: their exceptions are counted, and never reach the watched program.
 
 Invariants:
 
-- an exception of the program itself is not caught here: the guard is around the watcher's code alone;
+- exceptions of the program itself are not caught: the guard contains only the watcher's code;
 - a watcher's code calls no ``__torch_function__`` of the program;
-- what is stored is bounded.
+- the stored data is bounded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _MOST_LETTERS: Final = 100
 
 
 class Failures:
-    """The exceptions that a watcher's code raised, by what it watched and by their text."""
+    """The exceptions of a watcher's code, by subject and text."""
 
     def __init__(self) -> None:
         self._causes: Counter[tuple[str, str]] = Counter()
         self.total = 0
 
     def call(self, subject: object, function: Callable[..., T], *args: Any) -> T | None:
-        """Return ``function(*args)``; None where it raises, which is counted.
+        """Return ``function(*args)``; count an exception and return None.
 
         Args:
             subject: the thing that is watched, whose text is a name for people.
@@ -46,7 +46,7 @@ class Failures:
             return None
 
     def call_unseen(self, subject: object, function: Callable[..., T], *args: Any) -> T | None:
-        """As `call`, where attributes of the program's tensors would call a ``__torch_function__``."""
+        """Do the same as `call`, without calls of the ``__torch_function__`` of the program's tensors."""
         with _torch.without_torch_function():
             return self.call(subject, function, *args)
 

@@ -23,7 +23,7 @@ from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast._internal.events import ScalerDiagnosis, StepEvent, emit, witnesses
 from precast.errors import BrokenModelError, PrecastWarning
-from precast.grad_scaler.settings import LOW_SCALE, Limits, OnVerdict
+from precast.grad_scaler.settings import LOW_SCALE, Limits, OnDiagnosis
 from precast.grad_scaler.step_history import Iteration, StepHistory
 
 __all__ = ["act_on", "diagnoses"]
@@ -64,18 +64,18 @@ def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[Scal
             yield _diagnosis(reason, iteration, history, limits)
 
 
-def act_on(diagnosis: ScalerDiagnosis, on_verdict: OnVerdict) -> None:
-    """Report a diagnosis to observers and witnesses, then raise or warn according to `on_verdict`.
+def act_on(diagnosis: ScalerDiagnosis, on_diagnosis: OnDiagnosis) -> None:
+    """Report a diagnosis to observers and witnesses, then raise or warn according to `on_diagnosis`.
 
     Raises:
-        BrokenModelError: `on_verdict` is ``"raise"``.
+        BrokenModelError: `on_diagnosis` is ``"raise"``.
     """
     emit(diagnosis)
     for witness in tuple(witnesses):
-        witness.judged(diagnosis)
-    if on_verdict == "raise":
+        witness.on_diagnosis(diagnosis)
+    if on_diagnosis == "raise":
         raise BrokenModelError(diagnosis.message, diagnosis)
-    if on_verdict == "warn":
+    if on_diagnosis == "warn":
         warnings.warn(diagnosis.message, PrecastWarning, stacklevel=callers_level())
 
 
@@ -129,7 +129,7 @@ def _diagnosis(
     message = (
         f"{which} {step} was skipped{like}: {gradients} were not finite at scale {scale:g} "
         f"(scales of the latest steps: {scales}). {_changed(iteration)} {origin}{cause} "
-        "on_verdict='warn' or 'ignore' continues skipping."
+        "on_diagnosis='warn' or 'ignore' continues skipping."
     )
     return ScalerDiagnosis(reason, step, scale, names, message, first)
 

@@ -43,7 +43,7 @@ from precast.grad_scaler.memory import moved
 from precast.grad_scaler.optimizer_state import OptimizerState, PerOptimizerStates
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
-from precast.grad_scaler.settings import OnVerdict
+from precast.grad_scaler.settings import OnDiagnosis
 from precast.grad_scaler.step_history import Counters, StepHistory
 
 __all__ = ["GradScaler"]
@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             many as are needed to be certain that no lower scale helps.
         restore_buffers: Modules whose buffers a skipped step restores to their values before the iteration's first
             forward pass in training mode. Costs a copy of these buffers in each iteration.
-        on_verdict: Reaction when one of these two limits is exceeded, or neither a lower scale nor the next batch can
+        on_diagnosis: Reaction when one of these two limits is exceeded, or neither a lower scale nor the next batch can
             help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"`` warns, ``"ignore"`` does nothing.
         history: Number of steps in `history`.
 
@@ -120,7 +120,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         max_consecutive_skips: int | None = None,
         max_nonfinite_losses: int | None = None,
         restore_buffers: nn.Module | Iterable[nn.Module] | None = None,
-        on_verdict: OnVerdict = "raise",
+        on_diagnosis: OnDiagnosis = "raise",
         history: int = 100,
     ) -> None:
         arguments = dict(locals())
@@ -160,7 +160,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             ScalerError: `outputs` is not empty, and holds no tensor.
         """
         for listener in scaler_listeners:
-            listener.scaled(self)
+            listener.on_scale(self)
         scale_on = functools.cache(self._scale_on)
 
         def scaled(loss: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         state = self._state_of(optimizer)
         state.allow("unscale_")
         for listener in scaler_listeners:
-            listener.unscales(self, optimizer)
+            listener.on_unscale(self, optimizer)
         self._unscale(state)
         state.watch_for_backward()
 
@@ -243,7 +243,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         state = self._state_of(optimizer)
         state.allow("step")
         for listener in scaler_listeners:
-            listener.unscales(self, optimizer)
+            listener.on_unscale(self, optimizer)
         if closure is not None:
             result, state.skipped = self._step_closure(state, closure, args, kwargs)
         elif _torch.handles_scaling(optimizer):
@@ -267,7 +267,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """
         scale, tracker = self._check_scale_growth_tracker("update")
         for listener in scaler_listeners:
-            listener.updated(self)
+            listener.on_update(self)
         states = list(self._optimizer_states.values())
         searching, measured = self._search.is_searching, self._measures()
         if new_scale is not None:
@@ -560,7 +560,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         event = StepEvent(number, step, scale, state.skipped, seconds, details)
         self._step_history.add(state.optimizer, event)
         for witness in tuple(witnesses):
-            witness.stepped(state.optimizer, event)
+            witness.on_step(state.optimizer, event)
         emit(event)
 
     def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
@@ -588,7 +588,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """Diagnose the iterations that are decided, or all if `wait`."""
         try:
             for diagnosis in diagnoses(self._step_history, self._limits, wait):
-                act_on(diagnosis, self._limits.on_verdict)
+                act_on(diagnosis, self._limits.on_diagnosis)
         except BrokenModelError:
             self._check_scale_growth_tracker("update")[1].zero_()  # as after any skipped iteration
             raise

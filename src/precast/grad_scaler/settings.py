@@ -27,7 +27,7 @@ __all__ = [
     "LOW_SCALE",
     "MOST_TRACKED",
     "Limits",
-    "OnVerdict",
+    "OnDiagnosis",
     "checked_attributes",
     "checked_limits",
     "device_type_of",
@@ -48,7 +48,7 @@ _MOST = 2**63 - 1  # the largest whole number that PyTorch takes
 MOST_TRACKED = 2**31 - 1
 """The largest value of the growth tracker, an int32 tensor."""
 
-OnVerdict = Literal["raise", "warn", "ignore"]
+OnDiagnosis = Literal["raise", "warn", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Limits:
     max_scale: float = LARGEST_SCALE
     max_consecutive_skips: int | None = None
     max_nonfinite_losses: int | None = None
-    on_verdict: OnVerdict = "raise"
+    on_diagnosis: OnDiagnosis = "raise"
 
 
 DEFAULT_LIMITS = Limits()
@@ -135,7 +135,11 @@ def checked_attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
     """Return the limits for a validated `init_scale`. A limit of None is widened to include it."""
-    floor, ceiling, action = arguments["min_scale"], arguments["max_scale"], arguments["on_verdict"]
+    floor, ceiling, action = (
+        arguments["min_scale"],
+        arguments["max_scale"],
+        arguments["on_diagnosis"],
+    )
     if init_scale < _SMALLEST_SCALE:
         raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
     low, high = min(DEFAULT_LIMITS.min_scale, init_scale), LARGEST_SCALE
@@ -150,8 +154,8 @@ def checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
             f"init_scale must be between min_scale and max_scale, {low:g} and {high:g}; got "
             f"{init_scale:g}. Change one of the three."
         )
-    if action not in get_args(OnVerdict):
-        raise ScalerError(f"on_verdict must be 'raise', 'warn' or 'ignore'; got {shown(action)}.")
+    if action not in get_args(OnDiagnosis):
+        raise ScalerError(f"on_diagnosis must be 'raise', 'warn' or 'ignore'; got {shown(action)}.")
 
     def count(name: str, least: int) -> int | None:
         return None if arguments[name] is None else require_count(name, arguments[name], least)

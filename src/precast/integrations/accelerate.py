@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
+import precast
 from precast.attachment.attachment import attach
-from precast.diagnostics.numerics.monitoring import monitor
 from precast.errors import ScalerError
 from precast.grad_scaler.scaler import GradScaler
 from precast.integrations.torch_amp.installation import install
@@ -85,7 +85,9 @@ class AcceleratorSession:
                 parts.enter_context(attach(model, rules, hold=False)) for model in models
             ]
             monitored = models if every is not None else ()
-            self.monitors = [parts.enter_context(monitor(model, every or 1)) for model in monitored]
+            self.monitors = [
+                parts.enter_context(precast.monitor(model, every or 1)) for model in monitored
+            ]
             if scaler is not None:
                 parts.enter_context(_as(theirs, scaler))
             self._parts = parts.pop_all()

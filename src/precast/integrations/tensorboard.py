@@ -50,7 +50,7 @@ class TensorBoard:
         if isinstance(event, StepEvent):
             self._write_step(event)
         elif isinstance(event, ScalerDiagnosis):
-            self._writer.add_text(f"{self._prefix}/verdict", event.message, event.step)
+            self._writer.add_text(f"{self._prefix}/diagnosis", event.message, event.step)
         elif isinstance(event, HealthEvent):
             for tensor in event.tensors:
                 self._write_tensor(tensor, event.step)

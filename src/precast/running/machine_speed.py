@@ -11,15 +11,15 @@ from __future__ import annotations
 import torch
 
 from precast.diagnostics.hardware.machine import matmul_speed
-from precast.diagnostics.report.tree import ran_in
-from precast.diagnostics.schema import Document
+from precast.report.schema import RunDocument
+from precast.report.tree import ran_in
 
 __all__ = ["speeds_of"]
 
 _DTYPES = ("bfloat16", "float16")
 
 
-def speeds_of(document: Document) -> dict[str, float]:
+def speeds_of(document: RunDocument) -> dict[str, float]:
     """Return how many times as fast as float32 the CPU multiplies, in 16-bit dtypes; empty if the run used none there.
 
     If the run used one dtype, the other is measured, too: it may be the faster one.

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast.diagnostics.numerics.tally import NARROW, countable
-from precast.diagnostics.schema import NonfiniteState, Run
 from precast.policy.module_names import name_of_each, named_parameters
+from precast.report.schema import NonfiniteState, RunInfo
 
 __all__ = ["NonfiniteOutputs", "NonfiniteStates"]
 
@@ -190,7 +190,7 @@ class NonfiniteOutputs:
                 first = torch.where(bad & (count == 0), number, first)
                 self._counts[key] = count + bad, first
 
-    def describe(self, run: Run) -> None:
+    def describe(self, run: RunInfo) -> None:
         """Write the counts into the record of the run; waits for the device."""
         counts = [
             (int(first), int(count), kind) for (kind, _), (count, first) in self._counts.items()

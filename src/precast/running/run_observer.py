@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -20,27 +21,26 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import size
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
-from precast.diagnostics import schema
+from precast._internal.records import from_json
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
-from precast.diagnostics.records import from_json
-from precast.diagnostics.report.numbers import numeric_findings
-from precast.diagnostics.report.remedies import all_findings
-from precast.diagnostics.schema import Document, Health, ModuleRules, PolicyName
-from precast.diagnostics.step_tracker import StepTracker
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
+from precast.report.numbers import numeric_findings
+from precast.report.remedies import all_findings
+from precast.report.schema import Health, ModuleRuleEffects, PolicyName, RunDocument
 from precast.running.dtype_error import record_regions
 from precast.running.machine_speed import speeds_of
 from precast.running.nonfinite import NonfiniteOutputs, NonfiniteStates
 from precast.running.scaler_observer import ScalerObserver
 from precast.running.step_order import StepOrder
+from precast.running.step_tracker import StepTracker
 from precast.running.trace_window import TraceWindow
 
 __all__ = ["RunObserver"]
 
-_MOST_VERDICTS = 16
+_MOST_DIAGNOSES = 16
 
 
 class RunObserver:
@@ -70,10 +70,10 @@ class RunObserver:
         self.outputs = NonfiniteOutputs()
         self.steps = StepTracker(self._step, self._called, self.outputs.add)
         self._states = NonfiniteStates()
-        self._scalers = ScalerObserver(_tell, self.judged)
+        self._scalers = ScalerObserver(_tell, self.on_diagnosis)
         self._order = StepOrder(lambda: self.steps.number)
-        self._verdicts: list[schema.ScalerDiagnosis] = []
-        self._judged_at = -2
+        self._diagnoses: list[ScalerDiagnosis] = []
+        self._diagnosed_at = -2
         self._health = health
         self._monitor: Monitor | None = None
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -101,7 +101,7 @@ class RunObserver:
         """End the observation. The policy stays in force for the program's exit functions."""
         self._ends.close()
 
-    def describe(self, document: Document) -> None:
+    def describe(self, document: RunDocument) -> None:
         """Write the observations into the document of this process."""
         run, history, policy = document.run, self.steps.history, self.policy
         run.devices = ["cpu", *(["cuda"] if torch.cuda.is_initialized() else [])]
@@ -116,8 +116,8 @@ class RunObserver:
         self.outputs.describe(run)
         if policy.modules:
             rules = self._installed.rules
-            run.module_rules = ModuleRules(rules.models, list(rules.problems))
-        document.steps, document.verdicts = history.kept(), self._verdicts
+            run.module_rules = ModuleRuleEffects(rules.models, list(rules.problems))
+        document.steps, document.diagnoses = history.steps(), self._diagnoses
         document.counts, document.trace = self.window.counts(), self.window.data()
         if document.trace is not None:
             document.trace.notes.extend(self._notes())
@@ -159,19 +159,17 @@ class RunObserver:
     def first_of_step(self, optimizer: Optimizer) -> None:
         """Do nothing: a monitor is a witness itself."""
 
-    def stepped(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
+    def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
         """Record a scaler's step, skipped or not."""
         self.steps.failures.call_unseen("step of a scaler", self.steps.scaled, event)
 
-    def judged(self, verdict: ScalerDiagnosis) -> None:
+    def on_diagnosis(self, diagnosis: ScalerDiagnosis) -> None:
         """Record a diagnosis. Of several steps in a row only the first is recorded."""
-        step = verdict.step
-        if step > self._judged_at + 1 and len(self._verdicts) < _MOST_VERDICTS:
-            names = list(verdict.names)
-            self._verdicts.append(
-                schema.ScalerDiagnosis(step, verdict.reason, verdict.scale, names)
-            )
-        self._judged_at = step
+        step = diagnosis.step
+        if step > self._diagnosed_at + 1 and len(self._diagnoses) < _MOST_DIAGNOSES:
+            # The steps of the document have the origin, and the scaler prints the message.
+            self._diagnoses.append(replace(diagnosis, message="", first=None))
+        self._diagnosed_at = step
 
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()
@@ -198,7 +196,7 @@ class RunObserver:
 
 def _tell(optimizer: Optimizer, event: StepEvent) -> None:
     for witness in tuple(witnesses):
-        witness.stepped(optimizer, event)
+        witness.on_step(optimizer, event)
 
 
 def _size(module: nn.Module) -> int:

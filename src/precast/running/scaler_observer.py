@@ -83,12 +83,12 @@ class ScalerObserver:
         # Before the call, as the scale is still a Python number in the first one.
         self.failures.call_unseen("scale", self._add_losses, scaler, outputs)
         for listener in scaler_listeners:
-            listener.scaled(scaler)
+            listener.on_scale(scaler)
         return run()
 
     def _unscale(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
         for listener in scaler_listeners:
-            listener.unscales(scaler, optimizer)
+            listener.on_unscale(scaler, optimizer)
         return run()
 
     def _add_losses(self, scaler: Any, outputs: Any) -> None:
@@ -100,7 +100,7 @@ class ScalerObserver:
 
     def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
         for listener in scaler_listeners:
-            listener.unscales(scaler, optimizer)
+            listener.on_unscale(scaler, optimizer)
         start = time.perf_counter()
         result = run()
         seconds = time.perf_counter() - start
@@ -138,7 +138,7 @@ class ScalerObserver:
     def _update(self, scaler: Any, run: Callable[[], Any], *_: Any) -> Any:
         self.failures.call_unseen("update", self._end_steps, scaler)
         for listener in scaler_listeners:
-            listener.updated(scaler)
+            listener.on_update(scaler)
         result = run()
         self.failures.call_unseen("update", self._begin_iteration, scaler)
         return result

@@ -23,7 +23,7 @@ from precast.running.target import Target
 from precast.running.terminal_summary import said, summary
 
 if TYPE_CHECKING:
-    from precast.diagnostics.schema import Document
+    from precast.report.schema import RunDocument
     from precast.running.run_observer import RunObserver
 
 __all__ = ["Session"]
@@ -100,7 +100,7 @@ class Session:
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 
-    def _check_source(self, document: Document) -> None:
+    def _check_source(self, document: RunDocument) -> None:
         """Add the findings of precast-lint on the program's files, unless the process has to end at once."""
         if self._observer is None or self._watcher.is_dying:
             return
@@ -119,8 +119,8 @@ class Session:
             if advice:
                 yield advice
 
-    def _document(self, status: ExitStatus) -> Document:
-        from precast.diagnostics.report import blank
+    def _document(self, status: ExitStatus) -> RunDocument:
+        from precast.report import blank
 
         document = blank(self.target.command, self.policy)
         run, rank = document.run, self.files.rank
@@ -144,7 +144,7 @@ def _slower_engine() -> list[str]:
     return [f"regions ran on the slower reference engine, as {engine.reason}{remedy}"]
 
 
-def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:
+def _write(document: RunDocument, files: OutputFiles, folder: Path) -> list[str]:
     """Write the files, or the same in a temporary folder. Return sentences with their paths."""
     try:
         return _write_to(document, files, folder)
@@ -156,7 +156,7 @@ def _write(document: Document, files: OutputFiles, folder: Path) -> list[str]:
         return [problem, f"no temporary folder could be used either: {error}"]
 
 
-def _write_to(document: Document, files: OutputFiles, folder: Path) -> list[str]:
+def _write_to(document: RunDocument, files: OutputFiles, folder: Path) -> list[str]:
     saved = _save(document, files.own_json, files.own_report)
     if files.rank.of > 1:
         saved += _merge(files)
@@ -166,7 +166,7 @@ def _write_to(document: Document, files: OutputFiles, folder: Path) -> list[str]
 
 def _merge(files: OutputFiles) -> list[Path]:
     """Merge the documents of all ranks that have ended. Repeat if another rank wrote one during the merge."""
-    from precast.diagnostics import report
+    from precast import report
 
     merged: list[Path] = []
     saved: list[Path] = []
@@ -179,7 +179,7 @@ def _merge(files: OutputFiles) -> list[Path]:
 
 def _save(document: Any, json: Path | None, page: Path | None) -> list[Path]:
     """Write the data and the page to the paths that are not None. Return these paths."""
-    from precast.diagnostics import report
+    from precast import report
 
     if json is not None:
         report.save(document, json)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from precast.diagnostics.schema import Cost, Finding, Where
+from precast.report.schema import Finding, FindingCost, FindingLocation
 
 __all__ = ["SourceCheck"]
 
@@ -96,10 +96,10 @@ class SourceCheck:
         return Finding(
             kind=code,
             title=f"{plain['message']} (`{place}`)",
-            cost=Cost(),
+            cost=FindingCost(),
             suggestion=f"{advice}`precast rule {code}` explains the finding.",
             policy=None,
-            where=Where(source=place),
+            where=FindingLocation(source=place),
             severity=plain["severity"],
         )
 

@@ -22,9 +22,9 @@ from precast._internal import cures
 from precast._internal.events import scaler_listeners
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast.diagnostics.failures import Failures
-from precast.diagnostics.report.words import plural
-from precast.diagnostics.schema import Cost, Finding, Where
 from precast.diagnostics.tracing.call_sites import frame_above, program_line
+from precast.report.schema import Finding, FindingCost, FindingLocation
+from precast.report.words import plural
 
 __all__ = ["BACKWARD_IN_REGION", "SCALED_CLIPPING", "StepOrder"]
 
@@ -132,14 +132,14 @@ class StepOrder:
 
     @_guarded
     @synchronized
-    def scaled(self, scaler: Any) -> None:
-        """A loss was multiplied by the scale."""
+    def on_scale(self, scaler: Any) -> None:
+        """Record that a loss was multiplied by the scale."""
         self._of(scaler).is_scaled = True
 
     @_guarded
     @synchronized
-    def unscales(self, scaler: Any, optimizer: Optimizer) -> None:
-        """The gradients of an optimizer are about to be divided by the scale, or to be used by its step."""
+    def on_unscale(self, scaler: Any, optimizer: Optimizer) -> None:
+        """Check the clipping of gradients that are about to be divided by the scale, or used by a step."""
         iteration = self._of(scaler)
         clipped, iteration.clipped = iteration.clipped, []
         is_unscaled = id(optimizer) in iteration.unscaled
@@ -155,8 +155,8 @@ class StepOrder:
 
     @_guarded
     @synchronized
-    def updated(self, scaler: Any) -> None:
-        """An iteration of the scaler has ended."""
+    def on_update(self, scaler: Any) -> None:
+        """Discard the iteration that has ended."""
         self._iterations.pop(scaler, None)
 
     # --- calls of the program ---
@@ -233,12 +233,12 @@ def _clipping_finding(place: str, line: _Line) -> Finding:
             f"`{line.function}` clipped gradients that were still multiplied by the loss scale ({line.scale:g}), in "
             f"{plural(line.steps, 'step')}, at `{place.partition(' in ')[0]}`"
         ),
-        cost=Cost(),
+        cost=FindingCost(),
         suggestion=cures.UNSCALE_BEFORE_CLIPPING(
             limit=f"{line.limit:g}", acts_as=f"{line.limit / line.scale:.2g}"
         ),
         policy=None,
-        where=Where(source=place),
+        where=FindingLocation(source=place),
         severity="error",
     )
 
@@ -250,9 +250,9 @@ def _backward_finding(place: str, line: _Line) -> Finding:
             f"Backward ran inside an autocast region, in {plural(line.steps, 'step')}, at "
             f"`{place.partition(' in ')[0]}`"
         ),
-        cost=Cost(),
+        cost=FindingCost(),
         suggestion=cures.BACKWARD_OUTSIDE(),
         policy=None,
-        where=Where(source=place),
+        where=FindingLocation(source=place),
         severity="warning",
     )

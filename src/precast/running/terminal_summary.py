@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from precast.diagnostics.report.evidence import lost
-from precast.diagnostics.report.run_summary import (
+from precast.report.evidence import lost
+from precast.report.run_summary import (
     beyond_scale,
     code_mistakes,
     lint_warnings,
@@ -17,10 +17,10 @@ from precast.diagnostics.report.run_summary import (
     summary_of,
     untraced,
 )
-from precast.diagnostics.report.words import count, duration, plural
+from precast.report.words import count, duration, plural
 
 if TYPE_CHECKING:
-    from precast.diagnostics.schema import Document
+    from precast.report.schema import RunDocument
 
 __all__ = ["said", "summary"]
 
@@ -35,7 +35,7 @@ _NARROWEST, _WIDEST, _DEFAULT = 40, 200, 80
 _LINES_OF_A_POLICY: Final = 6  # a longer policy file is shown in the report alone
 
 
-def summary(document: Document, where: list[str]) -> str:
+def summary(document: RunDocument, where: list[str]) -> str:
     """Return the summary of a run.
 
     Args:
@@ -71,7 +71,7 @@ def _width() -> int:
     return min(max(width or _DEFAULT, _NARROWEST), _WIDEST)
 
 
-def _run(document: Document) -> Iterator[str]:
+def _run(document: RunDocument) -> Iterator[str]:
     run = document.run
     steps, after = plural(run.steps, "step"), duration(run.seconds)
     who = "" if run.rank is None else f"rank {run.rank} "
@@ -82,7 +82,7 @@ def _run(document: Document) -> Iterator[str]:
         yield _plain(untraced(document))
 
 
-def _skips(document: Document) -> Iterator[str]:
+def _skips(document: RunDocument) -> Iterator[str]:
     first = next((step for step in document.steps if step.skipped), None)
     if first is None:
         return
@@ -94,7 +94,7 @@ def _skips(document: Document) -> Iterator[str]:
     yield from beyond_scale(document)
 
 
-def _verdict(document: Document) -> Iterator[str]:
+def _verdict(document: RunDocument) -> Iterator[str]:
     """Yield the sentences of the report's first screen, without the end of the run."""
     headline = ""
     if document.run.steps:
@@ -107,7 +107,7 @@ def _verdict(document: Document) -> Iterator[str]:
     yield from map(_plain, lint_warnings(document))
 
 
-def _first_step(document: Document) -> str:
+def _first_step(document: RunDocument) -> str:
     """Return the text on what to do first, with the policy file for it if that is short."""
     first = None if document.run.steps == 0 else summary_of(document).first
     if first is None:

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from precast.diagnostics.schema import Count, TraceData
 from precast.diagnostics.tracing.tracer import Trace, trace
+from precast.report.schema import RuleCount, TraceData
 
 __all__ = ["TraceWindow"]
 
@@ -75,7 +75,7 @@ class TraceWindow:
         """The first step of the full trace, and the step after its last one."""
         return None if self._full is None else [self._begin, self._last + 1]
 
-    def counts(self) -> list[Count]:
+    def counts(self) -> list[RuleCount]:
         """Return the calls and casts of each operation with a rule, in all steps."""
         return self._counter.data.counts
 

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 import torch
 
 from precast._internal.display import dtype_name
+from precast._internal.records import as_json
 from precast._internal.version import __version__
-from precast.diagnostics.records import as_json
-from precast.diagnostics.report.tree import Node
 from precast.policy.measured import Value, here
+from precast.report.tree import TreeNode
 from precast.tuning.costs import CallCost, ProgramCosts
 from precast.tuning.float8_products import Float8Choice
 from precast.tuning.proof import Proof
@@ -152,7 +152,7 @@ class TuningEvidence:
     searches: list[DtypeEvidence] = field(default_factory=list)
     eight_bits: list[Float8Evidence] = field(default_factory=list)
     proofs: list[Proof] = field(default_factory=list)
-    traced: list[Node] = field(default_factory=list)
+    traced: list[TreeNode] = field(default_factory=list)
 
     @property
     def outcome(self) -> Literal["proven", "undecided", "interrupted"]:

@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from precast._internal.pytree import map_tensors, tensors_in
 from precast._torch import ObservingMode
 from precast.attachment.attachment import Attachment
-from precast.diagnostics.report.tree import Node, tree
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError, PrecastWarning, TuningError
 from precast.policy.policy import Policy
+from precast.report.tree import TreeNode, tree
 from precast.shipping.converted import convert
 from precast.tuning.recording import record
 from precast.tuning.sensitivity import GroupErrors
@@ -320,7 +320,7 @@ class InferenceTask:
         finally:
             run.detach()
 
-    def traced(self, setup: Setup) -> list[Node]:
+    def traced(self, setup: Setup) -> list[TreeNode]:
         """Return the modules of a run of the first batch, with their dtypes, times and casts."""
         model = copy_model(self.workload.model).requires_grad_(False)
         attachment = attached(model, setup, hold=True)

@@ -17,6 +17,7 @@ from torch import nn
 from precast import _torch
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import frame_above
+from precast.diagnostics.tracing.mode import OperationListener
 from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, kind_of
 from precast.policy.module_names import modules_by_name, name_of_each
@@ -91,7 +92,7 @@ class ModuleStack:
         return running[0], is_shared or running[1:] != self._around[running[0]]
 
 
-class SiteListener:
+class SiteListener(OperationListener):
     """Calls `before` and `after` around each operation that kernels and a dispatch mode report.
 
     All policies that the process has used decide which operations have kernels at the autocast keys. So that the same

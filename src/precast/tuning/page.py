@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from precast._internal.display import milliseconds
-from precast.diagnostics.report.page import asset, needed, script_json
+from precast.report.page import asset, needed, script_json
 from precast.tuning.evidence import TuningEvidence, as_values
 from precast.tuning.proof import Proof, SetupComparison, SetupFigures
 from precast.tuning.words import words_for

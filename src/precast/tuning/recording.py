@@ -18,7 +18,7 @@ from torch import nn
 from precast._internal.display import dtype_name
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.tracing.tracer import listening
+from precast.diagnostics.tracing.listening import listen
 from precast.policy.policy import Policy
 from precast.tuning.calls import first_floating
 from precast.tuning.listener import ModuleStack, ObservedCall, SiteListener
@@ -81,7 +81,7 @@ def _ruled_operations(base: Policy, device: str) -> frozenset[str]:
 
 def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
     """Run the forward pass inside of the open region, and the backward pass outside of it."""
-    with torch.random.fork_rng(), listening(listener):
+    with torch.random.fork_rng(), listen(listener):
         tensor = first_floating(step(model))
         if tensor is not None and tensor.requires_grad:
             with torch.autocast(listener.device, enabled=False):

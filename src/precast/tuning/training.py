@@ -19,12 +19,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from precast.diagnostics.report.tree import Node, tree
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import BrokenModelError, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
+from precast.report.tree import TreeNode, tree
 from precast.tuning.recording import record
 from precast.tuning.sensitivity import GroupErrors
 from precast.tuning.setups import (
@@ -270,7 +270,7 @@ class TrainingTask:
             training.close()
         return sum(storage.nbytes() for storage in kept.values())
 
-    def traced(self, setup: Setup) -> list[Node]:
+    def traced(self, setup: Setup) -> list[TreeNode]:
         """Return the modules of the second step of a training, with their dtypes, times and casts."""
         training = Training(self.workload, setup, 0)
         try:

@@ -17,7 +17,8 @@ from torch import nn
 import precast
 from precast import Policy
 from precast.cli.main import main
-from precast.diagnostics.explain.model import explain_model, load_model
+from precast.cli.python_objects import load_model
+from precast.diagnostics.explain.model import explain_model
 from precast.diagnostics.explain.operation import explain_operation
 from precast.errors import PrecastError
 from precast.policy.rows import Rule
@@ -205,7 +206,7 @@ WRONG = {
     "no such name": ("zoo_of_models:Decodr", 2, "there is no 'Decodr' in zoo_of_models"),
     "not callable": ("zoo_of_models:three", 2, "zoo_of_models:three is of type int"),
     "a factory that raises": ("zoo_of_models:fails", 1, "failed: RuntimeError: no weights here"),
-    "not a model": ("zoo_of_models:text", 1, "made a str, which is no torch.nn.Module"),
+    "not a model": ("zoo_of_models:text", 1, "expected a torch.nn.Module, got str"),
     "a module that needs another": ("broken_module:x", 1, "No module named 'no_such_package_of_"),
     "a module that raises": ("wrong_module:x", 1, "importing wrong_module failed: ZeroDivision"),
 }
@@ -381,7 +382,7 @@ def test_what_cannot_be_explained_is_one_message(
 
 
 def test_a_model_that_is_none_is_refused_in_python_too() -> None:
-    with pytest.raises(PrecastError, match=r"no torch\.nn\.Module"):
+    with pytest.raises(PrecastError, match=r"expected a torch\.nn\.Module, got str"):
         load_model("zoo_of_models:text")
 
 

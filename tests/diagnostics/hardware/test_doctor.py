@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from precast.diagnostics.hardware import doctor
-from precast.diagnostics.hardware.doctor import Device, Diagnosis, recommend
-from precast.diagnostics.hardware.engine_report import Cost, EngineReport
+from precast.diagnostics.hardware.doctor import DeviceInfo, MachineDiagnosis, recommend
+from precast.diagnostics.hardware.engine_report import EngineCost, EngineReport
 from precast.diagnostics.hardware.float8 import Float8Report, Float8Speed
 from precast.diagnostics.hardware.machine import DTYPES, dtypes_of, interleaved_seconds, measure
 from tests.support.dtype_reports import OPERATIONS, report
@@ -114,11 +114,11 @@ def test_only_float16_needs_a_scaler_and_only_what_is_faster_is_recommended(
 
 
 @pytest.fixture(scope="module")
-def here() -> Diagnosis:
+def here() -> MachineDiagnosis:
     return doctor.diagnose()
 
 
-def test_every_dtype_of_every_device_is_measured(here: Diagnosis) -> None:
+def test_every_dtype_of_every_device_is_measured(here: MachineDiagnosis) -> None:
     on_cpu = [each for each in here.reports if each.device == "cpu"]
     assert [each.dtype for each in on_cpu] == [dtype for dtype in DTYPES if dtype != "tf32"]
     for each in here.reports:
@@ -129,14 +129,14 @@ def test_every_dtype_of_every_device_is_measured(here: Diagnosis) -> None:
     assert here.torch == torch.__version__
 
 
-def test_float32_is_its_own_measure(here: Diagnosis) -> None:
+def test_float32_is_its_own_measure(here: MachineDiagnosis) -> None:
     float32 = here.reports[0]
     assert float32.dtype == "float32"
     assert float32.verdict == "native"
     assert list(float32.ratios.values()) == [1.0, 1.0, 1.0]
 
 
-def test_what_pytorch_cannot_do_is_reported_in_its_own_words(here: Diagnosis) -> None:
+def test_what_pytorch_cannot_do_is_reported_in_its_own_words(here: MachineDiagnosis) -> None:
     images = torch.zeros(1, 16, 8, 8).to(torch.float8_e5m2)
     with pytest.raises((RuntimeError, NotImplementedError)) as refused:
         torch.conv2d(images, torch.zeros(16, 16, 3, 3).to(torch.float8_e5m2))
@@ -146,7 +146,7 @@ def test_what_pytorch_cannot_do_is_reported_in_its_own_words(here: Diagnosis) ->
     assert convolution.ratio is None
 
 
-def test_an_emulated_dtype_costs_no_more_time_to_measure(here: Diagnosis) -> None:
+def test_an_emulated_dtype_costs_no_more_time_to_measure(here: MachineDiagnosis) -> None:
     for each in here.reports:
         for speed in each.speeds:
             assert speed.seconds is None or speed.seconds < 2
@@ -173,7 +173,7 @@ def test_tf32_exists_on_cuda_alone() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_measured_too(here: Diagnosis) -> None:
+def test_a_gpu_is_measured_too(here: MachineDiagnosis) -> None:
     on_gpu = {each.dtype: each for each in here.reports if each.device == "cuda:0"}
     assert set(on_gpu) == set(dtypes_of(torch.device("cuda:0")))
     assert here.recommendation.device == "cuda"
@@ -230,19 +230,21 @@ precast runs""",
 )
 
 
-def example() -> Diagnosis:
+def example() -> MachineDiagnosis:
     reports = (
         report("float32", 1.0, 1.0, 1.0, units=["avx2"]),
         report("bfloat16", 7.0, 6.5, 4.9, units=["avx512_bf16", "amx_bf16"]),
         report("float16", 1.0, 0.6, 0.011, units=["avx512_fp16"]),
         report("float8_e4m3fn", 0.39, None, None),
     )
-    devices = (Device("cpu", "a processor, 2 threads"),)
+    devices = (DeviceInfo("cpu", "a processor, 2 threads"),)
     reason = "there is no compiled library for PyTorch 2.99 on this machine"
-    engine = EngineReport("reference", reason, "precast build", Cost(12.3e-6, 7.6e-6))
+    engine = EngineReport("reference", reason, "precast build", EngineCost(12.3e-6, 7.6e-6))
     speeds = Float8Speed("float8", 5e-3, 2e-3), Float8Speed("float8_rowwise", 8e-3, 2e-3)
     in_8_bits = Float8Report("cpu", "emulated", "cpu has no kernel for 8 bits", 256, speeds)
-    return Diagnosis("2.99", "3.99", devices, reports, recommend(reports), engine, (in_8_bits,))
+    return MachineDiagnosis(
+        "2.99", "3.99", devices, reports, recommend(reports), engine, (in_8_bits,)
+    )
 
 
 def test_all_of_it_is_readable_in_80_columns() -> None:
@@ -253,7 +255,7 @@ def test_all_of_it_is_readable_in_80_columns() -> None:
     assert "\n".join(line.rstrip() for line in lines) + "\n" == GOLDEN
 
 
-def test_json_has_all_of_it(here: Diagnosis) -> None:
+def test_json_has_all_of_it(here: MachineDiagnosis) -> None:
     value = json.loads(json.dumps(here.as_dict(), allow_nan=False))
     keys = ["torch", "python", "devices", "dtypes", "recommendation", "engine", "float8"]
     assert list(value) == keys

@@ -253,7 +253,7 @@ def test_the_latest_counted_step_decides() -> None:
     assert counted([0.9, 0.9, 0.9, 0.1]) == []
     [title] = counted([0.0, 0.0, 0.0, 0.9])
     assert "90% of the updates" in title
-    assert "the latest that was counted" in title
+    assert "the latest counted step" in title
     [title] = counted([0.0, 0.8, 0.9, None])
     assert "and more than 50% in all counted steps from" in title
 

@@ -305,7 +305,7 @@ def test_steps_that_differ_are_all_known() -> None:
 def test_losses_with_scales_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Overflows(False), nn.Linear(8, 4))
     optimizer = sgd(model)
-    scalers = precast.LossScalers("cpu", ["a", "b"], init_scale=8.0, on_verdict="ignore")
+    scalers = precast.LossScalers("cpu", ["a", "b"], init_scale=8.0, on_diagnosis="ignore")
     with precast.monitor(model) as monitor:
         for step in range(4):
             model[1].factor = math.inf if step == 2 else 1.0
@@ -397,8 +397,8 @@ def test_the_first_that_overflows_is_named_with_its_step(
     layers[place] = planted
     model = nn.Sequential(*layers)
     scaler: Any = {
-        "precast": lambda: precast.GradScaler("cpu", init_scale=8.0, on_verdict="ignore"),
-        "fused": lambda: precast.GradScaler("cpu", init_scale=8.0, on_verdict="ignore"),
+        "precast": lambda: precast.GradScaler("cpu", init_scale=8.0, on_diagnosis="ignore"),
+        "fused": lambda: precast.GradScaler("cpu", init_scale=8.0, on_diagnosis="ignore"),
         "torch": lambda: torch.amp.GradScaler("cpu", init_scale=8.0),
         "none": lambda: None,
     }[scaled]()
@@ -415,7 +415,7 @@ def test_the_first_that_overflows_is_named_with_its_step(
     expected = str(place) if kind == "output" else str(place - 1)
     assert (first.step, first.kind, first.name) == (5, kind, expected)
     assert first.inputs
-    assert all(math.isfinite(one["maximum"]) for one in first.inputs)
+    assert all(math.isfinite(one.maximum) for one in first.inputs)
     assert expected in first.message
     assert "step 5" in first.message
     bad = [entry for entry in monitor.ring if entry["first"]]
@@ -436,7 +436,7 @@ def test_the_range_of_its_input_is_told() -> None:
     assert first is not None
     assert (first.name, first.what) == ("1", "inf")
     [given] = first.inputs
-    assert (given["dtype"], given["minimum"], given["maximum"]) == ("float16", -7.0, 60000.0)
+    assert (given.dtype, given.minimum, given.maximum) == ("float16", -7.0, 60000.0)
     assert "60000" in first.message or "6e+04" in first.message
     assert "65504" in first.message
 
@@ -459,7 +459,7 @@ def test_the_scaler_says_it() -> None:
     assert event is not None
     assert event.first is not None
     assert event.first.name == "1"
-    verdict: Any = error.value.verdict
+    verdict: Any = error.value.diagnosis
     assert verdict.first == event.first
 
 
@@ -468,7 +468,7 @@ def test_a_parameters_gradient_that_overflows_alone() -> None:
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.5)  # outputs of 600 and 1200, and 300 000 in the gradients
     optimizer = sgd(model)
-    scaler = precast.GradScaler("cpu", init_scale=1.0, on_verdict="ignore", min_scale=0.5)
+    scaler = precast.GradScaler("cpu", init_scale=1.0, on_diagnosis="ignore", min_scale=0.5)
     with precast.monitor(model), precast.autocast("cpu", dtype=torch.float16):
         out = model(torch.full((600, 4), 300.0))
         scaler.scale((out.float() * 0.9).sum()).backward()
@@ -498,7 +498,7 @@ def test_a_mask_that_is_infinite_in_good_steps_is_no_offender() -> None:
 
     model = Masked()
     optimizer = sgd(model)
-    scaler = precast.GradScaler("cpu", on_verdict="ignore", init_scale=1.0)
+    scaler = precast.GradScaler("cpu", on_diagnosis="ignore", init_scale=1.0)
     with precast.monitor(model) as monitor:
         take(model, optimizer, scaler=scaler)
         assert monitor.first is None
@@ -647,7 +647,7 @@ def test_a_model_that_goes_takes_its_monitor_along() -> None:
     del model
     gc.collect()
     assert gone() is None
-    assert monitor not in witnesses
+    assert not witnesses
     assert monitor.as_dict()["modules"]
 
 
@@ -778,9 +778,9 @@ def test_counted_steps_are_told_to_observers() -> None:
     ("arguments", "message"),
     [
         ((3,), "got int"),
-        ((nn.ReLU(), 0), "every=0"),
-        ((nn.ReLU(), True), "every=True"),
-        ((nn.ReLU(), 2.5), "every=2.5"),
+        ((nn.ReLU(), 0), "every=.* got 0"),
+        ((nn.ReLU(), True), "every=.* got True"),
+        ((nn.ReLU(), 2.5), "every=.* got 2.5"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
@@ -789,7 +789,7 @@ def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
 
 
 def test_other_bad_arguments_are_refused() -> None:
-    with pytest.raises(MonitorError, match="keep=1"):
+    with pytest.raises(MonitorError, match=r"keep=.* got 1"):
         precast.monitor(nn.ReLU(), keep=1)
     with pytest.raises(MonitorError, match="scaler="):
         precast.monitor(nn.ReLU(), scaler=F)

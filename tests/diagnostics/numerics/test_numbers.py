@@ -15,15 +15,15 @@ from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.bins import EDGES, Magnitudes, exponents, what_if
 from precast.diagnostics.numerics.formats import FORMATS, WHAT_IF
 from precast.diagnostics.numerics.samples import figures
-from precast.diagnostics.numerics.tally import Counts, Tally, countable
+from precast.diagnostics.numerics.tally import TensorCounts, TensorTally, countable
 
 Tensor = torch.Tensor
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
 
 
-def counted(*tensors: Tensor) -> Counts:
-    tally = Tally()
+def counted(*tensors: Tensor) -> TensorCounts:
+    tally = TensorTally()
     for tensor in tensors:
         memory = countable(tensor)
         assert memory is not None
@@ -192,7 +192,7 @@ def test_keys_are_counted_alike_without_waiting(size: int) -> None:
 def test_a_gpu_counts_the_same_without_waiting(dtype: torch.dtype) -> None:
     tensor = tensor_of([*SPECIAL, *torch.randn(5000).tolist()], dtype, "plain")
     there = tensor.cuda()
-    tally = Tally()
+    tally = TensorTally()
     torch.cuda.set_sync_debug_mode("error")
     try:
         memory = countable(there)

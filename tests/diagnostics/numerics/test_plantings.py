@@ -369,7 +369,7 @@ def _first(planting: Planting, step: int, number: float, every: int | None, scal
     fault = Fault(number)
     model = planting.build(fault)
     optimizer = sgd(model)
-    scaler = precast.GradScaler("cpu", init_scale=4.0, on_verdict="ignore", enabled=scaled)
+    scaler = precast.GradScaler("cpu", init_scale=4.0, on_diagnosis="ignore", enabled=scaled)
     with precast.monitor(model, every=every) as monitor:
         for k in range(step + 1):
             fault.is_on = k == step
@@ -414,7 +414,7 @@ def test_what_was_planted_is_named(name: str) -> None:
 
 def test_a_parameter_under_a_child_called_module_keeps_its_name() -> None:
     model = Holder(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
-    optimizer, scaler = sgd(model), precast.GradScaler("cpu", on_verdict="ignore")
+    optimizer, scaler = sgd(model), precast.GradScaler("cpu", on_diagnosis="ignore")
     with precast.monitor(model) as monitor:
         loss = scaler.scale(model(torch.ones(2, WIDTH)).sum())
         loss.backward()
@@ -462,7 +462,7 @@ def test_a_moment_has_one_number() -> None:
         fault.is_on = True
         with pytest.raises(precast.BrokenModelError) as error:
             step(100)
-        event, verdict, first = seen[-2], error.value.verdict, monitor.first
+        event, verdict, first = seen[-2], error.value.diagnosis, monitor.first
     assert verdict is not None
     assert first is not None
     number = verdict.step

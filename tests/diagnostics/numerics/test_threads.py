@@ -155,7 +155,7 @@ def test_a_process_that_is_forked_off_waits_for_no_thread_of_its_parent() -> Non
     has_turn, may_go = threading.Event(), threading.Event()
 
     def holds() -> None:
-        with monitor.mutex.lock:
+        with monitor._watcher.mutex.lock:
             has_turn.set()
             may_go.wait(60)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import precast
 from precast._internal import cures
-from precast.diagnostics.schema import Finding
 from precast.diagnostics.tracing import facts, trials
 from precast.diagnostics.tracing.tracer import Trace
 from precast.policy.policy import Policy
+from precast.report.schema import Finding
 
 
 def of_kind(trace: Trace, kind: str) -> list[Finding]:
@@ -28,7 +28,9 @@ def of_kind(trace: Trace, kind: str) -> list[Finding]:
 @pytest.fixture
 def faster_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial finds that 16 bits are faster, whatever this machine does."""
-    monkeypatch.setattr(facts, "saving", lambda *_, **__: trials.Saving(1e-3, 2e-3, 3e-3))
+    monkeypatch.setattr(
+        facts, "measure_saving", lambda *_, **__: trials.TrialSaving(1e-3, 2e-3, 3e-3)
+    )
 
 
 def pasted(file: str | None, folder: Path) -> Policy:
@@ -61,7 +63,7 @@ def test_positions_that_a_rule_makes_equal_are_found(positions: Any, left: int |
     assert len(found) == (left is not None)
     for finding in found:
         assert int(angles[0].unique().numel()) == left
-        assert f"of 128 different values {left} are left in bfloat16" in finding.title
+        assert f"128 different values become {left} in bfloat16" in finding.title
         assert finding.suggestion == cures.WHOLE_NUMBERS(op="matmul")
     with precast.trace() as mended, precast.autocast("cpu"), precast.disable():
         torch.ones(4, 1).float() @ positions()[None]
@@ -291,11 +293,11 @@ def test_a_layer_outside_of_the_region_is_found(faster_in_16_bits: None) -> None
     assert not run(around=True)
 
 
-@pytest.mark.parametrize("saved", [None, trials.Saving(1e-3, 2e-3, 3e-3)])
+@pytest.mark.parametrize("saved", [None, trials.TrialSaving(1e-3, 2e-3, 3e-3)])
 def test_advice_is_given_where_a_trial_was_faster(
-    saved: trials.Saving | None, monkeypatch: pytest.MonkeyPatch
+    saved: trials.TrialSaving | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "saving", lambda *_, **__: saved)
+    monkeypatch.setattr(facts, "measure_saving", lambda *_, **__: saved)
     layer = nn.Linear(8, 8)
     policy = Policy.load("default").replace(ops={"sigmoid": "fp32", "cpu": {"mm": None}})
     with precast.trace() as trace:
@@ -322,12 +324,12 @@ def test_a_trial_measures_what_a_call_saves(monkeypatch: pytest.MonkeyPatch) -> 
             now[0] += self.seconds[x.dtype]
             return x
 
-    def saved(**seconds: float) -> trials.Saving | None:
+    def saved(**seconds: float) -> trials.TrialSaving | None:
         by_dtype = {getattr(torch, name): each for name, each in seconds.items()}
-        call = trials.call_of(torch.ops.aten.exp.default, (torch.ones(2).bfloat16(),), {})
+        call = trials.describe_call(torch.ops.aten.exp.default, (torch.ones(2).bfloat16(),), {})
         assert call is not None
         slow = call._replace(overload=Slow(by_dtype))
-        return trials.saving(slow, torch.bfloat16, returns=torch.bfloat16)
+        return trials.measure_saving(slow, torch.bfloat16, returns=torch.bfloat16)
 
     assert saved(float32=0.02, bfloat16=0.01) == pytest.approx((0.01, 0.01, 0.01))
     assert saved(float32=0.01, bfloat16=0.0099) is None, "less than the noise"
@@ -337,14 +339,14 @@ def test_a_trial_measures_what_a_call_saves(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_what_cannot_run_again_without_side_effects_is_not_tried() -> None:
     aten, x = torch.ops.aten, torch.ones(2)
-    assert trials.call_of(aten.add_.Tensor, (x, x), {}) is None
-    assert trials.call_of(aten.bernoulli.default, (x,), {}) is None
-    assert trials.call_of(aten.index_select.default, (x, 0, torch.tensor([0])), {}) is None
-    assert trials.call_of(aten.add.Tensor, (x, x.to_sparse()), {}) is None
+    assert trials.describe_call(aten.add_.Tensor, (x, x), {}) is None
+    assert trials.describe_call(aten.bernoulli.default, (x,), {}) is None
+    assert trials.describe_call(aten.index_select.default, (x, 0, torch.tensor([0])), {}) is None
+    assert trials.describe_call(aten.add.Tensor, (x, x.to_sparse()), {}) is None
     state = torch.random.get_rng_state()
-    call = trials.call_of(aten.exp.default, (x.expand(3, 2).bfloat16(),), {})
+    call = trials.describe_call(aten.exp.default, (x.expand(3, 2).bfloat16(),), {})
     assert call is not None
-    trials.saving(call, torch.bfloat16, returns=torch.bfloat16)
+    trials.measure_saving(call, torch.bfloat16, returns=torch.bfloat16)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -467,7 +469,7 @@ def test_a_sum_of_two_dtypes_is_an_observation() -> None:
     with precast.trace() as trace, precast.autocast("cpu"):
         _ = layer(torch.ones(4, 8)) + torch.ones(8)
     [found] = of_kind(trace, "float32-spread")
-    assert "mixes bfloat16 and float32, and gives float32: once." in found.title
+    assert "mixes bfloat16 and float32, and returns float32: once." in found.title
     assert (found.suggestion, found.policy) == ("", None)
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import _torch
-from precast.demo.example import demo_task
+from precast.cli.demo.example import demo_task
 from precast.diagnostics.tracing import tracer as trace_module
 from tests.conformance.programs.compare import difference
 from tests.conformance.programs.draw import cases

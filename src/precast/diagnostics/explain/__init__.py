@@ -1,1 +1,1 @@
-"""What a policy says of one operation, or of each module of a model."""
+"""The effect of a policy on one operation, or on each module of a model."""

@@ -1,6 +1,6 @@
-"""`precast explain --model --example`: what each module of a model ran, in one call that is traced.
+"""The operations of each module in one traced call of a model (`precast explain --model --example`).
 
-Invariants: the call leaves the model as it was: without gradients or hooks, and in training where it was. PyTorch's
+Invariants: the call does not change the model: no gradients or hooks remain, and training mode is restored. PyTorch's
 random numbers continue as if there had been no call.
 """
 
@@ -17,19 +17,19 @@ from torch.backends import mha
 
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.schema import Row
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
 from precast.policy.policy import Policy
+from precast.report.schema import OperationRow
 
 __all__ = ["Ran", "arguments", "ran_in"]
 
 Ran = dict[str, dict[str, list[str]]]
-"""Name of a module -> dtype -> the operations of that module whose results had it, those with a rule first."""
+"""Maps a module's name to dtypes, and each dtype to the operations with such results, those with a rule first."""
 
 
 def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
-    """What each module ran, in one call of the model in evaluation mode, in a region with the policy.
+    """Return the operations of each module in one call of the model, in evaluation mode, in a region with the policy.
 
     Args:
         model: the model; its device is that of its first parameter, or else the CPU.
@@ -43,14 +43,16 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     args, kwargs = arguments(example)
     devices = [] if device.type in {"cpu", "meta"} else [device]
-    with warnings.catch_warnings(action="ignore"):  # the report itself says what matches nothing
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # the report itself lists patterns without a match
         attachment = attach(model, policy, hold=False)
     with (
         attachment,
         _evaluating(model),
         torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
         torch.no_grad(),
-        trace(model) as seen,
+        trace(model) as traced,
         autocast(device.type, policy=policy),
     ):
         try:
@@ -59,11 +61,11 @@ def ran_in(model: nn.Module, policy: Policy, example: Any) -> Ran:
             raise PrecastError(
                 f"the model failed on the example: {type(error).__name__}: {error}"
             ) from error
-    return _by_module(seen.rows)
+    return _by_module(traced.rows)
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments."""
+    """Return an example as positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     return (example if isinstance(example, tuple) else (example,)), {}
@@ -71,7 +73,7 @@ def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, without the fused kernels of transformers, which call none of the modules."""
+    """Switch to evaluation mode, and disable the fused kernels of transformers, which do not call modules."""
     training = [module for module in model.modules() if module.training]
     is_fused = mha.get_fastpath_enabled()
     model.eval()
@@ -84,15 +86,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _by_module(rows: list[Row]) -> Ran:
-    found: Ran = {}
+def _by_module(rows: list[OperationRow]) -> Ran:
+    ran: Ran = {}
     for row in sorted(
         rows, key=lambda row: (min(row.output, default=""), row.rule is None, row.op)
     ):
         dtype = next((each for each in row.output if "float" in each), None)
         if row.module is None or dtype is None or not row.inputs:  # nothing was computed
             continue
-        operations = found.setdefault(row.module, {}).setdefault(dtype, [])
+        operations = ran.setdefault(row.module, {}).setdefault(dtype, [])
         if row.op not in operations:
             operations.append(row.op)
-    return found
+    return ran

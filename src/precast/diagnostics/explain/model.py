@@ -1,14 +1,11 @@
-"""`precast explain --model`: what a policy means for a model, as a tree.
+"""The effect of a policy on a model, as a tree (`precast explain --model`).
 
-Invariants: nothing is printed here; the functions return what a console prints, or plain values for JSON. Numbered
-siblings that are alike, with everything in them, are one line.
+Invariants: nothing is printed here; the functions return a renderable object, or plain values for JSON. Numbered
+siblings that are equal, including their children, share one line.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,20 +17,12 @@ from torch.nn.parameter import is_lazy
 
 from precast._internal.display import size
 from precast.diagnostics.explain.example import Ran, ran_in
-from precast.errors import PrecastError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.module_rules import ModuleContext
 from precast.policy.policy import ModuleRule, Policy, Precision
 
-__all__ = [
-    "ModelReport",
-    "explain_model",
-    "load_example",
-    "load_model",
-    "load_named",
-    "load_object",
-]
+__all__ = ["ModelReport", "explain_model"]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
@@ -73,75 +62,20 @@ _OPERATIONS: dict[type[nn.Module], str] = {
 """The operation that modules of exactly these types call."""
 
 
-def load_model(where: str) -> nn.Module:
-    """The model that `package.module:factory` makes; the factory may be a class, or a model itself.
-
-    Raises:
-        ValueError: there is no such thing.
-        PrecastError: it is there, and fails.
-    """
-    made = load_object(where)
-    if not isinstance(made, nn.Module):
-        raise PrecastError(f"{where} made a {type(made).__name__}, which is no torch.nn.Module")
-    return made
-
-
-def load_object(where: str) -> Any:
-    """What `package.module:factory` makes, whatever it is; a model itself is not called.
-
-    Raises:
-        ValueError: there is no such thing.
-        PrecastError: it is there, and fails.
-    """
-    form = "MODULE:FACTORY, as in my_package.models:build"
-    return load_named(where, "the model", form, lambda found: not isinstance(found, nn.Module))
-
-
-def load_example(where: str) -> Any:
-    """The example input `package.module:name`: a value, or what a function of that name returns.
-
-    Raises:
-        ValueError: there is no such thing.
-        PrecastError: it is there, and fails.
-    """
-    return load_named(
-        where, "the example", "MODULE:NAME, as in my_package.models:example", callable
-    )
-
-
-def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
-    """What `module:path` names, or what it returns where that says that it is to be called.
-
-    Raises:
-        ValueError: there is no such thing.
-        PrecastError: it is there, and fails.
-    """
-    module_name, colon, path = where.partition(":")
-    if not (module_name and colon and path):
-        raise ValueError(f"{what} is {where!r}; write {form}")
-    # As with `python -m`, modules in the current folder can be imported; for an installed command they cannot.
-    sys.path.insert(0, "")
-    try:
-        found = _found(_import(module_name), path, where)
-        return _call(found, where) if is_called(found) else found
-    finally:
-        sys.path.remove("")
-
-
 @dataclass(frozen=True)
 class ModelReport:
-    """A plan, with the number of parameters in each module, and what the operation of each known one runs in."""
+    """A plan, with the number of parameters in each module, and the dtype of the operations of PyTorch's modules."""
 
     plan: Plan
     parameters: dict[str, int]
     operations: dict[str, dict[str, dict[str, str]]]
-    """Name of a module -> its operation -> device type -> the dtype in a region, for modules of `torch.nn`'s own types;
-    what others compute is not known without a run."""
+    """Maps a module's name to its operation, to device types, to the dtype in a region, for modules of `torch.nn`'s own
+    types; the operations of others are unknown without a run."""
     ran: Ran | None
-    """What an example ran in each module; None without an example."""
+    """The operations of an example in each module; None without an example."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "policy": self.plan.policy.name,
             "modules": [self._row(module) for module in self.plan.modules],
@@ -150,15 +84,15 @@ class ModelReport:
         }
 
     def render(self) -> RenderableType:
-        """The plan as a tree, and what matches nothing."""
+        """Return the plan as a tree, with warnings for patterns without a match."""
         root = self._tree()
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
-        known = Text(_KNOWN if self.ran is None else _RAN)
+        legend = Text(_KNOWN if self.ran is None else _RAN)
         matches = [Text(_matches(*item)) for item in self.plan.matches.items() if item[1]]
         blocks: list[list[RenderableType]] = [
-            [Text(head), known],
+            [Text(head), legend],
             [_branch(root)],
             [*matches],
             [*complaints],
@@ -166,12 +100,12 @@ class ModelReport:
         spaced = [line for block in blocks if block for line in (Text(), *block)]
         return Group(*spaced[1:])
 
-    def _tree(self) -> _Node:
-        nodes: dict[str, _Node] = {}
+    def _tree(self) -> _ModuleNode:
+        nodes: dict[str, _ModuleNode] = {}
         for module in self.plan.modules:
             parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
             label = module.name.removeprefix(f"{parent}.") if parent else module.name
-            nodes[module.name] = _Node(label, module, self._row(module))
+            nodes[module.name] = _ModuleNode(label, module, self._row(module))
             if module.name:
                 nodes[parent].children.append(nodes[module.name])
         for node in reversed(nodes.values()):  # those inside first
@@ -194,7 +128,7 @@ class ModelReport:
 
 
 def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelReport:
-    """What the module rules of a policy mean for a model and, with an example, what each module ran.
+    """Explain the module rules of a policy for a model and, with an example, the operations of each module.
 
     Raises:
         PolicyError: the rules cannot be carried out.
@@ -209,17 +143,17 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
     }
     planned = plan(model, policy)
     insides = {module.name: module.inside for module in planned.modules}
-    known = {
+    operations = {
         name: {op: {device: _runs_in(policy, insides[name], op, device) for device in _DEVICES}}
         for name, module in modules.items()
         if name in insides and (op := _OPERATIONS.get(type(module)))
     }
     ran = ran_in(model, policy, *examples) if examples else None
-    return ModelReport(planned, counts, known, ran)
+    return ModelReport(planned, counts, operations, ran)
 
 
 def _runs_in(policy: Policy, inside: ModuleContext, op: str, device: str) -> str:
-    """What an operation runs in, in a region on a device type."""
+    """Return the dtype of an operation in a region on a device type, in words."""
     if not inside.enabled:
         return "float32"
     rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
@@ -228,62 +162,29 @@ def _runs_in(policy: Policy, inside: ModuleContext, op: str, device: str) -> str
     return "float32" if rule.startswith("fp32") else _WORDS.get(rule, rule)
 
 
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"there is no module {error.name!r} to import") from error
-        raise PrecastError(f"importing {name} failed: {error}") from error
-    except Exception as error:
-        raise PrecastError(f"importing {name} failed: {type(error).__name__}: {error}") from error
-
-
-def _found(module: Any, path: str, where: str) -> Any:
-    found = module
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise ValueError(
-                f"{where}: there is no {name!r} in {getattr(found, '__name__', found)}"
-            )
-        found = getattr(found, name)
-    return found
-
-
-def _call(factory: Any, where: str) -> Any:
-    if not callable(factory):
-        raise ValueError(
-            f"{where} is of type {type(factory).__name__}; name a function that makes a model"
-        )
-    try:
-        return factory()
-    except Exception as error:
-        raise PrecastError(f"{where}() failed: {type(error).__name__}: {error}") from error
-
-
 # --- the tree ---
 
 
 @dataclass
-class _Node:
+class _ModuleNode:
     """A module, or several that are alike."""
 
     label: str
     module: PlannedModule
     row: dict[str, Any]
     """The module as plain values."""
-    children: list[_Node] = field(default_factory=list)
+    children: list[_ModuleNode] = field(default_factory=list)
 
     @property
     def likeness(self) -> list[object]:
-        """What makes two nodes alike, whatever they are called."""
+        """The properties that are compared to find equal nodes, without their names."""
         below = [(child.label, child.likeness) for child in self.children]
         return [self.row | {"name": ""}, repr(self.module.inside.state), below]
 
 
-def _runs(nodes: list[_Node]) -> list[_Node]:
-    """The nodes, with one for each run of numbered ones that are alike."""
-    runs: list[list[_Node]] = []
+def _runs(nodes: list[_ModuleNode]) -> list[_ModuleNode]:
+    """Return the nodes, with one node for each sequence of equal numbered ones."""
+    runs: list[list[_ModuleNode]] = []
     for node in nodes:
         if runs and _follows(node, runs[-1][-1]):
             runs[-1].append(node)
@@ -295,13 +196,13 @@ def _runs(nodes: list[_Node]) -> list[_Node]:
     ]
 
 
-def _follows(node: _Node, before: _Node) -> bool:
+def _follows(node: _ModuleNode, before: _ModuleNode) -> bool:
     if not (node.label.isdecimal() and before.label.isdecimal()):
         return False
     return int(node.label) == int(before.label) + 1 and node.likeness == before.likeness
 
 
-def _branch(node: _Node, tree: Tree | None = None) -> Tree:
+def _branch(node: _ModuleNode, tree: Tree | None = None) -> Tree:
     line = _line(node)
     branch = Tree(line) if tree is None else tree.add(line)
     for child in node.children:
@@ -309,7 +210,7 @@ def _branch(node: _Node, tree: Tree | None = None) -> Tree:
     return branch
 
 
-def _line(node: _Node) -> Text:
+def _line(node: _ModuleNode) -> Text:
     module, parameters = node.module, node.row["parameters"]
     line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
     if parameters:
@@ -325,10 +226,10 @@ def _line(node: _Node) -> Text:
 
 
 def _behind(row: dict[str, Any], *, is_leaf: bool) -> str:
-    """What the module's operations run in; with an example, what they ran in."""
+    """Return the dtypes of the module's operations; with an example, those of the run."""
     if "ran" not in row:
-        known = row["operations"].items()
-        return "".join(f" ({op} in {_by_device(devices)})" for op, devices in known)
+        operations = row["operations"].items()
+        return "".join(f" ({op} in {_by_device(devices)})" for op, devices in operations)
     if row["ran"]:
         return f" ({'; '.join(f'{_named(ops)} in {dtype}' for dtype, ops in row['ran'].items())})"
     is_empty = row["parameters"] and is_leaf
@@ -341,7 +242,7 @@ def _named(ops: list[str]) -> str:
 
 
 def _by_device(devices: dict[str, str]) -> str:
-    """One dtype, or `float32 on cuda, ...` where devices differ."""
+    """Return one dtype, or `float32 on cuda, ...` if devices differ."""
     if len(set(devices.values())) == 1:
         return next(iter(devices.values()))
     return ", ".join(f"{dtype} on {device}" for device, dtype in devices.items())

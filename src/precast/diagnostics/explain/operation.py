@@ -1,7 +1,7 @@
-"""`precast explain OP`: what a policy does with one operation, what other policies do, and an example that was run.
+"""The rule of a policy for one operation, those of other policies, and an example (`precast explain OP`).
 
 Invariants: nothing is printed here; PyTorch's rule is that of the policy `torch`, which tests compare with PyTorch's
-own kernels; an example is shown only if it has just run, with the result that is shown.
+own kernels; an example is shown only after a run, with its actual result.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _SHAPES: Final = ((2, 2), (1, 2, 2), (1, 1, 4, 4), (2,), (1, 1, 2, 4, 4))
 
 @dataclass(frozen=True)
 class OperationReport:
-    """What a policy says of one operation."""
+    """The rules of a policy for one operation."""
 
     policy: str
     """The name of the policy."""
     operation: str
-    """The operation, as it was asked for."""
+    """The operation, as the user spelled it."""
     module: str | None
-    """The name of the module that it is in, or None."""
+    """The name of the module around it, or None."""
     devices: dict[str, dict[str, Resolution]]
-    """Device type -> overload, or the operation where all overloads do the same -> rule and reason."""
+    """Maps a device type to overloads, or to the operation if all overloads are equal, and these to rule and reason."""
     presets: dict[str, dict[str, dict[str, str]]]
-    """Preset -> device type -> overload or operation, as in `devices` -> rule."""
+    """Maps a preset to device types, overloads or the operation as in `devices`, and rules."""
     example: tuple[str, str]
-    """Some lines of Python, with `torch` and `precast` imported, and what they print."""
+    """Some lines of Python, with `torch` and `precast` imported, and their output."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "policy": self.policy,
             "operation": self.operation,
@@ -63,14 +63,14 @@ class OperationReport:
         }
 
     def render(self) -> RenderableType:
-        """The rule and its reason for each device type that was asked for, then those of other policies."""
+        """Return the rule and its reason for each requested device type, then those of other policies."""
         inside = "" if self.module is None else f" in {self.module!r}"
         lines: list[RenderableType] = []
         for device, overloads in self.devices.items():
-            for name, found in overloads.items():
+            for name, resolution in overloads.items():
                 rule = Text(f"{name} on {device}{inside}: ")
-                reason = Padding(Text(found.reason), (0, 0, 0, 2))
-                lines += [rule.append(str(found.rule), "bold"), reason]
+                reason = Padding(Text(resolution.reason), (0, 0, 0, 2))
+                lines += [rule.append(str(resolution.rule), "bold"), reason]
         lines += [Text(), Text("By preset and device")]
         lines += [Padding(Text(line), (0, 0, 0, 2)) for line in self._by_preset()]
         code, prints = self.example
@@ -89,29 +89,29 @@ class OperationReport:
 def explain_operation(
     operation: str, policy: Policy, devices: tuple[str, ...], module: str | None = None
 ) -> OperationReport:
-    """What a policy says of one operation, and why.
+    """Explain the rules of a policy for one operation.
 
     Args:
         operation: the operation, as a policy spells it.
-        policy: the policy whose rules are asked for.
+        policy: the policy.
         devices: device types.
-        module: the name of the module that the operation is in.
+        module: the name of the module around the operation.
 
     Raises:
-        PolicyError: there is no such operation or device type; the nearest names are in the message.
+        PolicyError: the operation or device type does not exist; the message has similar names.
     """
-    found = {device: _resolutions(operation, policy, device, module) for device in devices}
+    resolutions = {device: _resolutions(operation, policy, device, module) for device in devices}
     torch_first = sorted(Policy.presets(), key=lambda name: (name != "torch", name))
     presets = {name: _rules(operation, Policy.load(name)) for name in torch_first}
     return OperationReport(
-        policy.name, operation, module, found, presets, _example(operation, policy, devices)
+        policy.name, operation, module, resolutions, presets, _example(operation, policy, devices)
     )
 
 
 def _resolutions(
     operation: str, policy: Policy, device: str, module: str | None
 ) -> dict[str, Resolution]:
-    """What a policy says of each overload; of all under the operation's name, if they do the same."""
+    """Return the resolution of each overload; one under the operation's name if all are equal."""
     try:
         return {operation: policy.resolve(operation, device, module)}
     except PolicyError:
@@ -124,12 +124,12 @@ def _resolutions(
 
 
 def _rules(operation: str, policy: Policy) -> dict[str, dict[str, str]]:
-    """The rules on those device types where the operation has one."""
+    """Return the rules on the device types on which the operation has one."""
     rules = {}
     for device in DEVICE_TYPES:
-        found = _resolutions(operation, policy, device, None)
-        if any(r.rule is not Rule.KEEP for r in found.values()):
-            rules[device] = {name: str(r.rule) for name, r in found.items()}
+        resolutions = _resolutions(operation, policy, device, None)
+        if any(r.rule is not Rule.KEEP for r in resolutions.values()):
+            rules[device] = {name: str(r.rule) for name, r in resolutions.items()}
     return rules
 
 
@@ -138,9 +138,9 @@ def _grouped(devices: dict[str, dict[str, str]]) -> str:
     where: dict[str, list[str]] = {}
     for device, rules in devices.items():
         several = len(rules) > 1
-        said = ", ".join(f"{n} {r}" if several else r for n, r in rules.items() if r != "keep")
-        where.setdefault(said, []).append(device)
-    parts = [f"{said} on {', '.join(names)}" for said, names in where.items()]
+        text = ", ".join(f"{n} {r}" if several else r for n, r in rules.items() if r != "keep")
+        where.setdefault(text, []).append(device)
+    parts = [f"{text} on {', '.join(names)}" for text, names in where.items()]
     return "; ".join([*parts, "keep elsewhere" if parts else "keep everywhere"])
 
 
@@ -148,13 +148,13 @@ def _grouped(devices: dict[str, dict[str, str]]) -> str:
 
 
 def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[str, str]:
-    """A call of the operation in a region, if one is found that runs here; else PyTorch's rule."""
+    """Return a call of the operation in a region, if one runs on this machine; else PyTorch's rule."""
     with_rule = _rules(operation, policy)
     like = next((device for device in devices if device in with_rule), devices[0])
-    name, found = next(iter(_resolutions(operation, policy, like, None).items()))
-    if preset_files.is_preset(policy.name) and found.rule is not Rule.BANNED:
+    name, resolution = next(iter(_resolutions(operation, policy, like, None).items()))
+    if preset_files.is_preset(policy.name) and resolution.rule is not Rule.BANNED:
         chosen = policy if like == "cpu" else policy.retarget("cpu", like=like)
-        for x, call in _calls(name, found.rule):
+        for x, call in _calls(name, resolution.rule):
             dtype = _ran(x, call, chosen)
             if dtype is not None:
                 return _program(policy, like, x, call), dtype
@@ -176,7 +176,7 @@ def _program(policy: Policy, like: str, x: str, call: str) -> str:
 
 
 def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
-    """Tensors of several shapes, and calls that may take them: of the public function of that name, or the operator."""
+    """Yield tensors of several shapes, and calls of the public function or operator that may accept them."""
     key, overload = split(canonical(name))
     schemas = _torch.operator_overloads(key)
     schema = schemas.get("" if overload in {None, "default"} else str(overload))
@@ -188,14 +188,14 @@ def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
     dtype = "" if rule in {Rule.LOWER, Rule.PROMOTE} else ", dtype=torch.bfloat16"
     for function in _spelled(plain):
         for shape in _SHAPES:
-            given = [_argument(a, shape, rule, i) for i, a in enumerate(arguments)]
-            if None not in given:
+            texts = [_argument(a, shape, rule, i) for i, a in enumerate(arguments)]
+            if None not in texts:
                 sizes = ", ".join(map(str, shape))
-                yield f"torch.ones({sizes}{dtype})", f"{function}({', '.join(map(str, given))})"
+                yield f"torch.ones({sizes}{dtype})", f"{function}({', '.join(map(str, texts))})"
 
 
 def _spelled(name: str) -> Iterator[str]:
-    """The names by which Python may know the operation."""
+    """Yield the possible Python names of an operation."""
     for module in (torch, torch.nn.functional):
         if hasattr(module, name):
             yield f"{module.__name__}.{name}"
@@ -206,7 +206,7 @@ def _spelled(name: str) -> Iterator[str]:
 
 
 def _argument(argument: Any, shape: tuple[int, ...], rule: Rule, place: int) -> str | None:
-    """The text of an argument: `x` for a tensor, in another dtype behind the first where dtypes are promoted."""
+    """Return the text of an argument: `x` for a tensor; for promotion, later tensors have another dtype."""
     other = "x.bfloat16()" if rule is Rule.PROMOTE else "x"
     values = {"Tensor": other if place else "x", "List[Tensor]": f"[x, {other}]"}
     values |= {"Optional[Tensor]": values["Tensor"], "List[int]": f"[{shape[-1]}]", "bool": "False"}
@@ -215,7 +215,7 @@ def _argument(argument: Any, shape: tuple[int, ...], rule: Rule, place: int) -> 
 
 
 def _ran(x: str, call: str, policy: Policy) -> str | None:
-    """The dtype that a call gives in a region; None where it fails."""
+    """Return the dtype of a call's result in a region; None if it fails."""
     with contextlib.suppress(Exception), warnings.catch_warnings(), autocast("cpu", policy=policy):
         warnings.simplefilter("ignore")
         result = eval(call, {"torch": torch, "x": eval(x, {"torch": torch})})

@@ -1,1 +1,1 @@
-"""What this machine can do in 16 bits, and what stands in the way."""
+"""Measurements of a machine: the speed of each dtype and of the engine."""

@@ -1,7 +1,7 @@
-"""`precast doctor`: what this machine can do in each dtype and under float8 rules, measured, and the setting to use.
+"""`precast doctor`: the speed of this machine in each dtype and under float8 rules, and a recommendation.
 
-Invariants: the recommendation follows from the measured reports alone, and its reason quotes the numbers that decided.
-Nothing is printed here; `render` returns what a console prints.
+Invariants: the recommendation follows from the measurements alone, and its reason quotes them. Nothing is printed here;
+`render` returns a renderable object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from precast.diagnostics.hardware.float8 import Float8Report, float8_on
 from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure, times
 
 __all__ = [
-    "Diagnosis",
+    "MachineDiagnosis",
     "Recommendation",
     "diagnose",
     "processor",
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 _WORTH_IT: Final = 1.1
-"""A 16-bit dtype is recommended if a training step is at least so many times as fast as in float32."""
+"""The smallest speed of a training step relative to float32 for which a 16-bit dtype is recommended."""
 _OVER_BFLOAT16: Final = 1.25
-"""float16 is recommended if it is more than so many times as fast as bfloat16, since it needs a scaler."""
+"""The smallest speed relative to bfloat16 for which float16 is recommended, because it needs a scaler."""
 
 
 @dataclass(frozen=True)
@@ -46,35 +46,35 @@ class Recommendation:
     dtype: str
     """"bfloat16", "float16" or, if neither is faster, "float32"."""
     scaler: bool
-    """Whether training needs a gradient scaler, as it does with float16."""
+    """True if training needs a gradient scaler, as with float16."""
     reason: str
     code: str
     """The line to write; "" for float32."""
 
 
 @dataclass(frozen=True)
-class Device:
-    """One device: its name in PyTorch, and what it is."""
+class DeviceInfo:
+    """One device: its name in PyTorch, and a description."""
 
     name: str
     description: str
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """All that doctor found."""
+class MachineDiagnosis:
+    """All measurements of this machine, and the recommendation."""
 
     torch: str
     python: str
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceInfo, ...]
     reports: tuple[DtypeReport, ...]
     recommendation: Recommendation
     engine: EngineReport
     float8: tuple[Float8Report, ...] = ()
-    """What each device that was measured does under the float8 rules."""
+    """The reports on the float8 rules, one for each measured device."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; times in seconds, ratios to float32's speed."""
+        """Return plain values for JSON; times are in seconds, ratios are relative to float32's speed."""
         return {
             "torch": self.torch,
             "python": self.python,
@@ -87,7 +87,7 @@ class Diagnosis:
 
 
 def report_as_dict(report: DtypeReport) -> dict[str, Any]:
-    """One report as plain values, for JSON."""
+    """Return one report as plain values for JSON."""
     return {
         "device": report.device,
         "dtype": report.dtype,
@@ -97,34 +97,37 @@ def report_as_dict(report: DtypeReport) -> dict[str, Any]:
     }
 
 
-def diagnose(advance: Callable[[str], None] = lambda _: None) -> Diagnosis:
-    """Measures the CPU and the accelerator, if there is one: about a second for each dtype.
+def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnosis:
+    """Measure the CPU and the accelerator, if there is one: about a second for each dtype.
 
     Args:
-        advance: is told what is measured next, such as "bfloat16 on cpu".
+        progress: called with the name of the next measurement, such as "bfloat16 on cpu".
     """
-    reports, in_8_bits = [], []
+    reports, float8_reports = [], []
     for device in (torch.device("cpu"), *_accelerators()[:1]):
         for dtype in dtypes_of(device):
-            advance(f"{dtype} on {device}")
+            progress(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
-        advance(f"the float8 rules on {device}")
-        in_8_bits.append(float8_on(device))
-    advance("the engine")
-    devices = (Device("cpu", _cpu()), *(Device(str(each), _gpu(each)) for each in _accelerators()))
-    return Diagnosis(
+        progress(f"the float8 rules on {device}")
+        float8_reports.append(float8_on(device))
+    progress("the engine")
+    devices = (
+        DeviceInfo("cpu", _cpu()),
+        *(DeviceInfo(str(each), _gpu(each)) for each in _accelerators()),
+    )
+    return MachineDiagnosis(
         torch.__version__,
         platform.python_version(),
         devices,
         tuple(reports),
         recommend(reports),
         engine_here(),
-        tuple(in_8_bits),
+        tuple(float8_reports),
     )
 
 
 def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
-    """The setting for training that follows from `reports`: on the accelerator if one was measured.
+    """Return the setting for training that follows from `reports`: on the accelerator if one was measured.
 
     bfloat16 has float32's range and needs no scaler, so float16 has to be clearly faster to be recommended. If neither
     is faster than float32, float32 is recommended.
@@ -145,8 +148,8 @@ def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
     return Recommendation(device_type, dtype, dtype == "float16", why, code)
 
 
-def render(diagnosis: Diagnosis) -> RenderableType:
-    """What a person reads, in 80 columns."""
+def render(diagnosis: MachineDiagnosis) -> RenderableType:
+    """Return the report for the console, in 80 columns."""
     parts: list[RenderableType] = [_header(diagnosis)]
     for device in dict.fromkeys(report.device for report in diagnosis.reports):
         of_device = [report for report in diagnosis.reports if report.device == device]
@@ -159,7 +162,7 @@ def render(diagnosis: Diagnosis) -> RenderableType:
 
 
 def processor(device: torch.device) -> str:
-    """What the processor or GPU is called; the type of the device where it has no name."""
+    """Return the name of the processor or GPU; the type of the device if it has no name."""
     if device.type == "cpu":
         capabilities = torch.cpu.get_capabilities()
         return str(capabilities.get("cpu_name", capabilities.get("architecture", "CPU")))
@@ -208,7 +211,7 @@ def _why_not(device: str, speed: dict[str, float]) -> str:
     )
 
 
-def _header(diagnosis: Diagnosis) -> Table:
+def _header(diagnosis: MachineDiagnosis) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("torch", f"{diagnosis.torch} (Python {diagnosis.python})")
     for device in diagnosis.devices:
@@ -241,7 +244,7 @@ def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
 
 
 def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:
-    """PyTorch's own error for each cell that says "none"."""
+    """Return PyTorch's error for each cell with "none"."""
     errors: dict[tuple[str, str], list[str]] = {}
     for report in reports:
         for speed in report.speeds:
@@ -261,7 +264,7 @@ def _advice(recommendation: Recommendation) -> RenderableType:
 
 
 def _slower(engine: EngineReport) -> list[RenderableType]:
-    """Where the slower engine runs: why, what that costs, and the command that mends it."""
+    """Return the reason, the cost and the remedy of the slower engine, if it runs."""
     if not engine.reason:
         return []
     lines = [

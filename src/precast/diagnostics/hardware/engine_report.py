@@ -1,6 +1,6 @@
 """The engine of this process; for the slower one the reason, the remedy, and its cost on this machine.
 
-Invariant: a figure is there only where both engines could be measured, in turns, in this process.
+Invariant: the cost is reported only if both engines were measured, in turns, in this process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from precast.diagnostics.hardware.machine import interleaved_seconds
 from precast.engine import registration
 from precast.engine.native import library
 
-__all__ = ["Cost", "EngineReport", "engine_here"]
+__all__ = ["EngineCost", "EngineReport", "engine_here"]
 
 _CALLS: Final = 500  # of one run: some milliseconds
 _ROUNDS: Final = 10
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What one `F.linear` of 8x8 with weight and bias takes in a region, in seconds; the best of several runs."""
+class EngineCost:
+    """The time of one `F.linear` of 8x8 with weight and bias in a region, in seconds; the best of several runs."""
 
     reference: float
     native: float
@@ -37,15 +37,15 @@ class EngineReport:
 
     Attributes:
         name: "native" or "reference".
-        reason: why it is the reference; empty where it is not.
-        remedy: what to do about it; empty where it is the native engine, or nothing can be done.
-        cost: what the reference costs here; None where the native engine runs, or cannot be had to be measured.
+        reason: the reason for the reference engine; empty for the native one.
+        remedy: the way to get the native engine; empty if it runs, or if there is none.
+        cost: the cost of the reference engine; None if the native engine runs, or is not available to be measured.
     """
 
     name: str
     reason: str = ""
     remedy: str = ""
-    cost: Cost | None = None
+    cost: EngineCost | None = None
 
 
 def engine_here(*, measure: bool = True) -> EngineReport:
@@ -56,16 +56,16 @@ def engine_here(*, measure: bool = True) -> EngineReport:
     name = registration.engine()
     if name == "native":
         return EngineReport(name)
-    found = library.load()
-    if isinstance(found, library.Unavailable):
-        return EngineReport("reference", found.reason, found.remedy)
-    asked = os.environ.get("PRECAST_ENGINE")
-    reason = f"PRECAST_ENGINE is {asked!r}" if asked else "the program has chosen it"
-    remedy = "unset PRECAST_ENGINE" if asked else ""
+    native = library.load()
+    if isinstance(native, library.Unavailable):
+        return EngineReport("reference", native.reason, native.remedy)
+    variable = os.environ.get("PRECAST_ENGINE")
+    reason = f"PRECAST_ENGINE is {variable!r}" if variable else "the program has chosen it"
+    remedy = "unset PRECAST_ENGINE" if variable else ""
     return EngineReport("reference", reason, remedy, _cost() if measure else None)
 
 
-def _cost() -> Cost:
+def _cost() -> EngineCost:
     tensors = torch.ones(8, 8), torch.ones(8, 8, requires_grad=True), torch.ones(8)
 
     def run(engine: str) -> None:
@@ -75,4 +75,4 @@ def _cost() -> Cost:
 
     runs = (lambda: run("reference")), (lambda: run("native"))
     reference, native = interleaved_seconds(runs, torch.device("cpu"), _ROUNDS)
-    return Cost(min(reference) / _CALLS, min(native) / _CALLS)
+    return EngineCost(min(reference) / _CALLS, min(native) / _CALLS)

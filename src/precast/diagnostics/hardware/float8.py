@@ -1,11 +1,11 @@
-"""What a device does under the float8 rules: a kernel or an emulation, why, and what a layer takes beside bfloat16.
+"""The float8 rules on a device: a kernel or an emulation, the reason, and the speed of a layer relative to bfloat16.
 
 Invariants:
 
-- whether there is a kernel, and why, is what the rules themselves go by (`support_of`); what it is worth is measured
-  alone, with the functions that the rules run;
-- a ratio compares the best times of a linear layer's forward and backward, both timed in turns, its float32 weight cast
-  or quantised each time, as in a training;
+- the existence of a kernel, and its reason, come from the rules themselves (`support_of`); its speed is measured alone,
+  with the functions that the rules call;
+- a ratio compares the best times of a linear layer's forward and backward, both timed in turns, with its float32 weight
+  cast or quantised each time, as in training;
 - the CPU is measured on one thread.
 """
 
@@ -30,11 +30,11 @@ from precast.weights.float8.support import Support, Way, reason_impossible, supp
 __all__ = ["RULES", "Float8Report", "Float8Speed", "float8_on"]
 
 RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
-"""Those that are measured; `float8_pow2` takes as long as `float8`."""
+"""The measured rules; `float8_pow2` takes as long as `float8`."""
 _SIDES: Final = {"cpu": 256, "accelerator": 4096}
 _ROUNDS: Final = 7
 _PAYS: Final = 1.1
-"""A rule is worth it if the layer is at least so many times as fast as in bfloat16."""
+"""The smallest speed of the layer relative to bfloat16 for which a rule saves time."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Float8Speed:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as bfloat16; above 1 is faster."""
+        """The speed relative to bfloat16; above 1 is faster."""
         if self.seconds is None or self.bfloat16_seconds is None:
             return None
         return self.bfloat16_seconds / self.seconds
@@ -58,21 +58,21 @@ class Float8Speed:
 
 @dataclass(frozen=True)
 class Float8Report:
-    """What one device does under the float8 rules."""
+    """The report on the float8 rules on one device."""
 
     device: str
     """As in `str(torch.device)`."""
     way: str
     """"kernel", "emulated" or "none"."""
     reason: str
-    """Why it is that way."""
+    """The reason for the kernel or the emulation."""
     side: int = 0
-    """Rows, inputs and outputs of the layer that was measured; 0 if none was."""
+    """Rows, inputs and outputs of the measured layer; 0 without a measurement."""
     speeds: tuple[Float8Speed, ...] = ()
 
     @property
     def verdict(self) -> str:
-        """A sentence on what the rules are good for here."""
+        """A sentence on the use of the rules on this device."""
         if self.way == "none":
             return f"{self.device} cannot run the float8 rules: {self.reason}."
         if self.way == Way.EMULATED.value:
@@ -92,7 +92,7 @@ class Float8Report:
         return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; times in seconds, ratios to bfloat16's speed."""
+        """Return plain values for JSON; times are in seconds, ratios are relative to bfloat16's speed."""
         return {
             "device": self.device,
             "way": self.way,
@@ -104,13 +104,13 @@ class Float8Report:
 
     @property
     def _measured(self) -> str:
-        known = [(s.rule, s.ratio) for s in self.speeds if s.ratio is not None]
-        ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in known)
+        measured = [(s.rule, s.ratio) for s in self.speeds if s.ratio is not None]
+        ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in measured)
         return f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
 
 
 def float8_on(device: torch.device) -> Float8Report:
-    """Says what a device does, and measures it, in a second or less."""
+    """Report on a device, with a measurement of a second or less."""
     impossible = reason_impossible(device.type)
     if impossible is not None:
         return Float8Report(str(device), "none", impossible)
@@ -140,7 +140,7 @@ def _speed(rule: str, device: torch.device, side: int, support: Support) -> Floa
 
 
 def _products(recipe: Recipe, way: Way) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """That of a rule, and that of bfloat16."""
+    """Return the product of a rule, and the product in bfloat16."""
     return (
         lambda x, w: linear(x, w, recipe, way),
         lambda x, w: functional.linear(x, w.to(torch.bfloat16)),
@@ -150,7 +150,7 @@ def _products(recipe: Recipe, way: Way) -> tuple[Callable[[Tensor, Tensor], Tens
 def _layer(
     side: int, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[], object]:
-    """Forward and backward of a linear layer as a region would run it."""
+    """Return a function that runs forward and backward of a linear layer as in a region."""
     generator = torch.Generator(device).manual_seed(0)
     x, gradient = (
         torch.randn(side, side, device=device, generator=generator).to(torch.bfloat16)

@@ -1,15 +1,15 @@
-"""What a device does in each dtype, measured: its speed compared with float32's, and the verdict that follows.
+"""The speed of a device in each dtype relative to float32, measured, and the verdict that follows.
 
 Invariants:
 
-- a verdict comes from measured time alone, never from a list of hardware; what the hardware says of itself is reported
-  beside it;
+- a verdict comes from measured time alone, never from a list of hardware; the hardware's own list of units is reported
+  in addition;
 - a ratio compares the best time of each dtype, both timed in turns: other load on the machine only adds time, to both
-  alike, so the best time is what the machine can do;
-- the CPU is measured on one thread: which units a core has does not depend on the number of cores, and with more
-  threads the time would depend on the other load on the machine;
-- sizes grow until one run is long enough to measure, so an emulated dtype, which may be a thousand times slower, costs
-  no more to measure than a native one.
+  equally, so the best time shows the machine's speed;
+- the CPU is measured on one thread: the units of a core do not depend on the number of cores, and with more threads the
+  time would depend on other load on the machine;
+- sizes grow until one run is long enough to measure, so the measurement of an emulated dtype, which may be a thousand
+  times slower, takes no longer than that of a native one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 __all__ = [
     "DTYPES",
     "DtypeReport",
-    "Speed",
+    "OperationSpeed",
     "dtypes_of",
     "interleaved_seconds",
     "matmul_speed",
@@ -39,19 +39,19 @@ __all__ = [
 ]
 
 DTYPES: Final = ("float32", "tf32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
-"""The precisions that are measured, in the order in which they are shown."""
+"""The measured precisions, in display order."""
 
 _NATIVE: Final = 1.2  # times float32's speed: well above the spread of a ratio of best times
 _LONG_ENOUGH: Final = 0.004  # seconds for one run; longer runs would add time, not precision
 _BUDGET: Final = 0.2  # seconds for the rounds of one ratio
 _ROUNDS: Final = (5, 25)  # at least, at most
 
-Run = Callable[[], object]
-Prepare = Callable[[torch.device, str, int], Run]
+TimedRun = Callable[[], object]
+RunFactory = Callable[[torch.device, str, int], TimedRun]
 
 
 @dataclass(frozen=True)
-class Speed:
+class OperationSpeed:
     """One operation in one dtype, and the same operation in float32."""
 
     operation: str
@@ -65,7 +65,7 @@ class Speed:
 
     @property
     def ratio(self) -> float | None:
-        """How many times as fast as float32; above 1 is faster."""
+        """The speed relative to float32; above 1 is faster."""
         if self.seconds is None or self.float32_seconds is None:
             return None
         return self.float32_seconds / self.seconds
@@ -73,25 +73,25 @@ class Speed:
 
 @dataclass(frozen=True)
 class DtypeReport:
-    """What one device does in one dtype."""
+    """The report on one device in one dtype."""
 
     device: str
     """As in `str(torch.device)`."""
     dtype: str
     """One of `DTYPES`."""
-    speeds: tuple[Speed, ...]
-    """One for each operation that was measured."""
+    speeds: tuple[OperationSpeed, ...]
+    """One for each measured operation."""
     units: tuple[str, ...] = ()
-    """What the hardware says that it has for this dtype, such as "amx_bf16"."""
+    """The units that the hardware lists for this dtype, such as "amx_bf16"."""
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Operation -> times as fast as float32, where it is supported."""
+        """Maps each supported operation to its speed relative to float32."""
         return {speed.operation: speed.ratio for speed in self.speeds if speed.ratio is not None}
 
     @property
     def verdict(self) -> str:
-        """What the measured speeds say.
+        """The support of the dtype, from the measured speeds.
 
         "native": each supported operation runs at 1.2 times float32's speed or more;
         "partly native": some do; "emulated": none does, so the dtype is converted to another one
@@ -106,7 +106,7 @@ class DtypeReport:
 
     @property
     def training_speed(self) -> float | None:
-        """Times as fast as float32 for a step that spends equal float32 time in each operation.
+        """The speed relative to float32 of a step that spends equal float32 time in each operation.
 
         None if one is unsupported. The harmonic mean of the ratios: times add up, speeds do not.
         """
@@ -116,13 +116,13 @@ class DtypeReport:
 
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """The names in `DTYPES` that exist on `device`: tf32 only on CUDA devices that have it."""
+    """Return the names in `DTYPES` that exist on `device`: tf32 only on CUDA devices that have it."""
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return tuple(name for name in DTYPES if name != "tf32" or has_tf32)
 
 
 def measure(device: torch.device, dtype: str) -> DtypeReport:
-    """Times matmul, convolution and its backward in one of `dtypes_of(device)` and in float32, in about a second."""
+    """Time matmul, convolution and its backward in one of `dtypes_of(device)` and in float32, in about a second."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -152,20 +152,20 @@ def matmul_speed(device: torch.device, dtype: str) -> float | None:
 
 
 def times(ratio: float) -> str:
-    """A ratio with two significant digits or so: 6.1x, 0.011x."""
+    """Format a ratio with about two significant digits: 6.1x, 0.011x."""
     return f"{ratio:.1f}x" if ratio >= 1 else f"{ratio:.2g}x"
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until `device` has finished what it was given; the CPU always has."""
+    """Wait until `device` has finished all work; the CPU always has."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def interleaved_seconds(
-    runs: Sequence[Run], device: torch.device, rounds: int
+    runs: Sequence[TimedRun], device: torch.device, rounds: int
 ) -> list[list[float]]:
-    """Times of `runs`, one list each: in turns, each round beginning with another one."""
+    """Return a list of times for each of `runs`, which are timed in turns; each round begins with another one."""
     seconds: list[list[float]] = [[] for _ in runs]
     for start in range(rounds):
         for offset in range(len(runs)):
@@ -174,7 +174,7 @@ def interleaved_seconds(
     return seconds
 
 
-def _seconds(run: Run, device: torch.device) -> float:
+def _seconds(run: TimedRun, device: torch.device) -> float:
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -182,11 +182,11 @@ def _seconds(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _speed(name: str, prepare: Prepare, device: torch.device, dtype: str) -> Speed:
+def _speed(name: str, prepare: RunFactory, device: torch.device, dtype: str) -> OperationSpeed:
     try:
         run, level, once = _long_enough(prepare, device, dtype)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return Speed(name, error=str(error).strip().split("\n")[0])
+        return OperationSpeed(name, error=str(error).strip().split("\n")[0])
     reference = run if dtype == "float32" else prepare(device, "float32", level)
     reference()  # the first run also builds and caches the kernel
     fewest, most = _ROUNDS
@@ -194,10 +194,12 @@ def _speed(name: str, prepare: Prepare, device: torch.device, dtype: str) -> Spe
     ours, float32 = interleaved_seconds([run, reference], device, rounds)
     if dtype == "float32":
         ours = float32 = ours + float32
-    return Speed(name, min(ours), min(float32))
+    return OperationSpeed(name, min(ours), min(float32))
 
 
-def _long_enough(prepare: Prepare, device: torch.device, dtype: str) -> tuple[Run, int, float]:
+def _long_enough(
+    prepare: RunFactory, device: torch.device, dtype: str
+) -> tuple[TimedRun, int, float]:
     for level in range(_LEVELS):
         run = prepare(device, dtype, level)
         run()
@@ -213,8 +215,8 @@ def _units(device: torch.device, dtype: str) -> tuple[str, ...]:
         return (f"sm_{major}{minor}",)
     if device.type != "cpu":
         return ()
-    found = torch.cpu.get_capabilities()
-    return tuple(unit for unit in _CPU_UNITS.get(dtype, ()) if found.get(unit))
+    capabilities = torch.cpu.get_capabilities()
+    return tuple(unit for unit in _CPU_UNITS.get(dtype, ()) if capabilities.get(unit))
 
 
 # Names from `torch.cpu.get_capabilities`, x86 first.
@@ -236,7 +238,7 @@ _CONVOLUTIONS: Final = {
 }
 
 
-def _matmul(device: torch.device, dtype: str, level: int) -> Run:
+def _matmul(device: torch.device, dtype: str, level: int) -> TimedRun:
     side = _MATMUL_SIDES[_kind(device)][level]
     left, right = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     if dtype.startswith("float8"):
@@ -245,7 +247,7 @@ def _matmul(device: torch.device, dtype: str, level: int) -> Run:
     return _float32_as(dtype)(lambda: left @ right)
 
 
-def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Run:
+def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> TimedRun:
     # An 8-bit matmul takes a scale for each operand, and the right operand in column-major order. The right one is
     # e4m3 even if the left one is e5m2, as in training: CUDA has no product of two e5m2 matrices.
     lowered, weight = left.to(dtype), right.to(torch.float8_e4m3fn).t()
@@ -253,12 +255,12 @@ def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Run:
     return lambda: F.scaled_mm(lowered, weight, one, whole, one, whole)
 
 
-def _convolution(device: torch.device, dtype: str, level: int) -> Run:
+def _convolution(device: torch.device, dtype: str, level: int) -> TimedRun:
     inputs, weight = _convolution_tensors(device, dtype, level)
     return _float32_as(dtype)(lambda: F.conv2d(inputs, weight, padding=1))
 
 
-def _convolution_backward(device: torch.device, dtype: str, level: int) -> Run:
+def _convolution_backward(device: torch.device, dtype: str, level: int) -> TimedRun:
     inputs, weight = (t.requires_grad_() for t in _convolution_tensors(device, dtype, level))
     with _float32_as(dtype):
         output = F.conv2d(inputs, weight, padding=1)
@@ -277,11 +279,11 @@ def _convolution_tensors(device: torch.device, dtype: str, level: int) -> tuple[
 
 
 def _stored_as(dtype: str) -> torch.dtype:
-    found: torch.dtype = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    return found
+    stored: torch.dtype = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    return stored
 
 
-_OPERATIONS: Final[dict[str, Prepare]] = {
+_OPERATIONS: Final[dict[str, RunFactory]] = {
     "matmul": _matmul,
     "convolution": _convolution,
     "convolution backward": _convolution_backward,
@@ -294,9 +296,9 @@ def _kind(device: torch.device) -> str:
 
 @contextmanager
 def _float32_as(dtype: str) -> Iterator[None]:
-    """Computes float32 as tf32 for "tf32", else in all its 24 bits; also decorates a function.
+    """Compute float32 as tf32 for "tf32", else in all its 24 bits; also decorates a function.
 
-    cuDNN's convolutions use tf32 unless told not to, which would make float32 look as fast as tf32.
+    cuDNN's convolutions use tf32 by default, so that float32 would seem as fast as tf32.
     """
     switches: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [switch.fp32_precision for switch in switches]

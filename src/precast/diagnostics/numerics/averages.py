@@ -1,12 +1,13 @@
-"""Averages of parameters that are stored in 16 bits, as an EMA of the weights may be, and do not move.
+"""Detection of moving averages (EMA) of parameters that are stored in 16 bits and do not move.
 
-An average moves by a small share of its distance to the parameter, often a thousandth or less, and 16 bits round that
-away. No hook of PyTorch sees it: a program updates its average by its own operations. So tensors of the process are
-compared from one optimizer step to the next forward pass: a tensor in 16 bits with the shape of a parameter that was
-written, and kept most of the values in which it differs from the parameter, does not follow it.
+An update moves an average by a small share of its distance to the parameter, often a thousandth or less, and 16 bits
+round that to nothing. PyTorch has no hook for such updates, because programs implement them by their own operations. So
+tensors of the process are compared from one optimizer step to the next forward pass. A 16-bit tensor with the shape of
+a parameter that was written, but whose values that differ from the parameter mostly stayed the same, does not follow
+it.
 
-Invariants: tensors are only read, and referenced weakly. A frozen copy, which nobody writes, and a cast of the
-parameter, which equals it, are no averages; nor are parameters and states of optimizers.
+Invariants: tensors are only read, and referenced weakly. Frozen copies, which are not written, and casts of the
+parameter, which equal it, are not averages; nor are parameters and states of optimizers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from precast.optim.partial_steps import parameters_of
 __all__ = ["Averages"]
 
 _HEAD: Final = 64
-"""So many values decide which of several parameters of one shape a tensor is nearest to."""
+"""The number of values that are compared to find the nearest of several parameters of one shape."""
 
 
 class _Candidate(NamedTuple):
@@ -75,7 +76,7 @@ class Averages:
             self._sums.append((each.name, torch.stack([differs.sum(), stays.sum() * is_average])))
 
     def read(self) -> dict[str, float]:
-        """Return by parameter the share of an average's values that stayed; waits for the device."""
+        """Return for each parameter the share of an average's values that stayed. Waits for the device."""
         sums, self._sums = self._sums, []
         shares: dict[str, float] = {}
         for name, counts in sums:

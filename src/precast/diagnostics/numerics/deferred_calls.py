@@ -1,12 +1,13 @@
-"""Calls of modules and gradients that wait to be looked at, so that many are looked at in a row.
+"""A queue of module calls and gradients, which are examined in batches.
 
-Between two modules of a training step the caches of the processor are full of weights, so whatever runs there for a
-moment is slow: a call that is looked at by itself costs 100 µs, one of many in a row half of that.
+Between two modules of a training step the caches of the processor are full of weights, so that short computations are
+slow there: to examine one call by itself costs 100 µs, in a batch half of that.
 
 Invariants:
-- calls are looked at in the order in which they came;
-- at most `_MOST` of them wait, with about `_ELEMENTS` numbers;
-- where a tensor is written in place while it waits, no numbers of it are taken, and later calls of its key do not wait.
+
+- calls are examined in order;
+- at most `_MOST` calls wait, with about `_ELEMENTS` values;
+- a tensor that is written in place while it waits is not examined, and later calls of its key do not wait.
 """
 
 from __future__ import annotations
@@ -20,25 +21,24 @@ from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.failures import Failures
-from precast.diagnostics.numerics.tally import Key
+from precast.diagnostics.numerics.tally import TensorKey
 
 __all__ = ["DeferredCalls", "unseen_by_modes"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Look = Callable[[Any, Sequence[Tensor], Set[int]], None]
-"""Looks at a call, which is its first argument; the others are the call's tensors, and the ``id`` of each that was
-written while it waited."""
-_Entry = tuple[Key, Sequence[Tensor], Sequence[int], Look | None, Any]
-"""The key, the tensors, their versions when they began to wait, what looks, if it did not look yet, and the call."""
+Examine = Callable[[Any, Sequence[Tensor], Set[int]], None]
+"""Examines a call. Its arguments are the call, the call's tensors, and the ids of those written while they waited."""
+_Entry = tuple[TensorKey, Sequence[Tensor], Sequence[int], Examine | None, Any]
+"""The key, the tensors, their versions at arrival, the function that examines them (None if done), and the call."""
 
 _MOST: Final = 64
 _ELEMENTS: Final = 1 << 22
 
 
 def unseen_by_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Hides what a function computes from the program's dispatch modes, as it is no part of the program."""
+    """Hide the operations of a function from the program's dispatch modes."""
 
     @functools.wraps(function)
     def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,32 +51,33 @@ def unseen_by_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class DeferredCalls:
-    """The calls of one step that wait.
+    """The queue of one step.
 
     Args:
-        hurried: keys of which a tensor was written while it waited, in this step or in one before; added to.
-        failures: counts the calls that could not be looked at.
-        counts: whether every call is looked at as it comes. It waits nevertheless, so that it becomes known whether one
-            of its tensors is written meanwhile.
+        urgent: keys whose tensors were written while they waited, in this step or an earlier one. Keys are added here.
+        failures: counts the calls that could not be examined.
+        counts: examine every call at once. It still waits, to detect that one of its tensors is written meanwhile.
     """
 
-    def __init__(self, hurried: set[Key], failures: Failures, *, counts: bool) -> None:
-        self._hurried = hurried
+    def __init__(self, urgent: set[TensorKey], failures: Failures, *, counts: bool) -> None:
+        self._urgent = urgent
         self._failures = failures
         self._counts = counts
         self._entries: list[_Entry] = []
         self._elements = 0
 
     def is_latest(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the one that came last to wait, and was not written since."""
+        """Return True if a tensor is the latest in the queue, and was not written since."""
         if not self._entries:
             return False
         _, tensors, versions, _, _ = self._entries[-1]
         return bool(tensors) and tensors[-1] is tensor and versions[-1] == _torch.version_of(tensor)
 
-    def add(self, key: Key, tensors: Sequence[Tensor], look: Look | None, what: Any) -> None:
-        """Has a call looked at, soon or now."""
-        # Each function that is called here, and each attribute, is slow for the same reason: there are few.
+    def add(
+        self, key: TensorKey, tensors: Sequence[Tensor], examine: Examine | None, call: Any
+    ) -> None:
+        """Examine a call soon, or now."""
+        # Every function call and attribute here is slow (see above), so there are few.
         versions = []
         elements = self._elements
         for tensor in tensors:
@@ -84,49 +85,53 @@ class DeferredCalls:
                 break
             try:
                 versions.append(_torch.version_of(tensor))
-            except RuntimeError:  # made in inference mode, where PyTorch counts no writes
+            except RuntimeError:  # PyTorch does not count the writes of inference tensors
                 break
             elements += tensor.numel()
         waits = len(versions) == len(tensors)
-        if self._counts or not waits or key in self._hurried:
-            self.look_now(key, tensors, look, what)
-            look = None
+        if self._counts or not waits or key in self._urgent:
+            self.examine_now(key, tensors, examine, call)
+            examine = None
         if waits:
-            self._entries.append((key, tensors, versions, look, what))
+            self._entries.append((key, tensors, versions, examine, call))
             self._elements = elements
             if elements >= _ELEMENTS or len(self._entries) >= _MOST:
-                self.look()
+                self.examine()
 
-    def look_now(self, key: Key, tensors: Sequence[Tensor], look: Look | None, what: Any) -> None:
-        """Has a call looked at now, after all that wait."""
+    def examine_now(
+        self, key: TensorKey, tensors: Sequence[Tensor], examine: Examine | None, call: Any
+    ) -> None:
+        """Examine a call now, after those in the queue."""
         if not self._counts:
-            self.look()
-        self._look([(key, tensors, (), look, what)])
+            self.examine()
+        self._examine_all([(key, tensors, (), examine, call)])
 
-    def look(self) -> None:
-        """Looks at all that wait."""
+    def examine(self) -> None:
+        """Examine all calls in the queue."""
         if self._entries:
             entries, self._entries, self._elements = self._entries, [], 0
-            self._look(entries)
+            self._examine_all(entries)
 
     @unseen_by_modes
     @torch.no_grad()
-    def _look(self, entries: list[_Entry]) -> None:
+    def _examine_all(self, entries: list[_Entry]) -> None:
         with _torch.without_torch_function():
             for entry in entries:
-                self._failures.call(entry[0][1], self._look_at, *entry)
+                self._failures.call(entry[0][1], self._examine_entry, *entry)
 
-    def _look_at(
+    def _examine_entry(
         self,
-        key: Key,
+        key: TensorKey,
         tensors: Sequence[Tensor],
         versions: Sequence[int],
-        look: Look | None,
-        what: Any,
+        examine: Examine | None,
+        call: Any,
     ) -> None:
-        pairs = zip(tensors, versions, strict=False)  # no versions if it did not wait
+        pairs = zip(
+            tensors, versions, strict=False
+        )  # there are no versions if the call did not wait
         stale = {id(t) for t, version in pairs if _torch.version_of(t) != version}
         if stale:
-            self._hurried.add(key)
-        if look is not None:
-            look(what, tensors, stale)
+            self._urgent.add(key)
+        if examine is not None:
+            examine(call, tensors, stale)

@@ -1,7 +1,7 @@
-"""The steps that are over: where each went wrong, if it did, and the latest as plain data.
+"""Results of finished steps: the origin of infinity or NaN in each, and the latest steps as plain data.
 
-Invariants: adding a step waits for nothing, and reading waits once for all steps that were added; the latest `_LENGTH`
-steps are kept, and where numbers first went wrong is kept for ever.
+Invariants: adding a step does not wait for the device, and reading waits once for all added steps. The latest `_LENGTH`
+steps are stored, and the first origin.
 """
 
 from __future__ import annotations
@@ -17,43 +17,44 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast._internal.events import BrokenState, NonfiniteOrigin
+from precast._internal.records import as_json
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.nonfinite_origin import bad_slots, first_of, of_parameter, plain
-from precast.diagnostics.numerics.record import Extremes, Record, Slot, is_finite, read
-from precast.diagnostics.numerics.tally import Key, countable
+from precast.diagnostics.numerics.nonfinite_origin import bad_slots, first_of, of_parameter
+from precast.diagnostics.numerics.record import Extremes, StepRecord, TensorSlot, is_finite, read
+from precast.diagnostics.numerics.tally import TensorKey, countable
 from precast.engine.operator_kinds import dtype_of
 from precast.grad_scaler.gradients import bad_gradients
 from precast.policy.module_names import modules_by_name, named_parameters
 
-__all__ = ["History"]
+__all__ = ["StepResults"]
 
 _LENGTH: Final = 64
 _WORST: Final = 3
 
 
-class History:
-    """What is known of the steps of one model."""
+class StepResults:
+    """The results of the steps of one model."""
 
     def __init__(self, model: weakref.ref[nn.Module], optimizers: WeakIdKeyDictionary) -> None:
-        self.tensors: dict[Key, None] = {}
-        """All tensors that were noted, in the order in which they first came."""
+        self.tensors: dict[TensorKey, None] = {}
+        """All recorded tensors, in the order of their first appearance."""
         self._model = model
         self._optimizers = optimizers
         """The optimizers of the model, as keys."""
-        self.unread: list[Record] = []
-        """The steps that were added since the last reading."""
+        self.unread: list[StepRecord] = []
+        """The steps that were added since the latest `read`."""
         self._latest: deque[dict[str, Any]] = deque(maxlen=_LENGTH)
         self._first: NonfiniteOrigin | None = None
-        self._usual: set[Key] = set()
-        """Tensors that are infinite or NaN in good steps, too, as masks are."""
-        self._slots: list[Slot] = []
-        """The slots of the step that was added last."""
+        self._usual: set[TensorKey] = set()
+        """Tensors that are infinite or NaN in good steps too, such as masks."""
+        self._slots: list[TensorSlot] = []
+        """The slots of the latest step."""
         self._dtypes: set[str] = set()
 
-    def add(self, step: Record) -> None:
-        """A step is over."""
+    def add(self, step: StepRecord) -> None:
+        """Add a finished step."""
         if step.slots == self._slots:
-            step.slots = self._slots  # steps that are alike share one list
+            step.slots = self._slots  # equal steps share one list
         else:
             self._slots = step.slots
             self.tensors.update(dict.fromkeys(slot.key for slot in step.slots))
@@ -61,24 +62,24 @@ class History:
         self.unread.append(step)
 
     def read(self) -> None:
-        """Looks at the steps that were added since the last time."""
+        """Examine the steps that were added since the last call."""
         steps, self.unread = self.unread, []
         read(steps)
         for step in steps:
-            self._look(step)
+            self._examine(step)
 
     def first_or(self, other: NonfiniteOrigin | None) -> NonfiniteOrigin | None:
-        """Where numbers first went wrong in all steps; `other` if they did in none."""
+        """Return the first origin of all steps; `other` if there is none."""
         self.read()
         return self._first or other
 
-    def first_in(self, step: Record, optimizer: Optimizer) -> NonfiniteOrigin | None:
-        """Where a step went wrong: among the tensors, then among the parameters of `optimizer`."""
+    def first_in(self, step: StepRecord, optimizer: Optimizer) -> NonfiniteOrigin | None:
+        """Return the origin in a step: among the tensors, then among the parameters of `optimizer`."""
         read([step])
         return self._first_among(step) or self._first_parameter(optimizer, step)
 
-    def entries(self, running: Record | None) -> list[dict[str, Any]]:
-        """The latest steps, and the one that runs."""
+    def entries(self, running: StepRecord | None) -> list[dict[str, Any]]:
+        """Return the latest steps and the current one as plain data."""
         self.read()
         if running is None:
             return list(self._latest)
@@ -86,11 +87,11 @@ class History:
         return [*self._latest, _entry(running, running.first)]
 
     def format(self) -> str:
-        """The narrowest format of the tensors that were noted."""
-        some = (FORMATS[name] for name in self._dtypes if name in FORMATS)
-        return min(some, key=lambda format: format.largest, default=FORMATS["float32"]).name
+        """Return the name of the narrowest format of the recorded tensors."""
+        formats = (FORMATS[name] for name in self._dtypes if name in FORMATS)
+        return min(formats, key=lambda format: format.largest, default=FORMATS["float32"]).name
 
-    def _look(self, step: Record) -> None:
+    def _examine(self, step: StepRecord) -> None:
         skipped = None if step.skipped is None else bool(step.skipped)
         wrong = _went_wrong(step) if skipped is None else skipped
         first = step.first
@@ -101,7 +102,7 @@ class History:
         self._first = self._first or first
         self._latest.append(_entry(step, first))
 
-    def _first_among(self, step: Record) -> NonfiniteOrigin | None:
+    def _first_among(self, step: StepRecord) -> NonfiniteOrigin | None:
         for place in bad_slots(step, self._usual)[:1]:
             slot = step.slots[place]
             if slot.kind != "output":
@@ -119,7 +120,7 @@ class History:
     def _broken_state(self, name: str) -> BrokenState | None:
         """Return the module's own parameter or buffer that is not finite, if there is one.
 
-        Infinity in a buffer may be meant, as in a mask, so only NaN counts there.
+        Infinity in a buffer may be intended, as in a mask, so only NaN counts there.
         """
         module = self._own(name)
         if module is None:
@@ -144,8 +145,8 @@ class History:
                     return BrokenState(name, "parameter", dtype, kind, eps if is_zero else None)
         return BrokenState(name, "parameter", dtype, None, None)
 
-    def _hint(self, slot: Slot) -> str:
-        """Return a sentence on the module's own parameters if they are beyond the output's format."""
+    def _hint(self, slot: TensorSlot) -> str:
+        """Return a sentence on a parameter of the module that exceeds the output's format."""
         module = self._own(slot.name)
         for name, parameter in () if module is None else module.named_parameters(recurse=False):
             largest = _largest(parameter)
@@ -153,8 +154,8 @@ class History:
                 return f" Its {name} reaches {largest:.4g}, beyond that."
         return ""
 
-    def _first_parameter(self, optimizer: Optimizer, step: Record) -> NonfiniteOrigin | None:
-        """The gradient that is not finite of the parameter whose module backward reached first."""
+    def _first_parameter(self, optimizer: Optimizer, step: StepRecord) -> NonfiniteOrigin | None:
+        """Return the origin for the parameter gradient whose module backward reached first."""
         model = self._model()
         if model is None:
             return None
@@ -162,8 +163,8 @@ class History:
         bad = {names[id(p)]: p for _, _, p in bad_gradients(optimizer) if id(p) in names}
         if not bad:
             return None
-        reached = _in_backward(step)
-        name = min(bad, key=lambda n: reached.get(n.rpartition(".")[0], len(reached)))
+        order = _backward_order(step)
+        name = min(bad, key=lambda n: order.get(n.rpartition(".")[0], len(order)))
         gradient = bad[name].grad
         memory = None if gradient is None else countable(gradient)
         is_nan = memory is not None and bool(memory.isnan().any())
@@ -171,7 +172,7 @@ class History:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest magnitude in a tensor; NaN where it has one, 0 where it has no floating-point elements."""
+    """Return the largest magnitude in a tensor; NaN if it contains one, 0 without floating-point elements."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return 0.0
     memory = countable(tensor.detach())
@@ -184,20 +185,20 @@ def _sentence(state: BrokenState, step: int) -> str:
     if not step:
         return f" Its {own} was not finite before the first step."
     if state.kind == "buffer":
-        return f" Its buffer {own} is not finite: forward wrote it so, in this step or before."
-    wrote = f"{state.optimizer}'s step" if state.optimizer else "the step"
-    return f" Its {own} is not finite: {wrote} before wrote it so."
+        return f" Its buffer {own} is not finite: forward wrote that, in this step or before."
+    writer = f"{state.optimizer}'s step" if state.optimizer else "the step"
+    return f" Its {own} is not finite: {writer} before wrote that."
 
 
-def _in_backward(step: Record) -> dict[str, int]:
-    """Modules, and when backward reaches them; those without a gradient of their own after the others."""
+def _backward_order(step: StepRecord) -> dict[str, int]:
+    """Return the order in which backward reaches modules; those without a recorded gradient come last."""
     names = [slot.name for slot in step.slots if slot.kind == "gradient"]
     names += [slot.name for slot in reversed(step.slots) if slot.kind == "output"]
     return {name: place for place, name in enumerate(dict.fromkeys(names))}
 
 
-def _went_wrong(step: Record) -> bool:
-    """Whether a step that no scaler judged is bad: the last output, or a gradient, is not finite."""
+def _went_wrong(step: StepRecord) -> bool:
+    """Return True if the last output or a gradient is not finite, for a step without a scaler."""
     outputs, gradients = (
         [n for slot, n in zip(step.slots, step.extremes, strict=True) if slot.kind == kind]
         for kind in ("output", "gradient")
@@ -205,8 +206,8 @@ def _went_wrong(step: Record) -> bool:
     return not all(map(is_finite, [*outputs[-1:], *gradients]))
 
 
-def _entry(step: Record, first: NonfiniteOrigin | None) -> dict[str, Any]:
-    """A step as plain data."""
+def _entry(step: StepRecord, first: NonfiniteOrigin | None) -> dict[str, Any]:
+    """Return a step as plain data."""
     return {
         "step": step.number,
         "loss": None,
@@ -214,13 +215,13 @@ def _entry(step: Record, first: NonfiniteOrigin | None) -> dict[str, Any]:
         "skipped": None if step.skipped is None else bool(step.skipped),
         "names": list(step.names),
         "seconds": step.seconds,
-        "first": plain(first),
+        "first": as_json(first),
         "worst": _worst(step),
     }
 
 
-def _worst(step: Record) -> list[dict[str, Any]]:
-    """The tensors that came nearest to the end of their format, the worst first."""
+def _worst(step: StepRecord) -> list[dict[str, Any]]:
+    """Return the tensors that came nearest to the limit of their format, the worst first."""
     pairs = zip(step.slots, step.extremes, strict=True)
     worst = sorted(pairs, key=lambda pair: -_share(*pair))[:_WORST]
     return [
@@ -235,8 +236,8 @@ def _worst(step: Record) -> list[dict[str, Any]]:
     ]
 
 
-def _share(slot: Slot, numbers: Extremes) -> float:
-    """How near a tensor came to the end of its format: 1.0 is its largest number, infinity beyond."""
+def _share(slot: TensorSlot, numbers: Extremes) -> float:
+    """Return the largest magnitude divided by the format's largest value; infinity for a tensor that is not finite."""
     if not is_finite(numbers):
         return float("inf")
     return max(map(abs, numbers)) / FORMATS.get(slot.dtype, FORMATS["float32"]).largest

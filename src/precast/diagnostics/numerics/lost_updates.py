@@ -1,13 +1,12 @@
-"""Updates that rounding takes from 16-bit parameters and 16-bit optimizer states: the values that should move and stay.
+"""Updates of 16-bit parameters and 16-bit optimizer states that round to nothing.
 
 Invariants:
 
-- the optimizer's own step defines the new value of each number: it is taken once more in float32, on copies of the
-  parameter, its gradient and its states, before the step that counts; neither that nor a state is changed by it;
-- of a float32 parameter, and of a weight that learns by rounding (`precast.optim`), nothing is lost: that is
-  said and not computed. Of optimizers that are not PyTorch's, and of parameters that are no plain tensors, nothing is
-  known;
-- nothing waits for the device until `Updates` are read.
+- the optimizer's own step defines the exact new values: it runs once more in float32, on copies of the parameter, its
+  gradient and its states, before the real step, which it does not change;
+- float32 parameters, and weights that learn by rounding (`precast.optim`), lose nothing, which is reported without a
+  computation. For optimizers that are not PyTorch's, and for tensor subclasses, the loss is unknown;
+- nothing waits for the device until `read`.
 """
 
 from __future__ import annotations
@@ -30,31 +29,31 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 
-__all__ = ["NARROW", "NOTHING_LOST", "SAMPLE", "LostUpdates", "Updates", "sample"]
+__all__ = ["NARROW", "NOTHING_LOST", "SAMPLE", "LostUpdates", "UpdateLoss", "sample"]
 
 NARROW: Final = frozenset({torch.bfloat16, torch.float16})
 """The dtypes in which an update may round to nothing."""
 SAMPLE: Final = 1 << 16
-"""At most about so many values of an optimizer's state, or of an average, are compared."""
+"""The approximate maximum of values of an optimizer's state, or of an average, that are compared."""
 _SMALLEST_MOVE: Final = 1 / 128
-"""Of the distance between two 16-bit numbers: a state that should move by less has converged."""
+"""A share of the distance between two 16-bit values: a state that should move by less has converged."""
 _NO_STATES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
-class Updates(NamedTuple):
+class UpdateLoss(NamedTuple):
     """The effect of rounding on the update of a parameter in one step."""
 
     rounded_away: float
-    """The share of its numbers that were to move, and stayed."""
+    """The share of values that should move and stayed."""
     lost: float
-    """The share that these have in the size of the whole update, the sum of all distances."""
+    """Their share in the size of the whole update, the sum of all distances."""
     with_kahan: float
-    """The share of numbers that would have stayed with `precast.optim.bfloat16_weights`."""
+    """The share of values that would have stayed with `precast.optim.bfloat16_weights`."""
     states: Mapping[str, float] = _NO_STATES
-    """Maps each optimizer state in 16 bits to the share of its values that were to move, and stayed."""
+    """Maps each optimizer state in 16 bits to the share of its values that should move and stayed."""
 
 
-NOTHING_LOST: Final = Updates(0.0, 0.0, 0.0)
+NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0)
 
 
 class _StateSample(NamedTuple):
@@ -73,15 +72,15 @@ class LostUpdates:
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """Name -> the parameter, its numbers before the step, and what they were to become, in float32."""
+        """Maps a name to the parameter, its values before the step, and the exact new values in float32."""
         self._states: dict[str, list[_StateSample]] = {}
-        self._found: dict[str, Tensor] = {}
-        self._of_states: dict[tuple[str, str], Tensor] = {}
-        """Parameter and state -> how many values were to move, and how many of these stayed."""
+        self._sums: dict[str, Tensor] = {}
+        self._sums_of_states: dict[tuple[str, str], Tensor] = {}
+        """Maps parameter and state to the numbers of values that should move, and that stayed."""
         self._lose_nothing: set[str] = set()
 
     def before(self, optimizer: Optimizer, names: dict[int, str]) -> None:
-        """A step is about to be taken; `names` are those of the parameters that are looked at, by ``id``."""
+        """Compute the exact values of the next step; `names` has the watched parameters by ``id``."""
         trained = [p for g in optimizer.param_groups for p in g["params"] if id(p) in names]
         self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(p))
         if not treats_each_parameter_by_itself(optimizer) or isinstance(optimizer, LBFGS):
@@ -94,48 +93,48 @@ class LostUpdates:
                     if id(parameter) not in names:
                         continue
                     name = names[id(parameter)]
-                    copied = _copied(optimizer, parameter, scale)
-                    optimizer.param_groups = [{**group, "params": [copied]}]
+                    copy = _copied(optimizer, parameter, scale)
+                    optimizer.param_groups = [{**group, "params": [copy]}]
                     try:
                         step_without_hooks(optimizer)()
-                        self._states[name] = _states(optimizer, parameter, copied)
+                        self._states[name] = _states(optimizer, parameter, copy)
                     finally:
                         optimizer.param_groups = groups
-                        optimizer.state.pop(copied, None)
-                    was = parameter.detach().clone()
-                    self._before[name] = parameter, was, copied.detach()
+                        optimizer.state.pop(copy, None)
+                    previous = parameter.detach().clone()
+                    self._before[name] = parameter, previous, copy.detach()
 
     def after(self) -> None:
-        """The step was taken."""
+        """Compare the values after the step."""
         before, self._before = self._before, {}
-        for name, (parameter, was, wanted) in before.items():
-            self._found[name] = _compared(was, parameter.detach(), wanted)
+        for name, (parameter, previous, exact) in before.items():
+            self._sums[name] = _compare(previous, parameter.detach(), exact)
         states, self._states = self._states, {}
         for name, of_parameter in states.items():
             for state in of_parameter:
-                self._of_states[name, state.name] = _count_stuck(state)
+                self._sums_of_states[name, state.name] = _count_stuck(state)
 
-    def read(self) -> dict[str, Updates]:
-        """What was found since the last time, by name; waits for the device."""
-        found, self._found = self._found, {}
-        read = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
+    def read(self) -> dict[str, UpdateLoss]:
+        """Return the losses since the last call, by name. Waits for the device."""
+        sums_by_name, self._sums = self._sums, {}
+        losses = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
         self._lose_nothing.clear()
         states = self._read_states()
-        for name, sums in found.items():
+        for name, sums in sums_by_name.items():
             moving, stayed, size, lost, with_kahan = sums.tolist()
             if moving:
-                its = states.get(name, _NO_STATES)
+                of_states = states.get(name, _NO_STATES)
                 part = lost / size if size else 0.0
-                read[name] = Updates(stayed / moving, part, with_kahan / moving, its)
-        return read
+                losses[name] = UpdateLoss(stayed / moving, part, with_kahan / moving, of_states)
+        return losses
 
     def _read_states(self) -> dict[str, dict[str, float]]:
         shares: dict[str, dict[str, float]] = {}
-        for (name, state), sums in self._of_states.items():
+        for (name, state), sums in self._sums_of_states.items():
             moving, stayed = sums.tolist()
             if moving:
                 shares.setdefault(name, {})[state] = stayed / moving
-        self._of_states = {}
+        self._sums_of_states = {}
         return shares
 
 
@@ -150,7 +149,7 @@ def _loses_nothing(parameter: Tensor) -> bool:
 
 
 def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The parameters whose updates rounding may take."""
+    """Yield the parameters whose updates may round to nothing."""
     for parameter in parameters:
         gradient = parameter.grad
         if (
@@ -164,15 +163,15 @@ def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Tensor:
-    """A parameter in float32, with its own gradient and states."""
+    """Return a copy of a parameter in float32, with its own gradient and states."""
     assert parameter.grad is not None
-    copied = nn.Parameter(parameter.detach().float())
+    copy = nn.Parameter(parameter.detach().float())
     gradient = parameter.grad.detach().to(torch.float32, copy=True)
-    copied.grad = gradient if scale is None else gradient.div_(scale)
+    copy.grad = gradient if scale is None else gradient.div_(scale)
     states = optimizer.state.get(parameter)
     if states:
-        optimizer.state[copied] = {name: _copy(value) for name, value in states.items()}
-    return copied
+        optimizer.state[copy] = {name: _copy(value) for name, value in states.items()}
+    return copy
 
 
 def _copy(state: Any) -> Any:
@@ -183,17 +182,17 @@ def _copy(state: Any) -> Any:
     return state.to(torch.float32, copy=True) if is_widened else state.clone()
 
 
-def _states(optimizer: Optimizer, parameter: Tensor, copied: Tensor) -> list[_StateSample]:
+def _states(optimizer: Optimizer, parameter: Tensor, copy: Tensor) -> list[_StateSample]:
     """Return the 16-bit states of a parameter, with the values of the step that `copied` has taken in float32."""
     return [
-        _StateSample(name, value, sample(value).clone(), sample(optimizer.state[copied][name]))
+        _StateSample(name, value, sample(value).clone(), sample(optimizer.state[copy][name]))
         for name, value in (optimizer.state.get(parameter) or {}).items()
         if is_large(value) and value.dtype in NARROW and type(value) is Tensor
     ]
 
 
 def _count_stuck(state: _StateSample) -> Tensor:
-    """Return how many values of a state were to move, and how many of these stayed."""
+    """Return the numbers of values of a state that should move, and of those that stayed."""
     previous = state.previous.float()
     least = previous.abs() * (torch.finfo(state.memory.dtype).eps * _SMALLEST_MOVE)
     moves = (state.exact - previous).abs() > least
@@ -201,14 +200,14 @@ def _count_stuck(state: _StateSample) -> Tensor:
     return torch.stack([moves.sum(), stays.sum()])
 
 
-def _compared(was: Tensor, now: Tensor, wanted: Tensor) -> Tensor:
-    """How many were to move, how many of these stayed, the size of all updates, of those, and how many with Kahan."""
-    full = was.float()
-    distance = (wanted - full).abs().nan_to_num_(0.0, 0.0, 0.0)
+def _compare(previous: Tensor, current: Tensor, exact: Tensor) -> Tensor:
+    """Return counts and sizes: values that should move, those that stayed, both sizes, and stayed with Kahan."""
+    full = previous.float()
+    distance = (exact - full).abs().nan_to_num_(0.0, 0.0, 0.0)
     moves = distance > 0
-    stays = moves & (now == was)
-    nearest = rounding.nearest(wanted.contiguous())
-    rest = rounding.nearest((wanted - nearest).contiguous())
+    stays = moves & (current == previous)
+    nearest = rounding.nearest(exact.contiguous())
+    rest = rounding.nearest((exact - nearest).contiguous())
     stays_with_kahan = moves & (nearest + rest == full)
     sums = (
         moves.sum(),

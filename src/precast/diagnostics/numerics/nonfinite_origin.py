@@ -1,9 +1,9 @@
-"""Finds where numbers first became infinite or NaN in a step, and says so in a sentence.
+"""The search for the first tensor of a step that became infinite or NaN, and its description in a sentence.
 
-The tensors of a step are looked through in the order of time: outputs as modules end in forward, gradients as backward
-reaches them. So the first tensor that is not finite is where it began, or comes right after.
+The tensors of a step are examined in order of time: outputs as modules end in forward, gradients as backward reaches
+them. So the first tensor that is not finite is the origin, or comes right after it.
 
-Invariant: nothing waits for the device; the steps were read, so their numbers are on the host.
+Invariant: nothing waits for the device, because the steps were read before.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Literal
 
-from precast._internal.events import BrokenState, NonfiniteOrigin
-from precast.diagnostics import schema
+from precast._internal.events import BrokenState, NonfiniteOrigin, TensorRange
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.record import Record, Slot, is_finite
-from precast.diagnostics.numerics.tally import Key
-from precast.diagnostics.records import as_json, from_json
+from precast.diagnostics.numerics.record import StepRecord, TensorSlot, is_finite
+from precast.diagnostics.numerics.tally import TensorKey
 
-__all__ = ["bad_slots", "first_of", "of_parameter", "plain", "recorded"]
+__all__ = ["bad_slots", "first_of", "of_parameter"]
 
-_SAID = {"inf": "infinite", "nan": "NaN"}
+_WORDS = {"inf": "infinite", "nan": "NaN"}
 
 
-def bad_slots(step: Record, usual: AbstractSet[Key]) -> list[int]:
-    """Places of the tensors that are not finite, but for those that are not in good steps either, as masks."""
+def bad_slots(step: StepRecord, usual: AbstractSet[TensorKey]) -> list[int]:
+    """Return the places of tensors that are not finite, except those that never are, such as masks."""
     slots = zip(step.slots, step.extremes, strict=True)
     return [
         place
@@ -36,56 +34,47 @@ def bad_slots(step: Record, usual: AbstractSet[Key]) -> list[int]:
 
 
 def first_of(
-    step: Record, place: int, hint: str = "", state: BrokenState | None = None
+    step: StepRecord, place: int, hint: str = "", state: BrokenState | None = None
 ) -> NonfiniteOrigin:
     """Return the origin for the first tensor that is not finite, at `place`; `hint` is about its module."""
     slot = step.slots[place]
     what: Any = "nan" if any(map(math.isnan, step.extremes[place])) else "inf"
     before = _made_from(place, step.slots)
     doubts = _doubts(step, place)
-    was = f"was the first {'that was seen ' if doubts else ''}to be {_SAID[what]}"
-    module = _called(slot.name) + (f" in its call {slot.call} of the step" if slot.call > 1 else "")
+    was = f"was the first {'that was seen ' if doubts else ''}to be {_WORDS[what]}"
+    module = _quoted(slot.name) + (f" in its call {slot.call} of the step" if slot.call > 1 else "")
     seen = {
         "output": f" the output of {module} {was}",
-        "input": f" an input of {module} {was}: {_whence(slot, step.slots, before)}",
+        "input": f" an input of {module} {was}: {_input_origin(slot, step.slots, before)}",
         "gradient": f"{_at(step)} the gradient of the output of {module} {was} in backward",
     }[slot.kind]
     inputs, ranges = _ranges(step, before)
-    message = f"In step {step.number}{seen}{ranges}.{_end_of(slot)}{_doubted(doubts)}{hint}"
+    message = (
+        f"In step {step.number}{seen}{ranges}.{_format_limit(slot)}{_doubt_sentence(doubts)}{hint}"
+    )
     kind: Any = slot.kind
     return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts, state)
 
 
-def of_parameter(step: Record, name: str, what: Literal["inf", "nan"]) -> NonfiniteOrigin:
-    """The same for a parameter's gradient, where all that was noted was finite."""
+def of_parameter(step: StepRecord, name: str, what: Literal["inf", "nan"]) -> NonfiniteOrigin:
+    """Return the origin for a parameter's gradient, if all recorded tensors are finite."""
     owner = name.rpartition(".")[0]
     latest = {slot.key: place for place, slot in enumerate(step.slots)}
     gradient, output = latest.get(("gradient", owner)), latest.get(("output", owner))
     made_from = [] if gradient is None else [gradient]
     if output is not None:
         made_from += step.slots[output].inputs
-    seen = f"{_at(step)} the gradient of the parameter `{name}` was the first to be {_SAID[what]}"
+    seen = f"{_at(step)} the gradient of the parameter `{name}` was the first to be {_WORDS[what]}"
     inputs, ranges = _ranges(step, made_from)
     message = f"In step {step.number}{seen}{ranges}."
     return NonfiniteOrigin(step.number, "parameter", name, what, inputs, message)
 
 
-def recorded(first: NonfiniteOrigin | None) -> schema.NonfiniteOrigin | None:
-    """As a document has it."""
-    return None if first is None else from_json(schema.NonfiniteOrigin, as_json(first))
+def _made_from(place: int, slots: Sequence[TensorSlot]) -> tuple[int, ...]:
+    """Return the places of the tensors that a tensor was computed from.
 
-
-def plain(first: NonfiniteOrigin | None) -> dict[str, Any] | None:
-    """As plain data."""
-    found: dict[str, Any] | None = as_json(recorded(first))
-    return found
-
-
-def _made_from(place: int, slots: Sequence[Slot]) -> tuple[int, ...]:
-    """The places of what a tensor was made from.
-
-    A gradient was made from the one before it in backward, and from the output of its module; an input of unknown
-    origin from the last output before it.
+    These are, for a gradient, the gradient before it in backward and the output of its module; for an input of unknown
+    origin, the last output before it.
     """
     slot = slots[place]
     if slot.kind == "output" or slot.inputs:
@@ -100,65 +89,57 @@ def _made_from(place: int, slots: Sequence[Slot]) -> tuple[int, ...]:
     return (*gradients[-1:], *outputs[-1:])
 
 
-def _whence(slot: Slot, slots: Sequence[Slot], before: Sequence[int]) -> str:
-    """Where an input comes from."""
+def _input_origin(slot: TensorSlot, slots: Sequence[TensorSlot], before: Sequence[int]) -> str:
+    """Return a phrase on the origin of an input."""
     if not slot.name:
-        return "it came so from outside of the model"
+        return "it came from outside of the model"
     last = slots[before[-1]].name if before else ""
     between = f"between `{last}` and `{slot.name}`"
     if last == slot.name:
         between = f"between two calls of `{last}`"
     if slot.inputs:
         return f"code {between if last else f'before `{slot.name}`'} wrote it in place"
-    return f"it was made {between if last else 'between modules'}"
+    return f"it was computed {between if last else 'between modules'}"
 
 
-def _doubts(step: Record, place: int) -> tuple[str, ...]:
-    """Modules whose tensors may have been infinite or NaN before the first that was seen to be."""
+def _doubts(step: StepRecord, place: int) -> tuple[str, ...]:
+    """Return the modules whose tensors may have been infinite or NaN before the first recorded one."""
     missed = (one for _, one in step.missed if one.place <= place)
-    return tuple(one.name for one in missed if one.seen is None or one.seen >= place)
+    return tuple(one.name for one in missed if one.later_place is None or one.later_place >= place)
 
 
-def _doubted(doubts: Sequence[str]) -> str:
+def _doubt_sentence(doubts: Sequence[str]) -> str:
     if not doubts:
         return ""
     return (
-        f" It may have begun before, in {_called(doubts[0])}: what that module gave or was given was written in place "
-        "before it could be looked at. From the next step on it is looked at before."
+        f" It may have begun before, in {_quoted(doubts[0])}: a tensor of that module was written in place before it "
+        "could be examined. From the next step on it is examined earlier."
     )
 
 
-def _ranges(step: Record, places: Sequence[int]) -> tuple[tuple[dict[str, Any], ...], str]:
-    """The ranges of tensors, as data and in words."""
-    inputs, said = [], []
+def _ranges(step: StepRecord, places: Sequence[int]) -> tuple[tuple[TensorRange, ...], str]:
+    """Return the ranges of tensors, as data and in words."""
+    inputs, texts = [], []
     for place in places:
         slot, (low, high) = step.slots[place], step.extremes[place]
         finite = is_finite((low, high))
-        of = f"the {slot.kind} of {_called(slot.name)}"
+        of = f"the {slot.kind} of {_quoted(slot.name)}"
         went = f"went from {low:.4g} to {high:.4g}" if finite else "was not finite"
-        said.append(f"{of} {went} ({slot.dtype})")
-        inputs.append(
-            {
-                "of": of,
-                "dtype": slot.dtype,
-                "minimum": low if finite else None,
-                "maximum": high if finite else None,
-                "rms": None,
-                "nonfinite": 0 if finite else 1,
-            }
-        )
-    return tuple(inputs), f"; just before, {', '.join(said)}" if said else ""
+        texts.append(f"{of} {went} ({slot.dtype})")
+        maximum, minimum = (high, low) if finite else (None, None)
+        inputs.append(TensorRange(slot.dtype, maximum, minimum, int(not finite), of))
+    return tuple(inputs), f"; just before, {', '.join(texts)}" if texts else ""
 
 
-def _called(name: str) -> str:
+def _quoted(name: str) -> str:
     return f"`{name}`" if name else "the whole model"
 
 
-def _at(step: Record) -> str:
+def _at(step: StepRecord) -> str:
     return "" if step.scale is None else f", at scale {step.loss_scale:g},"
 
 
-def _end_of(slot: Slot) -> str:
+def _format_limit(slot: TensorSlot) -> str:
     if slot.dtype in {"float32", "bfloat16"} or slot.dtype not in FORMATS:
         return ""
     return f" {slot.dtype} ends at {FORMATS[slot.dtype].largest:g}."

@@ -1,6 +1,6 @@
-"""The step that runs: takes calls of modules, gradients and parameters, and notes them in a record.
+"""The current step: receives calls of modules, gradients and parameters, and writes them to a record.
 
-Invariants: those of a record; what a checkpoint runs again in backward is noted once.
+Invariants: those of a record; calls that a checkpoint repeats in backward are recorded once.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from precast import _torch
 from precast._internal.locks import ForkSafeLock
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls
-from precast.diagnostics.numerics.record import Record, tensors_in
-from precast.diagnostics.numerics.tally import Key, countable
-from precast.diagnostics.numerics.underflow_zeros import Lost, Made, operation
+from precast.diagnostics.numerics.record import StepRecord, tensors_in
+from precast.diagnostics.numerics.tally import TensorKey, countable
+from precast.diagnostics.numerics.underflow_zeros import (
+    LostGradients,
+    OutputSource,
+    repeatable_call,
+)
 from precast.optim.partial_steps import parameters_of
 from precast.policy.module_names import named_parameters
 
@@ -27,74 +31,81 @@ __all__ = ["RunningStep", "may_write"]
 
 
 _Call = tuple[str, nn.Module, Any, Any, Any, bool]
-"""A module that has ended: its name, it, arguments, keyword arguments, output, and whether a graph was made."""
+"""A call of a module: its name, the module, arguments, keyword arguments, output, and if gradients were enabled."""
 
 
 class RunningStep:
-    """A record that is being written.
+    """The step that is being recorded.
 
     Args:
         record: the record of this step.
-        hurried: the keys of what may not wait to be looked at, of all steps; added to.
-        mutex: held by the thread that calls a method of this.
-        failures: counts what could not be looked at.
+        urgent: keys of tensors that must be examined at once, of all steps. Keys are added here.
+        mutex: held by the thread that calls a method.
+        failures: counts calls that could not be examined.
     """
 
     def __init__(
-        self, record: Record, hurried: set[Key], mutex: ForkSafeLock, failures: Failures
+        self, record: StepRecord, urgent: set[TensorKey], mutex: ForkSafeLock, failures: Failures
     ) -> None:
         self.record = record
-        self._lost = Lost()
-        self._waiting = DeferredCalls(hurried, failures, counts=record.tallies is not None)
+        self._lost = LostGradients()
+        self._queue = DeferredCalls(urgent, failures, counts=record.tallies is not None)
         self._failures = failures
         self._mutex = mutex
         self._thread: int | None = None
         self.is_over = False
-        self.look = self._waiting.look
+        self.examine = self._queue.examine
 
     def is_called_here(self) -> bool:
-        """Whether the call of the whole model that this step is can be this thread's; from now on it is."""
+        """Return True if this step can be a call of the model in this thread; it then belongs to the thread."""
         self._thread = self._thread or threading.get_ident()
         return self._thread == threading.get_ident()
 
-    def called(
-        self, key: Key, module: nn.Module, args: Any, kwargs: Any, output: Any, *, now: bool = False
+    def on_module_end(
+        self,
+        key: TensorKey,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+        *,
+        now: bool = False,
     ) -> None:
-        """A module has ended: notes its inputs and outputs, and waits for their gradients.
+        """Record the inputs and outputs of a module, and wait for their gradients.
 
-        The call is looked at `now`, or else by `look`, which is called before backward begins.
+        The call is examined `now`, or else by `examine`, which is called before backward begins.
         """
         call = key[1], module, args, kwargs, output, torch.is_grad_enabled()
         if now:
-            self._waiting.look_now(key, (), self._look_at_call, call)
+            self._queue.examine_now(key, (), self._examine_call, call)
         elif type(output) is Tensor and len(args) == 1 and type(args[0]) is Tensor and not kwargs:
-            self._waiting.add(key, (args[0], output), self._look_at_call, call)
+            self._queue.add(key, (args[0], output), self._examine_call, call)
         else:
             tensors = *tensors_in((args, kwargs)), *tensors_in(output)
-            self._waiting.add(key, tensors, self._look_at_call, call)
+            self._queue.add(key, tensors, self._examine_call, call)
 
-    def given(self, name: str, args: Any, kwargs: Any, *, now: bool = False) -> None:
+    def on_module_start(self, name: str, args: Any, kwargs: Any, *, now: bool = False) -> None:
         """A module of this name is about to run that may write its arguments; `now` as in `called`."""
         tensors = tensors_in((args, kwargs) if kwargs else args)
-        if not tensors or all(map(self._waiting.is_latest, tensors)):
+        if not tensors or all(map(self._queue.is_latest, tensors)):
             return
-        take = self._waiting.look_now if now else self._waiting.add
-        take(("input", name), tensors, self._look_at_given, name)
+        take = self._queue.examine_now if now else self._queue.add
+        take(("input", name), tensors, self._examine_arguments, name)
 
-    def called_again(self, name: str, output: Any) -> None:
-        """A checkpoint runs a module again: gradients come only now where it first ran without a graph."""
+    def on_recomputed(self, name: str, output: Any) -> None:
+        """Wait for the gradients of a module that a checkpoint repeats, if it first ran without a graph."""
         for tensor in tensors_in(output):
             if not self.record.without_gradient[name]:
                 return
             self.record.without_gradient[name] -= 1
-            self._follow(tensor, Made(name))
+            self._follow(tensor, OutputSource(name))
 
     def count_parameters(
         self, model: nn.Module, optimizer: Optimizer | None, *, scaled: bool
     ) -> None:
-        """Counts the gradients of an optimizer's parameters, once a step; of all where none is given.
+        """Count the gradients of an optimizer's parameters once per step; without an optimizer those of all parameters.
 
-        Those of fused optimizers are `scaled`: they still have the loss's scale.
+        Gradients of fused optimizers are `scaled`: they still contain the loss scale.
         """
         record = self.record
         if record.tallies is None:
@@ -111,19 +122,19 @@ class RunningStep:
             if scaled:
                 record.scaled.add(key)
 
-    def so_far(self) -> Record:
-        """The record, in which all calls until now are noted."""
-        self.look()
+    def so_far(self) -> StepRecord:
+        """Return the record with all calls until now."""
+        self.examine()
         return self.record.pack()
 
-    def end(self) -> Record:
-        """The whole record; what backward still reaches of the step is not noted."""
+    def end(self) -> StepRecord:
+        """Return the final record; gradients that arrive later are not recorded."""
         self.is_over = True
-        self.look()
+        self.examine()
         return self.record.end()
 
-    def _look_at_given(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
-        """Notes the arguments of a module that no module gave as they are: those were made between modules."""
+    def _examine_arguments(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+        """Record the arguments of a module that were computed between modules."""
         number = self.record.calls[name] + 1
         for tensor in tensors:
             if id(tensor) in stale:
@@ -131,55 +142,67 @@ class RunningStep:
             elif self.record.place_of(tensor) is None:
                 self._note_input(name, number, tensor)
 
-    def _look_at_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
+    def _examine_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
         record, (name, module, args, kwargs, output, learns) = self.record, call
         record.calls[name] += 1
         number = record.calls[name]
-        known = None if record.tallies is None else operation(module, args, kwargs, output)
-        given = tensors_in((args, kwargs) if kwargs else args)
-        inputs = self._inputs(name, number, given, stale, was_given=may_write(module))
+        repeatable = (
+            None if record.tallies is None else repeatable_call(module, args, kwargs, output)
+        )
+        arguments = tensors_in((args, kwargs) if kwargs else args)
+        inputs = self._inputs(name, number, arguments, stale, was_examined=may_write(module))
         for tensor in tensors_in(output):
             if id(tensor) in stale:
                 record.miss(name, tensor)
                 continue
             if record.place_of(tensor) is not None:
-                continue  # the output of another module, handed on
+                continue  # the output of another module, returned unchanged
             memory = record.note("output", name, tensor, inputs, number)
             if memory is None:
                 continue
             if record.tallies is not None:
-                self._count(("output", name), memory, known.lost(memory) if known else None)
+                self._count(
+                    ("output", name), memory, repeatable.lost(memory) if repeatable else None
+                )
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
-                self._follow(tensor, Made(name, len(record.slots) - 1, known, before, number))
+                self._follow(
+                    tensor, OutputSource(name, len(record.slots) - 1, repeatable, before, number)
+                )
             elif not learns:
                 record.without_gradient[name] += 1
 
     def _inputs(
-        self, name: str, number: int, given: list[Tensor], stale: Set[int], *, was_given: bool
+        self,
+        name: str,
+        number: int,
+        arguments: list[Tensor],
+        stale: Set[int],
+        *,
+        was_examined: bool,
     ) -> tuple[int, ...]:
-        """The places of a module's arguments; `was_given` where these were looked at before it ran."""
+        """Return the places of a module's arguments; `was_examined` if they were examined before it ran."""
         places = []
-        for tensor in given:
-            place = self.record.place_of(tensor, unchanged=not was_given)
-            if place is None and id(tensor) not in stale and not was_given:
+        for tensor in arguments:
+            place = self.record.place_of(tensor, unchanged=not was_examined)
+            if place is None and id(tensor) not in stale and not was_examined:
                 place = self._note_input(name, number, tensor)
             if place is not None:
                 places.append(place)
         return tuple(places)
 
     def _note_input(self, name: str, number: int, tensor: Tensor) -> int | None:
-        """Notes a tensor that was made between modules; returns its place, if it is looked at."""
+        """Record a tensor that was computed between modules; return its place, or None if it is not recorded."""
         before = self.record.place_of(tensor, unchanged=False)
         inputs = () if before is None else (before,)
         memory = self.record.note("input", name, tensor, inputs, number)
         return None if memory is None else len(self.record.slots) - 1
 
-    def _follow(self, tensor: Tensor, made: Made) -> None:
-        """Has the gradient of a tensor noted when backward reaches it."""
+    def _follow(self, tensor: Tensor, source: OutputSource) -> None:
+        """Record the gradient of a tensor when backward reaches it."""
         if tensor.grad_fn is None:
             return  # a leaf would keep the hook
-        key, add, look = ("gradient", made.name), self._waiting.add, self._look_at_gradient
+        key, add, examine = ("gradient", source.name), self._queue.add, self._examine_gradient
         mutex, failures = self._mutex, self._failures
 
         def reached(gradient: Tensor | None) -> None:
@@ -187,25 +210,28 @@ class RunningStep:
                 return
             with mutex.lock:
                 if not self.is_over:
-                    failures.call(made.name, add, key, (gradient,), look, made)
+                    failures.call(source.name, add, key, (gradient,), examine, source)
 
         _torch.hook_gradient(tensor, reached)
 
-    def _look_at_gradient(self, made: Made, tensors: Sequence[Tensor], stale: Set[int]) -> None:
+    def _examine_gradient(
+        self, source: OutputSource, tensors: Sequence[Tensor], stale: Set[int]
+    ) -> None:
         [gradient] = tensors
-        memory = None if stale else self.record.note("gradient", made.name, gradient, (), made.call)
+        memory = (
+            None if stale else self.record.note("gradient", source.name, gradient, (), source.call)
+        )
         if memory is not None and self.record.tallies is not None:
-            self._count(("gradient", made.name), memory, self._lost.back(made, memory))
+            self._count(("gradient", source.name), memory, self._lost.back(source, memory))
 
-    def _count(self, key: Key, memory: Tensor, lost: Tensor | None) -> None:
+    def _count(self, key: TensorKey, memory: Tensor, lost: Tensor | None) -> None:
         tally = self.record.tally(key)
         tally.add(memory)
         tally.add_lost(lost)
 
 
 def may_write(module: nn.Module) -> bool:
-    """Whether a module may write its arguments, itself or by what it calls: all but PyTorch's that call no other."""
-    known = type(module).__module__.startswith("torch.nn.modules.")
-    return (
-        not known or bool(getattr(module, "inplace", False)) or any(True for _ in module.children())
-    )
+    """Return True if a module may write its arguments: all except PyTorch's own without children."""
+    is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
+    is_in_place = bool(getattr(module, "inplace", False))
+    return not is_pytorchs or is_in_place or any(True for _ in module.children())

@@ -1,6 +1,6 @@
-"""The steps whose numbers were counted, a bounded number of them, and what they say: as plain data, and displayed.
+"""The counted steps of a monitor, a bounded number of them, as plain data and for display.
 
-Invariant: what is given away needs no PyTorch to read, and holds neither infinity nor NaN.
+Invariant: the plain data needs no PyTorch, and contains neither infinity nor NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from precast._internal.display import Card, size
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.bins import exponents, what_if
-from precast.diagnostics.numerics.tally import Counts, Key
+from precast.diagnostics.numerics.tally import TensorCounts, TensorKey
 
 __all__ = ["Samples", "figures"]
 
@@ -21,20 +21,20 @@ class Samples:
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self._steps: list[tuple[int, Mapping[Key, Counts]]] = []
+        self._steps: list[tuple[int, Mapping[TensorKey, TensorCounts]]] = []
 
-    def add(self, step: int, counts: Mapping[Key, Counts]) -> None:
-        """Keeps a step; where there are too many, every other one is dropped, but never this one."""
+    def add(self, step: int, counts: Mapping[TensorKey, TensorCounts]) -> None:
+        """Store a step. If there are too many, every other one is dropped, but never the new one."""
         self._steps.append((step, counts))
         if len(self._steps) > self._keep:
             self._steps = [*self._steps[:-1:2], self._steps[-1]]
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Remove all steps."""
         self._steps = []
 
     def card(self, steps: int, first: NonfiniteOrigin | None) -> Card:
-        """What a monitor of so many steps shows of itself; the table has the step that was counted last."""
+        """Return the display of a monitor of so many steps; the table shows the latest counted step."""
         facts = [size(steps, "step"), f"{len(self._steps):,} of them counted"]
         if first is not None:
             facts.append(f"first {first.what} in step {first.step}: {first.kind} of {first.name!r}")
@@ -45,19 +45,19 @@ class Samples:
         columns = ("tensor", "kind", "largest", "zeros", "infinite", "NaN")
         return Card("Monitor", facts, columns, rows, f"tensors in step {latest}")
 
-    def as_list(self, order: Iterable[Key]) -> list[dict[str, Any]]:
-        """One entry for each tensor that was counted: first those of `order`, in that order."""
+    def as_list(self, order: Iterable[TensorKey]) -> list[dict[str, Any]]:
+        """Return an entry for each counted tensor, first those of `order`, in that order."""
         counted = dict.fromkeys(key for _, counts in self._steps for key in counts)
         first = dict.fromkeys(key for key in order if key in counted)
         return [self._entry(key) for key in first | counted]
 
-    def _entry(self, key: Key) -> dict[str, Any]:
+    def _entry(self, key: TensorKey) -> dict[str, Any]:
         mine = [(step, counts[key]) for step, counts in self._steps if key in counts]
         rows = [figures(counts) for _, counts in mine]
-        found = [row.pop("exponents") for row in rows]
-        low = min((e for row in found for e in row), default=0)
-        high = max((e for row in found for e in row), default=-1)
-        counted = [[row.get(e, 0) for e in range(low, high + 1)] for row in found]
+        histograms = [row.pop("exponents") for row in rows]
+        low = min((e for row in histograms for e in row), default=0)
+        high = max((e for row in histograms for e in row), default=-1)
+        counted = [[row.get(e, 0) for e in range(low, high + 1)] for row in histograms]
         kind, name = key
         updates = [counts.updates for _, counts in mine]
         lost = {
@@ -78,8 +78,8 @@ class Samples:
         }
 
 
-def figures(counts: Counts) -> dict[str, Any]:
-    """The figures of one tensor in one step, with "exponents": binary exponent -> how many numbers."""
+def figures(counts: TensorCounts) -> dict[str, Any]:
+    """Return the counts of one tensor in one step; "exponents" maps binary exponents to numbers of values."""
     is_some_finite = counts.infinite + counts.nan < counts.elements
     return {
         "exponents": exponents(counts.magnitudes),
@@ -96,12 +96,12 @@ def figures(counts: Counts) -> dict[str, Any]:
     }
 
 
-def _badness(counts: Counts) -> float:
-    """Infinite for a tensor that has numbers which are not finite, else its largest number."""
+def _badness(counts: TensorCounts) -> float:
+    """Return infinity for a tensor that is not finite, else its largest magnitude."""
     return float("inf") if counts.infinite or counts.nan else counts.magnitudes.maximum
 
 
-def _row(key: Key, counts: Counts) -> tuple[object, ...]:
+def _row(key: TensorKey, counts: TensorCounts) -> tuple[object, ...]:
     kind, name = key
     largest, zeros = f"{counts.magnitudes.maximum:.4g}", counts.zeros / max(1, counts.elements)
     bad = counts.infinite or None, counts.nan or None

@@ -1,14 +1,14 @@
-"""Finds zeros that underflow made: where a module gave zero in float16, and the same in float32 is not zero.
+"""Detection of zeros caused by underflow: a module returned zero in float16, and float32 does not give zero.
 
-A zero in a float16 tensor is nothing to worry about by itself: ReLU, dropout, masks and padding make many. It is *lost*
-where the operation that made it, done in float32 on the same numbers, does not give zero. That is computed again in
-steps whose numbers are counted: the outputs in forward, the gradients of inputs and of parameters in backward. A zero
-that was lost counts as a number on the way back, so the zeros that it causes in the modules before are lost, too.
+Zeros in a float16 tensor are normal: ReLU, dropout, masks and padding cause many. A zero is *lost* if the same
+operation in float32 on the same values does not return zero. In counted steps this is computed: for outputs in forward,
+and for the gradients of inputs and parameters in backward. A lost zero counts as a nonzero value on the way back, so
+the zeros that it causes in earlier modules are lost too.
 
-This is done for linear layers, convolutions and activations that look at each number alone. What other code does with a
-tensor is not known. So where a tensor goes elsewhere, too, more zeros may be lost than are found.
+This covers linear layers, convolutions and elementwise activations. The use of a tensor by other code is unknown, so
+more zeros may be lost than are reported.
 
-Invariants: the program's tensors, graph and random numbers are not touched; nothing waits for the device.
+Invariants: the program's tensors, graph and random numbers are not changed; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Lost", "Made", "Operation", "operation"]
+__all__ = ["LostGradients", "OutputSource", "RepeatableCall", "repeatable_call"]
 
 _CONVOLUTIONS: Final[dict[type[nn.Module], Callable[..., Tensor]]] = {
     nn.Conv1d: F.conv1d,
@@ -34,11 +34,11 @@ _ACTIVATIONS: Final = frozenset(
     | {nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh}
 )
 _BELOW_ZERO_EDGE: Final = 2.0**-26
-"""Stands for a number that was lost: of that is known only that float16 makes it zero."""
+"""Replaces a lost value, of which only an upper bound is known: float16 rounds it to zero."""
 
 
-class Operation:
-    """One call of a module that can be done again in float32."""
+class RepeatableCall:
+    """One call of a module that can be repeated in float32."""
 
     def __init__(
         self, function: Callable[..., Tensor], x: Tensor, parameters: list[nn.Parameter]
@@ -50,7 +50,7 @@ class Operation:
 
     @torch.no_grad()
     def lost(self, output: Tensor) -> Tensor:
-        """How many zeros of its output are lost, shape ()."""
+        """Return the number of lost zeros in its output, shape ()."""
         with torch.autocast(output.device.type, enabled=False):
             wide = self._function(*(tensor.float() for tensor in (self._x, *self._parameters)))
         return torch.count_nonzero((output == 0) & (wide != 0))
@@ -58,7 +58,7 @@ class Operation:
     def gradients(
         self, gradient: Tensor
     ) -> tuple[Tensor | None, list[tuple[nn.Parameter, Tensor]]]:
-        """The gradients in float32 of the input, and of each parameter, that want one."""
+        """Return the gradients in float32 of the input and of each parameter, if they require one."""
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
             x = self._x.float().detach().requires_grad_(self._wants_input)
             wide = [p.detach().float().requires_grad_(p.requires_grad) for p in self._parameters]
@@ -66,16 +66,16 @@ class Operation:
             if not leaves:
                 return None, []
             output = self._function(x * 1 if self._wants_input else x, *wide)
-            found = list(torch.autograd.grad(output, leaves, gradient.to(output.dtype)))
-        arriving = found.pop(0) if self._wants_input else None
-        wanted = [p for p in self._parameters if p.requires_grad]
-        return arriving, list(zip(wanted, found, strict=True))
+            gradients = list(torch.autograd.grad(output, leaves, gradient.to(output.dtype)))
+        of_input = gradients.pop(0) if self._wants_input else None
+        trained = [p for p in self._parameters if p.requires_grad]
+        return of_input, list(zip(trained, gradients, strict=True))
 
 
-def operation(
+def repeatable_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> Operation | None:
-    """A call that can be done again; None for another one, and for one that did not give float16."""
+) -> RepeatableCall | None:
+    """Return the call, if it can be repeated and returned float16; else None."""
     if not isinstance(output, Tensor) or output.dtype is not torch.float16:
         return None
     if (
@@ -87,18 +87,18 @@ def operation(
         return None
     kind = type(module)
     if kind in _ACTIVATIONS:
-        return Operation(lambda x: kind.forward(module, x.clone()), args[0], [])
+        return RepeatableCall(lambda x: kind.forward(module, x.clone()), args[0], [])
     function = _function(module)
     if function is None:
         return None
     parameters: list[Any] = [p for p in (module.weight, module.bias) if p is not None]
     if not all(type(p) is nn.Parameter for p in parameters):
         return None
-    return Operation(function, args[0], parameters)
+    return RepeatableCall(function, args[0], parameters)
 
 
 def _function(module: Any) -> Callable[..., Tensor] | None:
-    """What a linear layer or a convolution computes from its input, its weight and its bias."""
+    """Return the function of a linear layer or a convolution, which takes input, weight and bias."""
     forward = type(module).forward
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         return F.linear
@@ -109,55 +109,55 @@ def _function(module: Any) -> Callable[..., Tensor] | None:
     return None
 
 
-class Made(NamedTuple):
+class OutputSource(NamedTuple):
     """The output that a gradient belongs to."""
 
     name: str
-    """The module that gave it."""
+    """The module that returned it."""
     place: int | None = None
-    """Where the output is in the record, if it is there."""
-    known: Operation | None = None
-    """The operation that made it, in a step that is counted."""
+    """The place of the output in the record, if it was recorded."""
+    repeatable: RepeatableCall | None = None
+    """The call that returned it, in a counted step."""
     before: int | None = None
-    """The place of what it was made from, if that is one tensor."""
+    """The place of the module's input, if that is one tensor."""
     call: int = 1
-    """Which call of the module in the step it was."""
+    """The number of the module's call in the step, from 1."""
 
 
-class Lost:
-    """Which gradients of one step would not be zero in float32."""
+class LostGradients:
+    """The zero gradients of one step that would not be zero in float32."""
 
     def __init__(self) -> None:
         self._arriving: dict[int, Tensor] = {}
         self._parameters = WeakTensorKeyDictionary()
 
-    def back(self, made: Made, gradient: Tensor) -> Tensor | None:
-        """Takes the gradient of an output through the call that made the output.
+    def back(self, source: OutputSource, gradient: Tensor) -> Tensor | None:
+        """Propagate the gradient of an output to the inputs of its call.
 
-        Returns how many of the gradient's zeros are lost, shape (); None where that is not known.
+        Returns the number of lost zeros in the gradient, shape (); None if that is unknown.
         """
-        arriving = None if made.place is None else self._arriving.pop(made.place, None)
+        arriving = None if source.place is None else self._arriving.pop(source.place, None)
         lost = None if arriving is None else (gradient == 0) & arriving
-        if made.known is not None:
+        if source.repeatable is not None:
             wide = gradient.float()
             if lost is not None:
                 wide = torch.where(lost, _BELOW_ZERO_EDGE, wide)
-            before, parameters = made.known.gradients(wide)
-            if before is not None and made.before is not None:
-                _merge(self._arriving, made.before, before)
-            for parameter, its in parameters:
-                _merge(self._parameters, parameter, its)
+            of_input, parameters = source.repeatable.gradients(wide)
+            if of_input is not None and source.before is not None:
+                _merge(self._arriving, source.before, of_input)
+            for parameter, of_parameter in parameters:
+                _merge(self._parameters, parameter, of_parameter)
         return None if lost is None else torch.count_nonzero(lost)
 
     def of_parameter(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        """How many zeros of a parameter's gradient are lost, shape (); None where that is not known."""
-        kept = self._parameters.pop(parameter, None)
-        if kept is None or kept.shape != gradient.shape:
+        """Return the number of lost zeros in a parameter's gradient, shape (); None if that is unknown."""
+        nonzero = self._parameters.pop(parameter, None)
+        if nonzero is None or nonzero.shape != gradient.shape:
             return None
-        return torch.count_nonzero((gradient == 0) & kept)
+        return torch.count_nonzero((gradient == 0) & nonzero)
 
 
-def _merge(found: MutableMapping[Any, Tensor], key: Any, gradient: Tensor) -> None:
-    """Notes where one more gradient that adds up to that of `key` is not zero."""
-    before = found.get(key)
-    found[key] = gradient != 0 if before is None else before | (gradient != 0)
+def _merge(masks: MutableMapping[Any, Tensor], key: Any, gradient: Tensor) -> None:
+    """Add the nonzero values of another gradient that is summed up for `key`."""
+    mask = masks.get(key)
+    masks[key] = gradient != 0 if mask is None else mask | (gradient != 0)

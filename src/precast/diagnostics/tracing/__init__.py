@@ -1,1 +1,1 @@
-"""What ran in which dtype and why, what the casts cost, and what to change; start reading at `tracer.py`."""
+"""Traces: the dtype and rule of each operation, the cost of casts, and advice. Start reading at `tracer.py`."""

@@ -1,10 +1,10 @@
-"""Where something runs: the line of the program, the module, the phase of the step, and the region around.
+"""The place of an operation: line of the program, module, phase of the step, and the region around it.
 
 Invariants:
 
-- everything is read from the stack when it is asked for. No module gets a hook, so nothing is left on it, and what
-  already runs when a trace begins is seen too;
-- what is kept about an object of the program (its code, its modules) does not keep it alive, or is bounded.
+- everything is read from the stack on demand. No module gets a hook, so nothing has to be removed from it, and calls
+  that already run when a trace begins are found too;
+- data about the program's code and modules does not keep them alive, or is bounded.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast.diagnostics.schema import Phase
 from precast.policy.module_names import modules_by_name, unwrapped
 from precast.policy.policy import DEVICE_TYPES
+from precast.report.schema import Phase
 
 __all__ = [
-    "Names",
+    "ModuleNames",
     "frame_above",
     "is_enabled",
     "outermost_region",
@@ -37,19 +37,19 @@ __all__ = [
     "program_line",
     "read_stack",
     "region_around",
-    "start_noting_regions",
-    "stop_noting_regions",
+    "start_recording_regions",
+    "stop_recording_regions",
 ]
 
 _PROGRAM, _LIBRARY, _MODULE, _BACKWARD, _OPTIMIZER = range(5)
 _LIMIT: Final = 20_000
-_kinds: Final[dict[int, tuple[int, weakref.ref[CodeType]]]] = {}
-"""The id of a code object -> which of the above it is; what `torch.compile` makes is freed with its function."""
+_frame_kinds: Final[dict[int, tuple[int, weakref.ref[CodeType]]]] = {}
+"""Maps id(code) to a frame kind. Entries go with the code object (`torch.compile` creates short-lived ones)."""
 
 _PRECAST: Final = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 )
-_DEMO: Final = os.path.join(_PRECAST, "demo", "")
+_DEMO: Final = os.path.join(_PRECAST, "cli", "demo", "")
 _NO_PROGRAM: Final = (
     os.path.dirname(torch.__file__) + os.sep,
     _PRECAST,
@@ -62,9 +62,10 @@ _NO_PROGRAM: Final = (
 
 
 def frame_above(depth: int) -> FrameType | None:
-    """The frame of the caller's caller for 1, and further out for more.
+    """Return the frame of the caller's caller for depth 1, and frames further out for larger depths.
 
-    Not the caller's own: a function that holds its own frame is a reference cycle, and keeps its arguments alive.
+    The caller's own frame is not offered: a function that holds its frame is a reference cycle and keeps its arguments
+    alive.
     """
     frame = inspect.currentframe()
     for _ in range(depth + 1):
@@ -73,16 +74,16 @@ def frame_above(depth: int) -> FrameType | None:
 
 
 def read_stack(frame: FrameType | None) -> tuple[str | None, nn.Module | None, Phase]:
-    """Reads the stack from `frame` outwards.
+    """Read the stack from `frame` outwards.
 
     Returns:
-        The innermost line of the program; the innermost module, unless backward calls the operation itself; the phase.
+        The innermost line of the program; the innermost module, except in backward; the phase.
     """
     source: str | None = None
     while frame is not None:
-        kind, _ = _kinds.get(id(frame.f_code)) or _learnt(frame.f_code)
+        kind, _ = _frame_kinds.get(id(frame.f_code)) or _classify_and_cache(frame.f_code)
         if kind == _PROGRAM:
-            source = source or _line(frame)
+            source = source or _format_location(frame)
         elif kind == _MODULE:
             return source or _outer_source(frame), frame.f_locals["self"], "forward"
         elif kind == _BACKWARD:
@@ -94,37 +95,37 @@ def read_stack(frame: FrameType | None) -> tuple[str | None, nn.Module | None, P
 
 
 def program_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the program from `frame` outwards; "?" where no code of the program runs."""
+    """Return the innermost line of the program from `frame` outwards; "?" if there is none."""
     return _outer_source(frame) or "?"
 
 
 def _outer_source(frame: FrameType | None) -> str | None:
-    """The innermost line of the program from `frame` outwards."""
+    """Return the innermost line of the program from `frame` outwards; None if there is none."""
     while frame is not None:
-        kind, _ = _kinds.get(id(frame.f_code)) or _learnt(frame.f_code)
+        kind, _ = _frame_kinds.get(id(frame.f_code)) or _classify_and_cache(frame.f_code)
         if kind == _PROGRAM:
-            return _line(frame)
+            return _format_location(frame)
         frame = frame.f_back
     return None
 
 
 def _outermost_module(frame: FrameType | None) -> nn.Module | None:
-    """The module that the program called, in which all others run."""
-    found = None
+    """Return the module that the program called directly."""
+    module = None
     while frame is not None:
         if frame.f_code is _torch.MODULE_CALL:
-            found = frame.f_locals["self"]
+            module = frame.f_locals["self"]
         frame = frame.f_back
-    return found
+    return module
 
 
-def _learnt(code: CodeType) -> tuple[int, weakref.ref[CodeType]]:
-    if len(_kinds) >= _LIMIT:
-        _kinds.clear()
-    key, kinds = id(code), _kinds  # when the process ends, the module has no names any more
-    forget = weakref.ref(code, lambda _: kinds.pop(key, None))  # an id is given out again
-    known = kinds[key] = _kind_of(code), forget
-    return known
+def _classify_and_cache(code: CodeType) -> tuple[int, weakref.ref[CodeType]]:
+    if len(_frame_kinds) >= _LIMIT:
+        _frame_kinds.clear()
+    key, kinds = id(code), _frame_kinds  # at the end of the process, the module's globals are gone
+    forget = weakref.ref(code, lambda _: kinds.pop(key, None))  # Python reuses ids
+    entry = kinds[key] = _kind_of(code), forget
+    return entry
 
 
 def _kind_of(code: CodeType) -> int:
@@ -139,37 +140,37 @@ def _kind_of(code: CodeType) -> int:
     return _LIBRARY if ours else _PROGRAM
 
 
-def _line(frame: FrameType) -> str:
-    """The line that a frame runs, as a person would say it."""
+def _format_location(frame: FrameType) -> str:
+    """Return "file:line in function" for a frame, with a short path."""
     code = frame.f_code
-    return f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+    return f"{_short_path(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
 
 
 @functools.lru_cache(maxsize=_LIMIT)
-def _short(file: str) -> str:
-    """A path from the current folder, or from a folder that Python imports from."""
+def _short_path(file: str) -> str:
+    """Return a path relative to the current folder, or to a folder on `sys.path`."""
     for folder in (os.getcwd(), *sorted(sys.path, key=len, reverse=True)):
         if folder and file.startswith(os.path.join(folder, "")):
             return os.path.relpath(file, folder)
     return file
 
 
-class _Regions(threading.local):
-    """What this thread has done with regions since they are noted."""
+class _ThreadRegions(threading.local):
+    """The regions of this thread since recording began."""
 
     def __init__(self) -> None:
         self.open: list[tuple[str, str]] = []
-        """The device type of each open region, and where it was entered."""
+        """The device type of each open region, and the line that entered it."""
         self.outermost = 0
-        """How many outermost ones have ended."""
+        """The number of outermost regions that have ended."""
         self.enabled: dict[str, bool] = {}
-        """PyTorch's flags, as they are where the program runs."""
+        """PyTorch's autocast flags outside of dispatch modes."""
 
 
-_regions: Final = _Regions()
+_regions: Final = _ThreadRegions()
 
 
-class _Listener:
+class _RegionListener:
     def entered(self) -> None:
         region = frame_above(2)  # its `__enter__`
         assert region is not None
@@ -185,44 +186,44 @@ class _Listener:
         _regions.enabled[device_type] = enabled
 
 
-def start_noting_regions(*, is_first: bool) -> None:
-    """Has regions noted in all threads, for the first trace, and learns which flags this thread has set."""
+def start_recording_regions(*, is_first: bool) -> None:
+    """Record regions in all threads, for the first listener, and read the autocast flags of this thread."""
     if is_first:
-        _torch.on_regions(_Listener())
+        _torch.on_regions(_RegionListener())
     _regions.enabled = {device: torch.is_autocast_enabled(device) for device in DEVICE_TYPES}
 
 
-def stop_noting_regions() -> None:
-    """Has regions noted no more."""
+def stop_recording_regions() -> None:
+    """Stop recording regions."""
     _torch.on_regions(None)
     _regions.open.clear()
 
 
 def region_around(device_type: str) -> str | None:
-    """Where the innermost region for a device type was opened; None outside of all regions."""
-    for device, where in reversed(_regions.open):
+    """Return the line that opened the innermost region for a device type; None outside of all regions."""
+    for device, line in reversed(_regions.open):
         if device == device_type:
-            return where
+            return line
     return "opened before the trace" if is_enabled(device_type) else None
 
 
 def is_enabled(device_type: str) -> bool:
-    """Whether autocast is on where the program runs; PyTorch's own flag is off inside a dispatch mode."""
+    """Return True if autocast is on in the program; PyTorch's own flag is off inside a dispatch mode."""
     return _regions.enabled.get(device_type, False)
 
 
 def outermost_region() -> int | None:
-    """Return the number of the outermost region around in this thread; None outside of regions."""
+    """Return the number of this thread's current outermost region; None outside of regions."""
     return _regions.outermost if _regions.open else None
 
 
 def outermost_regions() -> int:
-    """How many outermost regions have ended in this thread while they were noted."""
+    """Return the number of outermost regions that have ended in this thread during recording."""
     return _regions.outermost
 
 
-class Names:
-    """What modules are called: by the model that was given, by attachments, or by the class of the outermost one."""
+class ModuleNames:
+    """Display names of modules, from the traced model, an attachment, or the outermost module's class."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
@@ -232,7 +233,7 @@ class Names:
             self._learn(model, "" if i == 0 else self._label(model))
 
     def of(self, module: nn.Module, frame: FrameType | None) -> str:
-        """The path of a module that runs under `frame`."""
+        """Return the path of a module that runs under `frame`."""
         path = self._path(module)
         if path is None:
             root = _outermost_module(frame)
@@ -243,19 +244,19 @@ class Names:
             at_root = self._path(root)
             self._learn(root, self._label(root) if at_root is None else at_root)
             path = self._path(module)
-        if path is None:  # it is no submodule of the outermost one
+        if path is None:  # not a submodule of the outermost module
             path = self._label(module)
             self._learn(module, path)
         return path
 
     def _path(self, module: nn.Module) -> str | None:
-        known = self._paths.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
+        entry = self._paths.get(id(module))
+        return entry[1] if entry is not None and entry[0]() is module else None
 
     def _learn(self, root: nn.Module, label: str) -> None:
         if len(self._paths) > _LIMIT:
             self._paths.clear()
-        # The root first: a wrapper such as a compiled model has the name of what it wraps, and is not among them.
+        # The root first: a wrapper such as a compiled model has the name of the wrapped model, and is not listed.
         for name, module in [("", root), *modules_by_name(root).items()]:
             path = ".".join(filter(None, (label, name)))
             if self._path(module) is None:
@@ -263,7 +264,7 @@ class Names:
             self.types[path] = type(module).__name__
 
     def _label(self, module: nn.Module) -> str:
-        """The class of a module, with a number if another module of that class has the label."""
+        """Return the class of a module, with a number if another module of that class has the label."""
         kind: str = type(unwrapped(module)).__name__
         labels = itertools.chain([kind], (f"{kind} {number}" for number in itertools.count(2)))
         label = next(each for each in labels if self._labels.get(each, module) is module)

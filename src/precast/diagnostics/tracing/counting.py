@@ -1,7 +1,7 @@
-"""Counting mode: how often each rule is carried out and how many casts that makes, at the cost of a few Python calls.
+"""Counting mode: the applications of each rule and their casts, for a few Python calls per operation.
 
-Invariants: nothing below the autocast keys is seen, so casts that the program asks for and those of backward are not
-counted. What is counted here is what the full trace counts for the same rules.
+Invariants: nothing below the autocast keys is counted, so explicit casts of the program and casts in backward are not.
+The counts equal those of the full trace for the same rules.
 """
 
 from __future__ import annotations
@@ -14,65 +14,60 @@ from torch import Tensor
 
 from precast import _torch
 from precast.diagnostics.failures import Failures
-from precast.diagnostics.schema import Count
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import outermost_regions
+from precast.diagnostics.tracing.mode import OperationListener
 from precast.engine.operation import Operation
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy, Rule
+from precast.report.schema import RuleCount
 
-__all__ = ["Counter", "Counts"]
+__all__ = ["RuleCounter", "RuleCounts"]
 
 _F32: Final = torch.float32
 _F64: Final = torch.float64
 _Casts = Callable[[Operation, tuple[Any, ...]], int]
-_Known = tuple[Policy, Count | None, _Casts | None]
+_Entry = tuple[Policy, RuleCount | None, _Casts | None]
 
 
-class Counts(dict[tuple[str, str, str], Count]):
+class RuleCounts(dict[tuple[str, str, str], RuleCount]):
     """Calls and casts by operation, device type and rule; a missing key starts at zero."""
 
-    def __missing__(self, key: tuple[str, str, str]) -> Count:
-        count = self[key] = Count(*key)
+    def __missing__(self, key: tuple[str, str, str]) -> RuleCount:
+        count = self[key] = RuleCount(*key)
         return count
 
 
-class Counter:
-    """Is told of decisions as a `Recorder` is, and counts."""
+class RuleCounter(OperationListener):
+    """Counts the applications of each rule, and their casts."""
 
-    def __init__(self, counts: Counts, failures: Failures) -> None:
+    def __init__(self, counts: RuleCounts, failures: Failures) -> None:
         self.counts = counts
         self.failures = failures
-        self._known: dict[tuple[int, str, str], _Known] = {}
+        self._entries: dict[tuple[int, str, str], _Entry] = {}
         self._copies: set[tuple[int, torch.dtype]] = set()
-        """The weights that PyTorch's own cache holds until the outermost region ends, and their dtypes there."""
+        """The casts that PyTorch's own cache holds until the outermost region ends: id of the weight, and dtype."""
         self._copies_since = -1
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A rule is about to be carried out."""
+        """Count an operation."""
         policy = reasons.policy_here(op.device_type)
         key = id(policy), op.name, op.device_type
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._look(policy, op)
-        _, count, casts = known
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._entry(policy, op)
+        _, count, casts = entry
         if count is None:
             return
         count.calls += 1
         if casts is not None:
             count.casts += casts(op, (*args, *kwargs.values()) if kwargs else args)
 
-    def end(self, _result: Any) -> None:
-        """It has been carried out."""
-
-    def fail(self, _error: BaseException) -> None:
-        """It has raised."""
-
-    def _look(self, policy: Policy, op: Operation) -> _Known:
-        device, found = op.device_type, reasons.decided(policy, op.name, op.device_type)
-        if found.rule is None:  # it has a kernel for the sake of another policy
+    def _entry(self, policy: Policy, op: Operation) -> _Entry:
+        device, decision = op.device_type, reasons.decide(policy, op.name, op.device_type)
+        if decision.rule is None:  # only another policy has a rule for it
             return policy, None, None
-        count, rule = self.counts[found.op, device, found.rule], Rule(found.rule)
+        count, rule = self.counts[decision.op, device, decision.rule], Rule(decision.rule)
         is_pytorchs = op.name in reasons.rows_of(reasons.torchs_policy(), device)
         if rule is Rule.PROMOTE and policy.mixed == "promote" and not is_pytorchs:
             return policy, count, None  # it casts only where the operation raises
@@ -80,7 +75,7 @@ class Counter:
         return policy, count, casts.get(rule)
 
     def _lowered(self, op: Operation, args: tuple[Any, ...]) -> int:
-        """How many arguments the rule `lower` casts, without those of which there is a copy."""
+        """Return the number of arguments that the rule `lower` casts, without cached ones."""
         lower = op.lower_dtype()
         return sum(
             tensor.dtype is not lower
@@ -107,7 +102,7 @@ class Counter:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Asked of no view: of one whose base was written, PyTorch raises."""
+    """Return True for a leaf that is not a view: `is_leaf` raises for a view whose base was written."""
     return not _torch.is_view(tensor) and tensor.is_leaf
 
 
@@ -123,11 +118,11 @@ def _promoted(op: Operation, args: tuple[Any, ...]) -> int:
 
 def _eligible(op: Operation, args: tuple[Any, ...]) -> list[Tensor]:
     is_on = _torch.is_on(op.device_type)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in args:
         if isinstance(value, Tensor):
             if value.dtype.is_floating_point and value.dtype is not _F64 and is_on(value):
-                found.append(value)
+                tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _eligible(op, tuple(value))
-    return found
+            tensors += _eligible(op, tuple(value))
+    return tensors

@@ -1,6 +1,6 @@
-"""Notes of a trace on errors about dtypes: the operation, the rules that led there, and how to avoid the error.
+"""Notes on errors about dtypes: the operation, the rules that led to its dtypes, and how to avoid the error.
 
-Invariant: the advice was tried, on copies of the tensors of the call that failed; where nothing helped, none is given.
+Invariant: advice was tried on copies of the tensors of the failed call; without success there is none.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
-from precast.diagnostics.tracing.lineage import Link, chain
-from precast.diagnostics.tracing.reasons import Decided
-from precast.diagnostics.tracing.trials import Call, works, works_after_cast
+from precast.diagnostics.tracing.lineage import Origin, chain
+from precast.diagnostics.tracing.reasons import RuleDecision
+from precast.diagnostics.tracing.trials import TrialCall, works, works_after_cast
 from precast.engine.operator_kinds import floating_in, tensors_of
 from precast.errors import PolicyError
 from precast.policy import preset_files
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
-__all__ = ["Attempt", "note_on"]
+__all__ = ["FailedCall", "add_note"]
 
-_ABOUT_DTYPES = re.compile(
+_DTYPE_ERROR = re.compile(
     r"dtype|scalar type|same type|should be the same|expected.*(Float|Half|BFloat16|Double)",
     re.IGNORECASE,
 )
-_OURS = "precast's trace: "
+_PREFIX = "precast's trace: "
 
 
-class Attempt(NamedTuple):
-    """The call that failed."""
+class FailedCall(NamedTuple):
+    """The call that failed, and its circumstances."""
 
-    call: Call
+    call: TrialCall
     device: str
     policy: Policy
     is_in_region: bool
-    """Whether a region is around it, also one that a rule for modules switched off."""
+    """True inside a region, also inside one that a module rule switched off."""
 
     def works_in_region(self, policy: Policy) -> bool:
         """Return True if the call runs in a region with a policy."""
@@ -51,30 +51,30 @@ class Attempt(NamedTuple):
         return sorted({tensor.dtype for tensor in tensors}, key=lambda dtype: -dtype.itemsize)
 
 
-def note_on(
+def add_note(
     error: BaseException,
-    decided: Decided,
-    attempt: Attempt,
+    decision: RuleDecision,
+    failed_call: FailedCall,
     inputs: Iterable[str],
-    links: Iterable[Link | None],
+    links: Iterable[Origin | None],
 ) -> None:
-    """Adds a note to an error about dtypes that differ, unless it has one; leaves all other errors alone."""
+    """Add a note to an error about dtypes that differ, unless it has one. Other errors are not changed."""
     floating = [dtype for dtype in inputs if "float" in dtype]
     if not isinstance(error, RuntimeError) or len(set(floating)) < 2:
         return
-    noted = any(note.startswith(_OURS) for note in getattr(error, "__notes__", ()))
-    if noted or not _ABOUT_DTYPES.search(str(error)):
+    has_note = any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ()))
+    if has_note or not _DTYPE_ERROR.search(str(error)):
         return
-    rule = "no rule" if decided.rule is None else f"the rule {decided.rule!r}"
+    rule = "no rule" if decision.rule is None else f"the rule {decision.rule!r}"
     lines = [
-        f"{_OURS}{decided.op} has {rule} ({decided.reason}), and got {', '.join(floating)}.",
+        f"{_PREFIX}{decision.op} has {rule} ({decision.reason}), and got {', '.join(floating)}.",
         *_origins(links),
-        *_remedy(decided.op, attempt),
+        *_remedy(decision.op, failed_call),
     ]
     error.add_note("\n".join(lines))
 
 
-def _origins(links: Iterable[Link | None]) -> Iterator[str]:
+def _origins(links: Iterable[Origin | None]) -> Iterator[str]:
     """Yield the operation that decided each dtype."""
     texts = set()
     for link in links:
@@ -84,34 +84,36 @@ def _origins(links: Iterable[Link | None]) -> Iterator[str]:
             yield f"  {steps[-1].output} came from {text}"
 
 
-def _remedy(op: str, attempt: Attempt) -> Iterator[str]:
+def _remedy(op: str, failed_call: FailedCall) -> Iterator[str]:
     """Yield the lines of the first advice under which the call runs."""
-    device, policy = attempt.device, attempt.policy
-    if not attempt.is_in_region:
-        if attempt.works_in_region(policy):
+    device, policy = failed_call.device, failed_call.policy
+    if not failed_call.is_in_region:
+        if failed_call.works_in_region(policy):
             yield cures.CALL_IN_REGION(device=device)
             return
-    elif (row := _with_row(op, attempt)) is not None:
+    elif (row := _with_row(op, failed_call)) is not None:
         yield cures.PROMOTE_ROW()
         lines = whole_file(row).splitlines()
         yield from (f"    {line}".rstrip() for line in lines)
         if preset_files.is_preset(policy.name):
             yield f"  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
         return
-    dtype = _dtype_that_works(attempt)
+    dtype = _dtype_that_works(failed_call)
     if dtype is not None:
         yield cures.CAST_BEFORE(dtype=dtype_name(dtype))
 
 
-def _with_row(op: str, attempt: Attempt) -> Policy | None:
+def _with_row(op: str, failed_call: FailedCall) -> Policy | None:
     """Return the policy with a row that promotes the operation, if the call runs under it."""
     try:
-        changed = attempt.policy.replace(ops={attempt.device: {op: "promote"}})
+        changed = failed_call.policy.replace(ops={failed_call.device: {op: "promote"}})
     except PolicyError:
         return None
-    return changed if attempt.works_in_region(changed) else None
+    return changed if failed_call.works_in_region(changed) else None
 
 
-def _dtype_that_works(attempt: Attempt) -> torch.dtype | None:
+def _dtype_that_works(failed_call: FailedCall) -> torch.dtype | None:
     """Return the widest dtype of the call's tensors to which all of them can be cast."""
-    return next((each for each in attempt.dtypes() if works_after_cast(attempt.call, each)), None)
+    return next(
+        (each for each in failed_call.dtypes() if works_after_cast(failed_call.call, each)), None
+    )

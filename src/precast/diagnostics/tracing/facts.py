@@ -1,7 +1,6 @@
-"""What a full trace notices beside its rows: round trips, float32 islands, and weights that are cast again.
+"""Patterns of casts in a full trace: round trips, float32 islands, weights cast repeatedly, rounded integers.
 
-Invariants: what is noticed is added up by site, and at most `MOST` sites of each kind are kept; weights are referenced
-weakly.
+Invariants: costs are summed by site, with at most `MOST` sites of each kind; weights are referenced weakly.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.display import dtype_name
-from precast.diagnostics.tracing.lineage import MOVES, Link, Noticed, Site, Up
-from precast.diagnostics.tracing.trials import Call, Saving, call_of, saving
+from precast.diagnostics.tracing.lineage import MOVES, CastCosts, CastSite, Origin, Upcast
+from precast.diagnostics.tracing.trials import TrialCall, TrialSaving, describe_call, measure_saving
 from precast.engine.operator_kinds import Cast
 from precast.weights.held import MIN_ELEMENTS_FOR_NODE
 
-__all__ = ["CastAgain", "Facts", "Island", "RoundTrip", "Weights"]
+__all__ = ["CastPatterns", "Float32Island", "RecastWeights", "RepeatedCast", "RoundTrip"]
 
 MOST: Final = 1000
 _MOST_VALUES: Final = 1 << 16
@@ -32,152 +31,158 @@ _T = TypeVar("_T")
 
 
 @dataclass(slots=True, kw_only=True)
-class RoundTrip(Noticed):
-    """Numbers that were cast to float32 at one site and back at another, and were only moved in between."""
+class RoundTrip(CastCosts):
+    """A tensor that was cast to float32 at one site and back at another, and only moved in between."""
 
     rule: str | None
-    """The rule of the cast to float32; None if the program asks for it."""
+    """The rule of the cast to float32; None for an explicit cast of the program."""
     dtype: torch.dtype
-    back: Site
+    back: CastSite
     times: int = 0
     is_used: bool = False
-    """Whether an operation computed with the float32 numbers."""
+    """True if an operation computed with the float32 values."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Island(Noticed):
-    """An operation that a rule runs in float32 while its inputs have 16 bits; the cost is that of casts to and fro."""
+class Float32Island(CastCosts):
+    """An operation that a rule runs in float32 on 16-bit inputs; the cost is that of the casts in both directions."""
 
     device: str
     policy: str
     calls: int = 0
     returned: int = 0
-    """How often a result was cast back."""
+    """The number of results that were cast back."""
     used: int = 0
-    """How often an operation computed with a result in float32."""
+    """The number of operations that computed with a result in float32."""
     returns: torch.dtype | None = None
     """The dtype to which results were cast back."""
 
 
 @dataclass(slots=True, kw_only=True)
-class CastAgain(Noticed):
-    """A weight that was cast more than once while it stayed the same; the cost is that of the needless casts."""
+class RepeatedCast(CastCosts):
+    """A weight that was cast more than once without a change; the cost is that of the repeated casts."""
 
     shape: tuple[int, ...]
     dtype: str
     holdable: bool
-    """Whether an attachment would hold it: where gradients are recorded, small ones are cast in each region."""
+    """True if an attachment would hold it. With gradients recorded, small weights are cast in each region."""
     casts: int = 0
     again: int = 0
     is_in_one_region: bool = False
-    """Whether it was cast again inside one outermost region, so that no wider region helps."""
+    """True if it was cast repeatedly inside one outermost region, so that a wider region does not help."""
     region: int | None = None
     """The number of the outermost region of its latest cast; None outside of regions."""
     latest: object = field(default=None, repr=False)
-    """What tells whether the weight has changed since its latest cast."""
+    """The version, address and step of its latest cast, which tell if the weight has changed since."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Rounded(Noticed):
-    """Whole numbers that the program made float32, and that a rule cast to 16 bits, where several became one."""
+class RoundedIntegers(CastCosts):
+    """Integers that the program cast to float32 and a rule cast to 16 bits, where several values became one."""
 
-    start: Site
-    """The place where the program made them float32."""
+    start: CastSite
+    """The site of the program's cast to float32."""
     dtype: str
     values: tuple[Tensor, Tensor]
-    """How many different values there were, and how many there are in 16 bits, on their device."""
+    """The numbers of different values before, and in 16 bits, on their device."""
 
 
-class Facts:
-    """All that was noticed."""
+class CastPatterns:
+    """All patterns of one trace."""
 
     def __init__(self) -> None:
         self.round_trips: dict[object, RoundTrip] = {}
-        self.islands: dict[object, Island] = {}
-        self.weights = Weights()
-        self.rounded: dict[object, Rounded] = {}
-        self.calls: dict[Site, Call] = {}
-        """The first call of an operation at a site, for a trial in 16 bits."""
-        self.savings: dict[object, Saving | None] = {}
+        self.islands: dict[object, Float32Island] = {}
+        self.weights = RecastWeights()
+        self.rounded: dict[object, RoundedIntegers] = {}
+        self.calls: dict[CastSite, TrialCall] = {}
+        """The first call of an operation at each site, for a trial in 16 bits."""
+        self.savings: dict[object, TrialSaving | None] = {}
         """The results of trials."""
         self.step = 0
         self.step_seconds: list[float] = []
-        """The traced time of each whole step."""
+        """The traced time of each complete step."""
 
     def new_step(self, seconds: float) -> None:
-        """An optimizer has stepped; `seconds` is the traced time of all steps so far."""
+        """Record an optimizer's step; `seconds` is the traced time of all steps so far."""
         self.step_seconds.append(seconds - sum(self.step_seconds))
         self.step += 1
         self.weights.step = self.step
 
     def spread_of(self, by_step: Mapping[int, float]) -> tuple[float, float] | None:
-        """Return the smallest and largest share of a step's time; None where fewer than two whole steps were traced."""
-        whole = self.step_seconds
-        if len(whole) < 2:
+        """Return the smallest and largest share of a step's time; None for fewer than two complete steps."""
+        times = self.step_seconds
+        if len(times) < 2:
             return None
-        shares = [by_step.get(step, 0.0) / max(time, 1e-12) for step, time in enumerate(whole)]
+        shares = [by_step.get(step, 0.0) / max(time, 1e-12) for step, time in enumerate(times)]
         return min(1.0, *shares), min(1.0, max(shares))
 
     def note_call(
-        self, at: Site, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, at: CastSite, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Keep the description of a call, if it is the first at its site and can be run again."""
+        """Store the description of a call, if it is the first at its site and can be repeated."""
         if at not in self.calls and len(self.calls) < MOST:
-            call = call_of(overload, args, kwargs)
+            call = describe_call(overload, args, kwargs)
             if call is not None:
                 self.calls[at] = call
 
-    def saving(
-        self, at: Site, dtype: torch.dtype | None, returns: torch.dtype | None
-    ) -> Saving | None:
-        """Return what a call at a site saves in 16 bits; a trial is made once for each kind of call."""
+    def measure_saving(
+        self, at: CastSite, dtype: torch.dtype | None, returns: torch.dtype | None
+    ) -> TrialSaving | None:
+        """Return the saving of a call at a site in 16 bits, measured once for each kind of call."""
         call = self.calls.get(at)
         if call is None or dtype is None:
             return None
         key = repr(call), dtype, returns
         if key not in self.savings:
-            self.savings[key] = saving(call, dtype, returns=returns)
+            self.savings[key] = measure_saving(call, dtype, returns=returns)
         return self.savings[key]
 
-    def use(self, links: Iterable[Link | None], carried: Up | None = None) -> None:
-        """Record that an operation computes with tensors in float32; `carried` is the cast that its result keeps."""
-        for link in links:
-            if link is not None and link.island is not None:
-                link.island.used += 1
-            if link is not None and link.up is not None and carried is None:
-                link.up.use()
+    def use(self, origins: Iterable[Origin | None], carried: Upcast | None = None) -> None:
+        """Record that an operation computes with tensors in float32; `carried` is the upcast that its result keeps."""
+        for origin in origins:
+            if origin is not None and origin.island is not None:
+                origin.island.used += 1
+            if origin is not None and origin.upcast is not None and carried is None:
+                origin.upcast.use()
 
-    def carried(self, op: str, links: list[Link | None], ups: list[Up]) -> Up | None:
-        """The cast to float32 of what an operation only moves: before it (`links`), or for it (`ups`)."""
+    def carried(
+        self, op: str, origins: list[Origin | None], upcasts: list[Upcast]
+    ) -> Upcast | None:
+        """Return the upcast of values that an operation only moves: of its `origins`, or of its own `upcasts`."""
         if op.partition(".")[0] not in MOVES:
             return None
-        before = [None if link is None else link.up for link in links]
-        first = before[0] if before else None
-        if first is None or any(up is None or up.dtype is not first.dtype for up in before):
-            return ups[0] if ups else None
+        earlier = [None if origin is None else origin.upcast for origin in origins]
+        first = earlier[0] if earlier else None
+        if first is None or any(up is None or up.dtype is not first.dtype for up in earlier):
+            return upcasts[0] if upcasts else None
         return first
 
-    def island(self, at: Site, device: str, policy: str, ups: list[Up]) -> Island | None:
-        """Counts a call that casts its inputs to float32; returns the island of that site."""
+    def island(
+        self, at: CastSite, device: str, policy: str, upcasts: list[Upcast]
+    ) -> Float32Island | None:
+        """Count a call that casts its inputs to float32, and return the island of that site."""
         island = _bounded(
-            self.islands, (at, device, policy), lambda: Island(*at, device=device, policy=policy)
+            self.islands,
+            (at, device, policy),
+            lambda: Float32Island(*at, device=device, policy=policy),
         )
         if island is not None:
             island.calls += 1
-            for up in ups:
-                island.add(up.seconds, up.bytes, self.step)
+            for upcast in upcasts:
+                island.add(upcast.seconds, upcast.bytes, self.step)
         return island
 
-    def rounds(self, before: Link, at: Site, cast: Cast) -> None:
-        """Count the different values of a tensor that a rule casts, if the program made it float32 of whole numbers.
+    def rounds(self, before: Origin, at: CastSite, cast: Cast) -> None:
+        """Count the different values of a tensor that a rule casts, if the program cast it from integers to float32.
 
-        Only the first tensor at a site is looked at.
+        Only the first tensor at each site is examined.
         """
         step = before.step
         is_whole = step.op.partition(".")[0] == "arange" or (
             step.op == "_to_copy" and step.inputs[0].startswith(_WHOLE)
         )
-        start = Site(step.op, step.module, step.source)
+        start = CastSite(step.op, step.module, step.source)
         key = start, at
         if not is_whole or step.rule is not None or key in self.rounded:
             return
@@ -185,55 +190,55 @@ class Facts:
             with torch.no_grad():
                 values = cast.source.detach().reshape(-1)[:_MOST_VALUES].sort().values
                 counts = (_different(values), _different(values.to(cast.target.dtype)))
-            self.rounded[key] = Rounded(
+            self.rounded[key] = RoundedIntegers(
                 *at, start=start, dtype=dtype_name(cast.target.dtype), values=counts
             )
 
-    def came_down(self, before: Link, at: Site, cast: Cast) -> None:
-        """Notes that a tensor was cast to 16 bits at a site; `before` is what wrote the tensor."""
+    def came_down(self, before: Origin, at: CastSite, cast: Cast) -> None:
+        """Record that a tensor was cast to 16 bits at a site; `before` is the tensor's origin."""
         if before.island is not None:
             before.island.add(cast.seconds, cast.bytes, self.step)
             before.island.returned += 1
             before.island.returns = cast.target.dtype
-        up = before.up
-        if up is None or up.dtype is not cast.target.dtype:
+        upcast = before.upcast
+        if upcast is None or upcast.dtype is not cast.target.dtype:
             return
-        start = Site(up.op, up.module, up.source)
+        start = CastSite(upcast.op, upcast.module, upcast.source)
         trip = _bounded(
             self.round_trips,
             (start, at),
-            lambda: RoundTrip(*start, rule=up.rule, dtype=up.dtype, back=at),
+            lambda: RoundTrip(*start, rule=upcast.rule, dtype=upcast.dtype, back=at),
         )
         if trip is not None:
             trip.times += 1
-            trip.is_used |= up.is_used
-            up.uses.append(trip)
-            trip.add(cast.seconds + up.seconds, cast.bytes + up.bytes, self.step)
+            trip.is_used |= upcast.is_used
+            upcast.uses.append(trip)
+            trip.add(cast.seconds + upcast.seconds, cast.bytes + upcast.bytes, self.step)
 
 
 def _different(values: Tensor) -> Tensor:
-    """Return how many different values sorted ones have, without waiting for the device."""
+    """Return the number of different values in a sorted tensor, without waiting for the device."""
     return (values[1:] != values[:-1]).sum() + min(1, values.numel())
 
 
-class Weights:
+class RecastWeights:
     """The weights that were cast to 16 bits."""
 
     def __init__(self) -> None:
-        self._known: dict[object, CastAgain] = {}
+        self._casts: dict[object, RepeatedCast] = {}
         self._numbers = WeakIdKeyDictionary()
-        """A number for each weight that no other gets, as an `id` may be given out again."""
+        """A unique number for each weight, because Python reuses ids."""
         self._free_numbers = itertools.count()
         self.step = 0
-        """The number of optimizer steps; they may write weights and leave their version counters as they are."""
+        """The number of optimizer steps, which may write weights without a change of their version counters."""
 
-    def __iter__(self) -> Iterator[CastAgain]:
-        return iter(list(self._known.values()))
+    def __iter__(self) -> Iterator[RepeatedCast]:
+        return iter(list(self._casts.values()))
 
-    def saw(self, at: Site, cast: Cast, region: int | None) -> None:
-        """Record that a tensor was cast to 16 bits at a site, if it is a weight or a view of one.
+    def saw(self, at: CastSite, cast: Cast, region: int | None) -> None:
+        """Record a cast to 16 bits at a site, if the tensor is a weight or a view of one.
 
-        `region` is the number of the outermost region around.
+        `region` is the number of the current outermost region.
         """
         source, dtype = cast.source, cast.target.dtype
         if _torch.is_functorch_wrapper(source):
@@ -248,26 +253,26 @@ class Weights:
         holdable = base is None and (
             not source.requires_grad or source.numel() >= MIN_ELEMENTS_FOR_NODE
         )
-        found = _bounded(
-            self._known,
+        entry = _bounded(
+            self._casts,
             key,
-            lambda: CastAgain(*at, shape=shape, dtype=dtype_name(dtype), holdable=holdable),
+            lambda: RepeatedCast(*at, shape=shape, dtype=dtype_name(dtype), holdable=holdable),
         )
-        if found is None:
+        if entry is None:
             return
-        found.casts += 1
+        entry.casts += 1
         version = _torch.version_of(weight) if _torch.counts_versions(weight) else 0
         has_memory = _torch.is_plain(type(weight)) and weight.layout is torch.strided
         latest = version, weight.data_ptr() if has_memory else 0, self.step
-        if found.latest == latest:
-            found.again += 1
-            found.is_in_one_region |= region is not None and region == found.region
-            found.add(cast.seconds, cast.bytes, self.step)
-        found.latest, found.region = latest, region
+        if entry.latest == latest:
+            entry.again += 1
+            entry.is_in_one_region |= region is not None and region == entry.region
+            entry.add(cast.seconds, cast.bytes, self.step)
+        entry.latest, entry.region = latest, region
 
 
-def _bounded(known: dict[object, _T], key: object, make: Any) -> _T | None:
-    found = known.get(key)
-    if found is None and len(known) < MOST:
-        found = known[key] = make()
-    return found
+def _bounded(entries: dict[object, _T], key: object, make: Any) -> _T | None:
+    entry = entries.get(key)
+    if entry is None and len(entries) < MOST:
+        entry = entries[key] = make()
+    return entry

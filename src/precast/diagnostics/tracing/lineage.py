@@ -1,9 +1,9 @@
-"""Where tensors come from: for each storage, what wrote it last and why it has its dtype.
+"""The origin of tensors: for each storage, the operation that wrote it last and the reason for its dtype.
 
 Invariants:
 
-- storages are referenced weakly, and what is known of one is forgotten when it is freed; a chain that gets long is cut;
-- a view shares its storage with others, and so what is known of it.
+- storages are referenced weakly, and an origin is removed with its storage; long chains are cut;
+- views share their storage, and so their origin.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.schema import Phase
-from precast.diagnostics.tracing.explanation import LineageStep
+from precast.report.explanation import LineageStep
+from precast.report.schema import Phase
 
-__all__ = ["MOVES", "Lineage", "Link", "Noticed", "Site", "Up"]
+__all__ = ["MOVES", "CastCosts", "CastSite", "Lineage", "Origin", "Upcast"]
 
 _LONGEST: Final = 64
 
@@ -31,11 +31,11 @@ MOVES: Final = (
     | {f"max_pool{n}d{end}" for n in (1, 2, 3) for end in ("", "_with_indices")}
     | {f"{kind}_pad{n}d" for n in (1, 2, 3) for kind in ("reflection", "replication")}
 )
-"""Operations whose results are numbers that they were given, or their negatives: 16 bits hold them as well."""
+"""Operations whose results are values of their inputs, or the negatives of these, so that 16 bits hold them too."""
 
 
-class Site(NamedTuple):
-    """Which operation made a cast, and where."""
+class CastSite(NamedTuple):
+    """The operation that made a cast, and its place."""
 
     op: str
     module: str | None
@@ -43,8 +43,8 @@ class Site(NamedTuple):
 
 
 @dataclass(slots=True)
-class Noticed:
-    """Casts of one kind at one site, and what they cost together."""
+class CastCosts:
+    """Casts of one kind at one site, and their total cost."""
 
     op: str
     module: str | None
@@ -55,22 +55,22 @@ class Noticed:
     """The seconds of each traced step."""
 
     def add(self, seconds: float, size: int, step: int) -> None:
-        """Adds the cost of one more, in a step."""
+        """Add the cost of another cast, in a step."""
         self.seconds += seconds
         self.bytes += size
         self.by_step[step] = self.by_step.get(step, 0.0) + seconds
 
 
 @dataclass(slots=True, kw_only=True)
-class Up(Noticed):
+class Upcast(CastCosts):
     """A cast from 16 bits to float32, by a rule or by the program."""
 
     rule: str | None
     dtype: torch.dtype
     uses: list[Any] = field(default_factory=list)
-    """The round trips that begin with it; they are told if its result is used in float32."""
+    """The round trips that begin with it, which end when its result is used in float32."""
     is_used: bool = False
-    """Whether an operation computed with its result in float32."""
+    """True if an operation computed with its result in float32."""
 
     def use(self) -> None:
         """Record that an operation computes with the result in float32."""
@@ -80,100 +80,100 @@ class Up(Noticed):
 
 
 @dataclass(slots=True, eq=False)
-class Link:
-    """What wrote a storage."""
+class Origin:
+    """The operation that wrote a storage."""
 
     step: LineageStep
     phase: Phase
     dtype: torch.dtype
-    parent: Link | None
-    """What gave the result its dtype, if no rule did."""
+    parent: Origin | None
+    """The origin that decided the dtype, if no rule did."""
     iteration: int
-    """How many steps of optimizers came before."""
+    """The number of optimizer steps before."""
     bytes: int
-    up: Up | None = None
-    """The cast that brought these numbers from 16 bits, if 16 bits still hold them."""
+    upcast: Upcast | None = None
+    """The cast of these values from 16 bits, if 16 bits still hold them."""
     island: Any = None
-    """The float32 island that they come from."""
+    """The float32 island of these values."""
     depth: int = 0
 
 
-class _Ref(weakref.ref[Any]):
+class _StorageRef(weakref.ref[Any]):
     __slots__ = ("key",)
     key: int
 
 
 class Lineage:
-    """What is known of all storages that are alive."""
+    """The origins of all storages that are alive."""
 
     def __init__(self) -> None:
-        self._links: dict[int, tuple[_Ref, Link]] = {}
-        links = self._links
+        self._origins: dict[int, tuple[_StorageRef, Origin]] = {}
+        origins = self._origins
 
-        def forget(ref: Any) -> None:
-            known = links.get(ref.key)
-            if known is not None and known[0] is ref:
-                del links[ref.key]
+        def remove(ref: Any) -> None:
+            entry = origins.get(ref.key)
+            if entry is not None and entry[0] is ref:
+                del origins[ref.key]
 
-        self._forget = forget
+        self._remove = remove
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._origins)
 
-    def of(self, tensor: Tensor) -> Link | None:
-        """What wrote a tensor's storage; None if that was not seen."""
+    def of(self, tensor: Tensor) -> Origin | None:
+        """Return the origin of a tensor's storage; None if it was not recorded."""
         storage = _storage(tensor)
-        known = None if storage is None else self._links.get(id(storage))
-        return known[1] if known is not None and known[0]() is storage else None
+        entry = None if storage is None else self._origins.get(id(storage))
+        return entry[1] if entry is not None and entry[0]() is storage else None
 
-    def put(self, tensor: Tensor, link: Link) -> None:
-        """Notes what has just written a tensor."""
+    def put(self, tensor: Tensor, origin: Origin) -> None:
+        """Record the origin of a tensor that was just written."""
         storage = _storage(tensor)
         if storage is None:
             return
-        if link.parent is not None:
-            link.depth = link.parent.depth + 1
-            if link.depth >= _LONGEST:
-                _cut(link)
-        known = self._links.get(id(storage))
-        if known is not None and known[0]() is storage:
-            ref = known[0]
+        if origin.parent is not None:
+            origin.depth = origin.parent.depth + 1
+            if origin.depth >= _LONGEST:
+                _cut(origin)
+        entry = self._origins.get(id(storage))
+        if entry is not None and entry[0]() is storage:
+            ref = entry[0]
         else:
-            ref = _Ref(storage, self._forget)
+            ref = _StorageRef(storage, self._remove)
             ref.key = id(storage)
-        self._links[ref.key] = ref, link
+        self._origins[ref.key] = ref, origin
 
-    def alive(self, iteration: int) -> Iterator[Link]:
-        """What forward made in an iteration, as far as it is still in memory."""
-        for _, link in list(self._links.values()):
-            if link.iteration == iteration and link.phase == "forward":
-                yield link
+    def alive(self, iteration: int) -> Iterator[Origin]:
+        """Yield the origins of results of forward in an iteration that are still in memory."""
+        for _, origin in list(self._origins.values()):
+            if origin.iteration == iteration and origin.phase == "forward":
+                yield origin
 
 
-def chain(link: Link | None) -> list[LineageStep]:
-    """The steps back to the one that decided a dtype, the latest first."""
+def chain(origin: Origin | None) -> list[LineageStep]:
+    """Return the steps back to the one that decided a dtype, the latest first."""
     steps = []
-    while link is not None:
-        steps.append(link.step)
-        link = link.parent
+    while origin is not None:
+        steps.append(origin.step)
+        origin = origin.parent
     return steps
 
 
-def _cut(link: Link) -> None:
-    """Halves a chain."""
-    at: Link | None = link
+def _cut(origin: Origin) -> None:
+    """Halve the length of a chain."""
+    current: Origin | None = origin
     for depth in range(_LONGEST // 2, 0, -1):
-        if at is None:
+        if current is None:
             return
-        at.depth = depth
-        at = at.parent
-    if at is not None:
-        at.parent, at.depth = None, 0
+        current.depth = depth
+        current = current.parent
+    if current is not None:
+        current.parent, current.depth = None, 0
 
 
 def _storage(tensor: Tensor) -> Any:
     if not _torch.is_plain(type(tensor)) or tensor.layout is not torch.strided:
         return None
-    if _torch.is_functorch_wrapper(tensor):  # it stands for another tensor
+    if _torch.is_functorch_wrapper(tensor):  # it has no storage
         return None
     return tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""Why an operation has the rule that it has, or none, as a sentence."""
+"""The reason for the rule of an operation, or for the lack of one, as a sentence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from precast.policy.module_names import modules_by_name
 from precast.policy.policy import Policy
 
 __all__ = [
-    "Decided",
-    "ModuleRules",
-    "decided",
+    "ModuleRuleTexts",
+    "RuleDecision",
+    "decide",
     "has_policy_of_precast",
     "policy_here",
     "rows_of",
@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 
-class Decided(NamedTuple):
-    """What holds for an operation."""
+class RuleDecision(NamedTuple):
+    """The rule of an operation, and its reason."""
 
     op: str
     rule: str | None
@@ -35,7 +35,7 @@ class Decided(NamedTuple):
 
 
 def policy_here(device_type: str) -> Policy:
-    """The policy in force; in a region of PyTorch's with nothing installed that is "torch"."""
+    """Return the current policy: "torch" in a region of PyTorch's without an installation."""
     bound = (
         thread_state(device_type).state.bound_policy
         or installed(device_type).bound_policy
@@ -46,30 +46,30 @@ def policy_here(device_type: str) -> Policy:
 
 @functools.cache
 def torchs_policy() -> Policy:
-    """The policy "torch", without a search for its file."""
+    """Return the policy "torch", without a search for its file."""
     return Policy.load("torch")
 
 
 def has_policy_of_precast(device_type: str) -> bool:
-    """Whether a region or an installation put a policy in force; else PyTorch's own autocast runs."""
+    """Return True if a region or an installation set the policy; otherwise PyTorch's own autocast runs."""
     own = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
     return own is not None
 
 
 @functools.lru_cache(maxsize=4096)
-def decided(policy: Policy, name: str, device: str) -> Decided:
-    """What a policy says of an operation, such as "aten::linear", that reached its autocast kernel."""
+def decide(policy: Policy, name: str, device: str) -> RuleDecision:
+    """Return the decision of a policy on an operation, such as "aten::linear", that reached its autocast kernel."""
     op = name.removeprefix("aten::")
-    found = policy.resolve(name if "." in name else f"{name}.default", device)
+    resolution = policy.resolve(name if "." in name else f"{name}.default", device)
     if name not in rows_of(policy, device):
-        return Decided(op, None, found.reason.replace(f"{op}.default", op))
-    return Decided(op, str(found.rule), f"policy {policy.name!r}: {found.reason}")
+        return RuleDecision(op, None, resolution.reason.replace(f"{op}.default", op))
+    return RuleDecision(op, str(resolution.rule), f"policy {policy.name!r}: {resolution.reason}")
 
 
 def why_alone(
     policy: Policy, op: str, device: str, region: str | None, module_rule: str | None
-) -> Decided:
-    """Why no rule was carried out for an operation that ran."""
+) -> RuleDecision:
+    """Return the reason why no rule was applied to an operation."""
     if is_enabled(device):
         reason = _why_none(policy, op, device)
     elif module_rule is not None:
@@ -78,27 +78,27 @@ def why_alone(
         reason = (
             "not in a region" if region is None else f"autocast is off in the region at {region}"
         )
-    return Decided(op, None, reason)
+    return RuleDecision(op, None, reason)
 
 
 def why_in_backward(op: str | None, node: Any) -> str:
-    """Which operation a graph node is the backward of."""
+    """Return a sentence on the forward operation of a graph node."""
     if op is not None:
         return f"backward of {op}"
     name = node.name().rpartition("::")[2]
     if name == "AccumulateGrad":
         return "adds a gradient to a parameter's"
-    return f"backward ({name}) of what was not traced"
+    return f"backward ({name}) of an operation that was not traced"
 
 
-class ModuleRules:
-    """The rules for modules, as text; the models are searched again when a module is new."""
+class ModuleRuleTexts:
+    """The rules for modules, as text. A new module causes a new search of the attached models."""
 
     def __init__(self) -> None:
         self._by_module: dict[int, str] = {}
 
     def here(self) -> str | None:
-        """The rule of the innermost module that has one."""
+        """Return the rule of the innermost module that has one."""
         module = module_calls.innermost()
         if module is None:
             return None
@@ -108,30 +108,28 @@ class ModuleRules:
 
 
 def _rules_by_module() -> dict[int, str]:
-    found = {}
+    rules = {}
     for model, plan in attached_models():
         if plan is not None:
             modules = modules_by_name(model)
             for planned in plan.modules:
                 if planned.rule is not None:
-                    found[id(modules[planned.name])] = f"{planned.pattern} = {planned.rule}"
-    return found
+                    rules[id(modules[planned.name])] = f"{planned.pattern} = {planned.rule}"
+    return rules
 
 
 @functools.lru_cache(maxsize=64)
 def rows_of(policy: Policy, device: str) -> frozenset[str]:
-    """The operations that have a rule."""
+    """Return the operations that have a rule."""
     return frozenset(policy.expand(device)[0])
 
 
 @functools.lru_cache(maxsize=4096)
 def _why_none(policy: Policy, op: str, device: str) -> str:
     try:
-        found = decided(policy, op if "::" in op else f"aten::{op}", device)
+        decision = decide(policy, op if "::" in op else f"aten::{op}", device)
     except PolicyError:
         return f"no row for {op} on {device} in the policy {policy.name!r}"
-    if found.rule is None:
-        return found.reason
-    return (
-        f"ran where autocast does not reach, as under torch.func; elsewhere it has {found.rule!r}"
-    )
+    if decision.rule is None:
+        return decision.reason
+    return f"ran where autocast does not reach, as under torch.func; elsewhere it has {decision.rule!r}"

@@ -1,11 +1,11 @@
-"""The full trace of one thread: sees every operation that runs, and adds them up in rows.
+"""The full trace of one thread: receives every operation, and sums them up in rows.
 
 Invariants:
 
-- operations run as they are: the trace waits for nothing, replaces nothing and keeps no tensor; times are the host's,
-  from call to return;
-- an operation inside a decision (a rule that is being carried out) belongs to the decision; any other has its own row;
-- memory is bounded: rows by the tally, what is known of tensors by what is alive, of graph nodes by two steps.
+- operations are not changed: the trace does not wait for a device, replace a tensor or keep one alive; times are the
+  host's, from call to return;
+- an operation inside an application of a rule belongs to it; any other has its own row;
+- memory is bounded: rows by `MOST_ROWS`, origins by the storages that are alive, graph nodes by two steps.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from torch import Tensor
 from precast import _torch
 from precast._internal.display import dtype_name
 from precast.diagnostics.failures import Failures
-from precast.diagnostics.schema import Totals
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import (
-    Names,
+    ModuleNames,
     frame_above,
     is_enabled,
     outermost_region,
     read_stack,
     region_around,
 )
-from precast.diagnostics.tracing.counting import Counts
-from precast.diagnostics.tracing.error_notes import Attempt, note_on
-from precast.diagnostics.tracing.explanation import LineageStep
-from precast.diagnostics.tracing.facts import Facts
-from precast.diagnostics.tracing.lineage import Lineage, Link, Site, Up
-from precast.diagnostics.tracing.reasons import Decided, ModuleRules
-from precast.diagnostics.tracing.tally import Around, Place, Tally
-from precast.diagnostics.tracing.trials import Call
+from precast.diagnostics.tracing.counting import RuleCounts
+from precast.diagnostics.tracing.error_notes import FailedCall, add_note
+from precast.diagnostics.tracing.facts import CastPatterns
+from precast.diagnostics.tracing.lineage import CastSite, Lineage, Origin, Upcast
+from precast.diagnostics.tracing.mode import OperationListener
+from precast.diagnostics.tracing.reasons import ModuleRuleTexts, RuleDecision
+from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TraceTally
+from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.operation import Operation, is_eligible
 from precast.engine.operator_kinds import (
     Cast,
@@ -49,8 +48,10 @@ from precast.engine.operator_kinds import (
 )
 from precast.engine.remarks import take_remark
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.report.explanation import LineageStep
+from precast.report.schema import TraceTotals
 
-__all__ = ["HEAVY", "Recorder"]
+__all__ = ["HEAVY", "TraceRecorder"]
 
 HEAVY: Final = (
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "einsum"}
@@ -58,10 +59,10 @@ HEAVY: Final = (
 )  # fmt: skip
 """Operations that are worth 16 bits."""
 _MOST_NODES: Final = 200_000
-_MOST_TRAILED: Final = 8
-"""Of how many results of one operation the origin is noted."""
+_MOST_ORIGINS: Final = 8
+"""The most results of one operation whose origin is recorded."""
 _MOST_AT_ONCE: Final = 64
-"""How many nodes of the graph one operation is taken for the maker of."""
+"""The most nodes of the graph that are attributed to one operation."""
 _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Texts = tuple[str, ...]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -69,117 +70,120 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
-class _Decision:
-    """A rule that is being carried out."""
+class _RuleApplication:
+    """A rule that is being applied to an operation."""
 
     op: Operation
     policy: Policy
-    decided: Decided
-    place: Place
+    decision: RuleDecision
+    place: CallPlace
     inputs: _Texts
-    links: list[Link | None]
-    """Where its floating-point inputs come from."""
+    origins: list[Origin | None]
+    """The origins of its floating-point inputs."""
     call: _Call
-    wanting: int = 0
-    """How many of its inputs have another dtype than the rule wants."""
+    mismatched: int = 0
+    """The number of inputs whose dtype is not that of the rule."""
     casts: int = 0
-    """How many casts the rule made, without those inside operations, which are in `sums` too."""
-    sums: Totals = field(default_factory=Totals)
-    ups: list[Up] = field(default_factory=list)
+    """The number of casts that the rule made. `sums` also counts those inside operations."""
+    sums: TraceTotals = field(default_factory=TraceTotals)
+    upcasts: list[Upcast] = field(default_factory=list)
 
 
-class Recorder:
-    """Rows, and all that findings need; it is told of decisions by `begin` and `end`, of operations by `saw`."""
+class TraceRecorder(OperationListener):
+    """The rows of a trace, and the data for its findings."""
 
-    def __init__(self, names: Names, counts: Counts, failures: Failures) -> None:
+    def __init__(self, names: ModuleNames, counts: RuleCounts, failures: Failures) -> None:
         self.names = names
         self.counts = counts
         self.failures = failures
-        self.tally = Tally()
+        self.tally = TraceTally()
         self.totals = self.tally.totals
         self.saved: dict[str, int] = {}
         self.policies: dict[str, Policy] = {}
-        """Device type -> the policy that was last in force there."""
-        self.facts = Facts()
+        """Maps a device type to its latest policy."""
+        self.patterns = CastPatterns()
         self.lineage = Lineage()
-        self._module_rules = ModuleRules()
-        self._decisions: list[_Decision] = []
-        self._nodes: dict[int, tuple[str, Place]] = {}
-        """The number of a node of the graph -> the operation that made it, and where."""
-        self._nodes_before: dict[int, tuple[str, Place]] = {}
+        self._module_rules = ModuleRuleTexts()
+        self._applications: list[_RuleApplication] = []
+        self._nodes: dict[int, tuple[str, CallPlace]] = {}
+        """Maps the number of a graph node to the operation that created it, and its place."""
+        self._nodes_before: dict[int, tuple[str, CallPlace]] = {}
         self._in_backward = False
         self.start()
 
     def start(self) -> None:
-        """Everything is seen from here on."""
+        """Begin, or continue, to record."""
         self._sequence = _torch.next_sequence()
-        self._decisions.clear()
+        self._applications.clear()
 
     def stepped(self) -> None:
-        """An optimizer has stepped."""
+        """Record an optimizer's step."""
         self.totals.steps += 1
-        self.facts.new_step(self.totals.seconds)
+        self.patterns.new_step(self.totals.seconds)
         self._nodes_before, self._nodes = self._nodes, {}
 
     # --- decisions ---
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A rule is about to be carried out."""
+        """Record the start of an operation with a rule."""
         policy = reasons.policy_here(op.device_type)
         self.policies[op.device_type] = policy
         place = self._place_on_stack().forward()
-        if _torch.current_node() is not None:  # as where a checkpoint runs again
-            place = Place(place.module, place.source, "backward")
+        if _torch.current_node() is not None:  # a checkpoint repeats its forward
+            place = CallPlace(place.module, place.source, "backward")
         tensors = tensors_of(args, kwargs)
-        links = [self.lineage.of(t) for t in floating_in(tensors)]
-        found = reasons.decided(policy, op.name, op.device_type)
+        origins = [self.lineage.of(t) for t in floating_in(tensors)]
+        decision = reasons.decide(policy, op.name, op.device_type)
         inputs = tuple(map(dtype_of, tensors))
-        decision = _Decision(op, policy, found, place, inputs, links, (args, kwargs))
-        if found.rule == Rule.LOWER:
+        call = args, kwargs
+        application = _RuleApplication(op, policy, decision, place, inputs, origins, call)
+        if decision.rule == Rule.LOWER:
             lower, device = op.lower_dtype(), op.device_type
-            decision.wanting = sum(t.dtype is not lower and is_eligible(t, device) for t in tensors)
-        self._decisions.append(decision)
+            application.mismatched = sum(
+                t.dtype is not lower and is_eligible(t, device) for t in tensors
+            )
+        self._applications.append(application)
 
     def end(self, result: Any) -> None:
-        """It has been carried out."""
-        d = self._decisions.pop()
-        said = take_remark()
-        if said:
-            op, rule, reason = d.decided
-            d.decided = Decided(op, rule, f"{reason}; {said}")
-        op, rule, _ = d.decided
+        """Record the results of an operation with a rule."""
+        d = self._applications.pop()
+        remark = take_remark()
+        if remark:
+            op, rule, reason = d.decision
+            d.decision = RuleDecision(op, rule, f"{reason}; {remark}")
+        op, rule, _ = d.decision
         outputs = tensors_of((result,), {})
         self._count(d, outputs)
         island = None
         if rule is None:
-            self._note_product(Call(d.op.overload, *d.call), d.place, d.inputs)
-        if d.ups and rule in _FP32:
-            at = Site(op, d.place.module, d.place.source)
-            island = self.facts.island(at, d.op.device_type, d.policy.name, d.ups)
-            self.facts.note_call(at, d.op.overload, *d.call)
-        up = self.facts.carried(op, d.links, d.ups)
+            self._note_product(TrialCall(d.op.overload, *d.call), d.place, d.inputs)
+        if d.upcasts and rule in _FP32:
+            at = CastSite(op, d.place.module, d.place.source)
+            island = self.patterns.island(at, d.op.device_type, d.policy.name, d.upcasts)
+            self.patterns.note_call(at, d.op.overload, *d.call)
+        upcast = self.patterns.carried(op, d.origins, d.upcasts)
         if rule != Rule.LOWER and d.place.phase != "backward":
-            self.facts.use(d.links, up)
+            self.patterns.use(d.origins, upcast)
         sets_dtype = rule in (Rule.LOWER, *_FP32)
         for tensor in floating_in(outputs):
-            parent = None if sets_dtype else _like(d.links, tensor.dtype)
-            link = self._link(tensor, d.decided, d.place, d.inputs, parent)
-            link.island = island
-            link.up = up if tensor.dtype is torch.float32 else None
+            parent = None if sets_dtype else _parent(d.origins, tensor.dtype)
+            origin = self._put_origin(tensor, d.decision, d.place, d.inputs, parent)
+            origin.island = island
+            origin.upcast = upcast if tensor.dtype is torch.float32 else None
 
     def fail(self, error: BaseException) -> None:
-        """It has raised; a checkpoint that runs again ends so, when it has what it needs."""
-        d = self._decisions.pop()
-        take_remark()  # of a call inside that did not raise
+        """Record an error of an operation with a rule. A checkpoint ends its repetition by an error, too."""
+        d = self._applications.pop()
+        take_remark()  # of an inner call that did not raise
         self._count(d, [])
-        call = Call(d.op.overload, *d.call)
-        attempt = Attempt(call, d.op.device_type, d.policy, is_in_region=True)
-        note_on(error, d.decided, attempt, d.inputs, d.links)
+        call = TrialCall(d.op.overload, *d.call)
+        attempt = FailedCall(call, d.op.device_type, d.policy, is_in_region=True)
+        add_note(error, d.decision, attempt, d.inputs, d.origins)
 
-    def _count(self, d: _Decision, outputs: list[Tensor]) -> None:
-        op, rule, _ = d.decided
-        cached = max(0, d.wanting - d.casts) if outputs else 0
-        row = self.tally.row(d.place, d.decided, d.inputs, outputs, self._around(d.op.device_type))
+    def _count(self, d: _RuleApplication, outputs: list[Tensor]) -> None:
+        op, rule, _ = d.decision
+        cached = max(0, d.mismatched - d.casts) if outputs else 0
+        row = self.tally.row(d.place, d.decision, d.inputs, outputs, self._around(d.op.device_type))
         if row is not None:
             row.casts += d.sums.casts
             row.cast_bytes += d.sums.cast_bytes
@@ -195,15 +199,15 @@ class Recorder:
     # --- operations ---
 
     def casting_here(self) -> list[str]:
-        """Device types on which autocast casts what runs now: none inside an operation that has a rule."""
-        if self._decisions and self._decisions[-1].decided.rule is not None:
+        """Return the device types on which autocast casts now: none inside an operation that has a rule."""
+        if self._applications and self._applications[-1].decision.rule is not None:
             return []
         return [device for device in DEVICE_TYPES if is_enabled(device)]
 
     @property
     def depth(self) -> int:
-        """How many rules are being carried out."""
-        return len(self._decisions)
+        """The number of rules that are being applied."""
+        return len(self._applications)
 
     def saw(
         self,
@@ -213,40 +217,40 @@ class Recorder:
         seconds: float,
         inside: Sequence[Cast],
     ) -> None:
-        """An operation has run; `inside` are the casts in the operations that it called."""
+        """Record an operation; `inside` are the casts in operations that it called."""
         kind = kind_of(func)
-        made = _torch.next_sequence() > self._sequence
-        if not self._decisions:
-            if made or not kind.is_view:
+        has_node = _torch.next_sequence() > self._sequence
+        if not self._applications:
+            if has_node or not kind.is_view:
                 self._saw_alone(func, call, out, seconds, inside)
             return
-        d = self._decisions[-1]
+        d = self._applications[-1]
         self.totals.seconds += seconds
         d.sums.seconds += seconds
-        if made:
-            self._remember(d.decided.op, d.place)
+        if has_node:
+            self._add_nodes(d.decision.op, d.place)
         for cast in kind.casts(call[0], out, seconds):
             self.tally.cast(cast, d.sums)
             d.casts += 1
-            up = self._follow(cast, d.decided, d.place)
-            if up is not None:
-                d.ups.append(up)
-            self._link(cast.target, d.decided, d.place, (dtype_of(cast.source),), None)
+            upcast = self._find_patterns(cast, d.decision, d.place)
+            if upcast is not None:
+                d.upcasts.append(upcast)
+            self._put_origin(cast.target, d.decision, d.place, (dtype_of(cast.source),), None)
         for cast in inside:
             self.tally.cast_inside(cast, d.sums)
 
     def failed(self, func: Any, call: _Call, error: BaseException) -> None:
         """An operation has raised."""
         tensors = floating_in(tensors_of(*call))
-        if self._decisions or not tensors:
+        if self._applications or not tensors:
             return
         device = tensors[0].device.type
         policy, (region, module_rule, _) = reasons.policy_here(device), self._around(device)
-        found = reasons.why_alone(policy, kind_of(func).name, device, region, module_rule)
-        links = [self.lineage.of(t) for t in tensors]
+        decision = reasons.why_alone(policy, kind_of(func).name, device, region, module_rule)
+        origins = [self.lineage.of(t) for t in tensors]
         is_in_region = is_enabled(device) or region is not None or module_rule is not None
-        attempt = Attempt(Call(func, *call), device, policy, is_in_region=is_in_region)
-        note_on(error, found, attempt, map(dtype_of, tensors), links)
+        attempt = FailedCall(TrialCall(func, *call), device, policy, is_in_region=is_in_region)
+        add_note(error, decision, attempt, map(dtype_of, tensors), origins)
 
     def _saw_alone(
         self,
@@ -256,7 +260,7 @@ class Recorder:
         seconds: float,
         inside: Sequence[Cast],
     ) -> None:
-        """Gives an operation outside of all decisions its own row."""
+        """Record an operation without a rule in its own row."""
         kind = kind_of(func)
         place, reason = self._place()
         tensors, outputs = tensors_of(*call), tensors_of((out,), {})
@@ -265,7 +269,7 @@ class Recorder:
         device = (outputs or tensors)[0].device.type
         if _torch.next_sequence() > self._sequence:
             place = place.forward()
-            self._remember(kind.name, place)
+            self._add_nodes(kind.name, place)
         elif is_enabled(device):
             place = place.forward()
         if kind.is_view:
@@ -274,17 +278,17 @@ class Recorder:
         casts = kind.casts(call[0], out, seconds)
         around = self._around(device)
         if reason is None and casts:
-            reason = "a cast that the program asks for"
+            reason = "an explicit cast of the program"
         if reason is None:
             policy = reasons.policy_here(device)
             if around.region is not None:
                 self.policies[device] = policy
             module_rule = around.module_rule
             _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
-        found = Decided(kind.name, None, reason)
+        decision = RuleDecision(kind.name, None, reason)
         inputs = tuple(map(dtype_of, tensors))
-        self._note_product(Call(func, *call), place, inputs)
-        row = self.tally.row(place, found, inputs, outputs, around)
+        self._note_product(TrialCall(func, *call), place, inputs)
+        row = self.tally.row(place, decision, inputs, outputs, around)
         if row is not None:
             row.seconds += seconds
         for cast in inside:
@@ -292,25 +296,31 @@ class Recorder:
         for cast in casts:
             self.tally.cast(cast, row)
             if place.phase != "optimizer":
-                up = self._follow(cast, found, place) if place.phase != "backward" else None
-                self._link(cast.target, found, place, (dtype_of(cast.source),), None).up = up
-        if not casts and len(outputs) <= _MOST_TRAILED and place.phase != "optimizer":
-            self._trail(found, place, tensors, inputs, outputs)
+                upcast = (
+                    self._find_patterns(cast, decision, place)
+                    if place.phase != "backward"
+                    else None
+                )
+                self._put_origin(
+                    cast.target, decision, place, (dtype_of(cast.source),), None
+                ).upcast = upcast
+        if not casts and len(outputs) <= _MOST_ORIGINS and place.phase != "optimizer":
+            self._put_origins(decision, place, tensors, inputs, outputs)
 
-    def _note_product(self, call: Call, place: Place, inputs: _Texts) -> None:
-        """Keep the description of a call in forward that may be worth 16 bits."""
+    def _note_product(self, call: TrialCall, place: CallPlace, inputs: _Texts) -> None:
+        """Store the description of a call in forward that may be faster in 16 bits."""
         kind = kind_of(call.overload)
         if place.phase == "forward" and kind.base in HEAVY and set(inputs) == {"float32"}:
-            self.facts.note_call(Site(kind.name, place.module, place.source), *call)
+            self.patterns.note_call(CastSite(kind.name, place.module, place.source), *call)
 
-    def _place_on_stack(self) -> Place:
+    def _place_on_stack(self) -> CallPlace:
         frame = frame_above(1)
         source, owner, phase = read_stack(frame)
         module = None if owner is None else self.names.of(owner, frame)
-        return Place(module, source, phase)
+        return CallPlace(module, source, phase)
 
-    def _place(self) -> tuple[Place, str | None]:
-        """Where the operation that is being told of runs; why it has no rule, if the phase says so."""
+    def _place(self) -> tuple[CallPlace, str | None]:
+        """Return the place of the current operation, and why it has no rule if that follows from the phase."""
         place = self._place_on_stack()
         graph_node = _torch.current_node()
         if graph_node is None:
@@ -319,56 +329,57 @@ class Recorder:
         if not self._in_backward:
             self._in_backward = True
             self._count_saved()
-        place = Place(place.module, place.source, "backward")
-        if place.module is not None:  # a checkpoint runs again
+        place = CallPlace(place.module, place.source, "backward")
+        if place.module is not None:  # a checkpoint repeats its forward
             return place, None
         number = _torch.sequence_of(graph_node)
-        maker = self._nodes.get(number) or self._nodes_before.get(number)
-        if maker is None:
+        creator = self._nodes.get(number) or self._nodes_before.get(number)
+        if creator is None:
             return place, reasons.why_in_backward(None, graph_node)
-        op, made_at = maker
-        place = Place(made_at.module, made_at.source or place.source, "backward")
+        op, forward = creator
+        place = CallPlace(forward.module, forward.source or place.source, "backward")
         return place, reasons.why_in_backward(op, graph_node)
 
-    def _around(self, device: str) -> Around:
-        return Around(region_around(device), self._module_rules.here(), device)
+    def _around(self, device: str) -> Surroundings:
+        return Surroundings(region_around(device), self._module_rules.here(), device)
 
-    def _trail(
+    def _put_origins(
         self,
-        found: Decided,
-        place: Place,
+        decision: RuleDecision,
+        place: CallPlace,
         tensors: list[Tensor],
         inputs: _Texts,
         outputs: list[Tensor],
     ) -> None:
-        """Notes where results come from."""
+        """Record the origins of results."""
         floating = floating_in(outputs)
-        links = [self.lineage.of(t) for t in floating_in(tensors)]
-        up = self.facts.carried(found.op, links, [])
+        origins = [self.lineage.of(t) for t in floating_in(tensors)]
+        upcast = self.patterns.carried(decision.op, origins, [])
         if place.phase != "backward":
-            self.facts.use(links, up)
+            self.patterns.use(origins, upcast)
         for tensor in floating:
-            link = self.lineage.of(tensor) if any(tensor is given for given in tensors) else None
-            if link is None:  # else it was written in place, and keeps its dtype
-                link = self._link(tensor, found, place, inputs, _like(links, tensor.dtype))
-            link.up = up if tensor.dtype is torch.float32 else None
+            origin = self.lineage.of(tensor) if any(tensor is each for each in tensors) else None
+            if origin is None:  # otherwise it was written in place, and its dtype is the same
+                parent = _parent(origins, tensor.dtype)
+                origin = self._put_origin(tensor, decision, place, inputs, parent)
+            origin.upcast = upcast if tensor.dtype is torch.float32 else None
 
-    # --- what is known of graphs and tensors ---
+    # --- graphs and tensors ---
 
-    def _follow(self, cast: Cast, found: Decided, place: Place) -> Up | None:
-        """Looks for round trips, islands and weights that are cast again; returns a way up that begins here."""
-        at, source = Site(found.op, place.module, place.source), cast.source
+    def _find_patterns(self, cast: Cast, decision: RuleDecision, place: CallPlace) -> Upcast | None:
+        """Find round trips, islands and repeated casts of weights; return the cast if it is to a wider dtype."""
+        at, source = CastSite(decision.op, place.module, place.source), cast.source
         if source.element_size() < cast.target.element_size():
-            return Up(*at, cast.seconds, cast.bytes, rule=found.rule, dtype=source.dtype)
-        before = self.lineage.of(source)
-        if before is not None:
-            self.facts.came_down(before, at, cast)
-            if found.rule == Rule.LOWER:
-                self.facts.rounds(before, at, cast)
-        self.facts.weights.saw(at, cast, outermost_region())
+            return Upcast(*at, cast.seconds, cast.bytes, rule=decision.rule, dtype=source.dtype)
+        origin = self.lineage.of(source)
+        if origin is not None:
+            self.patterns.came_down(origin, at, cast)
+            if decision.rule == Rule.LOWER:
+                self.patterns.rounds(origin, at, cast)
+        self.patterns.weights.saw(at, cast, outermost_region())
         return None
 
-    def _remember(self, op: str, place: Place) -> None:
+    def _add_nodes(self, op: str, place: CallPlace) -> None:
         if len(self._nodes) > _MOST_NODES:
             self._nodes_before, self._nodes = self._nodes, {}
         sequence = _torch.next_sequence()
@@ -377,26 +388,32 @@ class Recorder:
         self._sequence = sequence
 
     def _count_saved(self) -> None:
-        """Backward begins, and uses what forward made and is still there; the largest of all these sums is kept."""
-        there: defaultdict[str, int] = defaultdict(int)
-        for link in self.lineage.alive(self.totals.steps):
-            there[dtype_name(link.dtype)] += link.bytes
-        if sum(there.values()) > sum(self.saved.values()):
-            self.saved = dict(there)
+        """Sum the memory of forward's results that exist when backward begins; `saved` is the largest sum."""
+        sizes: defaultdict[str, int] = defaultdict(int)
+        for origin in self.lineage.alive(self.totals.steps):
+            sizes[dtype_name(origin.dtype)] += origin.bytes
+        if sum(sizes.values()) > sum(self.saved.values()):
+            self.saved = dict(sizes)
 
-    def _link(
-        self, tensor: Tensor, found: Decided, place: Place, inputs: _Texts, parent: Link | None
-    ) -> Link:
-        op, rule, reason = found
-        made = list(inputs), dtype_of(tensor)
-        step = LineageStep(op, place.module, place.source, *made, rule, reason)
+    def _put_origin(
+        self,
+        tensor: Tensor,
+        decision: RuleDecision,
+        place: CallPlace,
+        inputs: _Texts,
+        parent: Origin | None,
+    ) -> Origin:
+        op, rule, reason = decision
+        dtypes = list(inputs), dtype_of(tensor)
+        step = LineageStep(op, place.module, place.source, *dtypes, rule, reason)
         size = _torch.stored_bytes(tensor)
-        link = Link(step, place.phase, tensor.dtype, parent, self.totals.steps, size)
-        self.lineage.put(tensor, link)
-        return link
+        origin = Origin(step, place.phase, tensor.dtype, parent, self.totals.steps, size)
+        self.lineage.put(tensor, origin)
+        return origin
 
 
-def _like(links: list[Link | None], dtype: torch.dtype) -> Link | None:
-    """What gave a result its dtype: the first input of that dtype, or else the first that is known."""
-    known = [link for link in links if link is not None]
-    return next((link for link in known if link.dtype is dtype), known[0] if known else None)
+def _parent(origins: list[Origin | None], dtype: torch.dtype) -> Origin | None:
+    """Return the input that gave a result its dtype: the first of that dtype, or else the first with an origin."""
+    recorded = [origin for origin in origins if origin is not None]
+    first = recorded[0] if recorded else None
+    return next((origin for origin in recorded if origin.dtype is dtype), first)

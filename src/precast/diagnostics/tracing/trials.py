@@ -1,7 +1,7 @@
-"""Trials of advice: operations run again on tensors of the same shapes, to see that advice works and what it saves.
+"""Trials of advice: operations are repeated on tensors of the same shapes, to verify advice and measure its saving.
 
-Invariants: a trial runs in a thread of its own, which has no region, mode, transform or trace; it writes to no tensor
-of the program and draws from no generator of the program; a call that is kept holds no tensor.
+Invariants: a trial runs in a new thread without a region, mode, transform or trace; it writes no tensor of the program
+and uses no generator of the program; the description of a call holds no tensor.
 """
 
 from __future__ import annotations
@@ -20,26 +20,33 @@ from precast.autocast_mode.region import autocast
 from precast.engine.operator_kinds import tensors_of
 from precast.policy.policy import Policy
 
-__all__ = ["Call", "Saving", "call_of", "saving", "works", "works_after_cast"]
+__all__ = [
+    "TrialCall",
+    "TrialSaving",
+    "describe_call",
+    "measure_saving",
+    "works",
+    "works_after_cast",
+]
 
 _MOST_ELEMENTS: Final = 2**26
 _PAIRS: Final = 7
 _FEWEST_PAIRS: Final = 3
 _LEAST: Final = 0.05
-"""The smallest part of a call's time that has to be saved in each pair of runs."""
+"""The smallest share of a call's time that each pair of runs must save."""
 _MOST_SECONDS: Final = 0.5
-"""A trial of slow calls has fewer pairs, and is not made if they would be fewer than the fewest."""
+"""A trial of slow calls has fewer pairs of runs, and is omitted below `_FEWEST_PAIRS`."""
 
 
-class _Shape(NamedTuple):
-    """The description of a tensor, from which another one like it is made."""
+class _TensorLayout(NamedTuple):
+    """The description of a tensor, from which a similar one is created."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Call(NamedTuple):
+class TrialCall(NamedTuple):
     """A call of an operation, with its tensors, or with their descriptions in their place."""
 
     overload: Any
@@ -47,46 +54,48 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Saving(NamedTuple):
-    """The time that one call saves, in seconds, over several pairs of runs."""
+class TrialSaving(NamedTuple):
+    """The time that one call saves, in seconds: the smallest, the median and the largest of several pairs of runs."""
 
     low: float
     middle: float
     high: float
 
 
-def call_of(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Return the description of a call that can be run again; None for any that cannot.
+def describe_call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrialCall | None:
+    """Return the description of a call that can be repeated; None for others.
 
-    That is for operations that write to an argument or draw random numbers, and for tensors that are not plain, dense,
-    on the CPU and of a floating dtype.
+    Operations that write an argument or use random numbers cannot be repeated, nor can calls with tensors that are not
+    plain, dense, floating-point and on the CPU.
     """
     tensors = tensors_of(args, kwargs)
     schema = _torch.schema_of(overload)
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     is_random = torch.Tag.nondeterministic_seeded in overload.tags
-    if writes or is_random or not tensors or not all(map(_can_be_made_again, tensors)):
+    if writes or is_random or not tensors or not all(map(_is_repeatable, tensors)):
         return None
     if sum(tensor.numel() for tensor in tensors) > _MOST_ELEMENTS:
         return None
-    describe: Any = lambda t: _Shape(tuple(t.shape), tuple(t.stride()), t.dtype)  # noqa: E731
-    return Call(overload, *map_tensors((args, kwargs), describe))
+    describe: Any = lambda t: _TensorLayout(tuple(t.shape), tuple(t.stride()), t.dtype)  # noqa: E731
+    return TrialCall(overload, *map_tensors((args, kwargs), describe))
 
 
-def saving(call: Call, dtype: torch.dtype, *, returns: torch.dtype | None) -> Saving | None:
-    """Return what a call saves that runs in `dtype`; None where that is not certain, or it cannot run so.
+def measure_saving(
+    call: TrialCall, dtype: torch.dtype, *, returns: torch.dtype | None
+) -> TrialSaving | None:
+    """Return the saving of a call in `dtype`; None if it is not certain, or the call cannot run in that dtype.
 
     Args:
-        call: what runs now, with inputs in 16 bits cast to float32.
-        dtype: 16 bits.
-        returns: the dtype to which the results are cast now, for what follows; None where they are used as they are,
-            and have to be cast back after a run in `dtype`.
+        call: the call as it runs now, on 16-bit inputs that are cast to float32.
+        dtype: a 16-bit dtype.
+        returns: the dtype to which the results are cast now; None if they are used in float32, so that they would have
+            to be cast back after a run in `dtype`.
     """
-    measured: Saving | None = _in_own_thread(lambda: _measured(call, dtype, returns))
+    measured: TrialSaving | None = _in_own_thread(lambda: _measured(call, dtype, returns))
     return measured
 
 
-def works(call: Call, policy: Policy, device: str, dtype: torch.dtype | None = None) -> bool:
+def works(call: TrialCall, policy: Policy, device: str, dtype: torch.dtype | None = None) -> bool:
     """Return True if a call runs in a region with a policy, on copies of its tensors."""
 
     def run() -> bool:
@@ -98,14 +107,14 @@ def works(call: Call, policy: Policy, device: str, dtype: torch.dtype | None = N
     return bool(_in_own_thread(run))
 
 
-def works_after_cast(call: Call, dtype: torch.dtype) -> bool:
-    """Return True if a call runs when its floating-point tensors are cast to a dtype, but for those it writes to."""
+def works_after_cast(call: TrialCall, dtype: torch.dtype) -> bool:
+    """Return True if a call runs with its floating-point tensors cast to a dtype, except those that it writes."""
 
     def run() -> bool:
         arguments = _torch.schema_of(call.overload).arguments
         names = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
-        given = dict(zip((a.name for a in arguments), call.args, strict=False)) | call.kwargs
-        if any(given[name].dtype is not dtype for name in names & given.keys()):
+        values = dict(zip((a.name for a in arguments), call.args, strict=False)) | call.kwargs
+        if any(values[name].dtype is not dtype for name in names & values.keys()):
             return False
         args, kwargs = map_tensors((call.args, call.kwargs), lambda t: _copy(_cast(t, dtype)))
         with torch.no_grad():
@@ -115,18 +124,20 @@ def works_after_cast(call: Call, dtype: torch.dtype) -> bool:
     return bool(_in_own_thread(run))
 
 
-def _measured(call: Call, dtype: torch.dtype, returns: torch.dtype | None) -> Saving | None:
+def _measured(
+    call: TrialCall, dtype: torch.dtype, returns: torch.dtype | None
+) -> TrialSaving | None:
     generator = torch.Generator().manual_seed(0)
 
-    def make(shape: _Shape) -> Tensor:
+    def make(shape: _TensorLayout) -> Tensor:
         is_expanded = any(
             stride == 0 < size - 1 for size, stride in zip(shape.sizes, shape.strides, strict=True)
         )
         strides = torch.empty(shape.sizes, device="meta").stride() if is_expanded else shape.strides
-        made = torch.empty_strided(shape.sizes, strides, dtype=torch.float32)
-        return made.normal_(generator=generator).to(shape.dtype)
+        tensor = torch.empty_strided(shape.sizes, strides, dtype=torch.float32)
+        return tensor.normal_(generator=generator).to(shape.dtype)
 
-    args, kwargs = _made(call.args, make), _made(call.kwargs, make)
+    args, kwargs = _with_tensors(call.args, make), _with_tensors(call.kwargs, make)
 
     def seconds(inputs: torch.dtype, results: torch.dtype) -> float:
         start = perf_counter()
@@ -135,21 +146,21 @@ def _measured(call: Call, dtype: torch.dtype, returns: torch.dtype | None) -> Sa
         return perf_counter() - start
 
     wide = torch.float32
-    now, then = (wide, returns or wide), (dtype, returns or wide)
+    current, changed = (wide, returns or wide), (dtype, returns or wide)
     with torch.inference_mode():
-        first = seconds(*now) + seconds(*then)
+        first = seconds(*current) + seconds(*changed)
         pairs = min(_PAIRS, int(_MOST_SECONDS / first))
         if pairs < _FEWEST_PAIRS:
             return None
-        times = [(seconds(*now), seconds(*then)) for _ in range(pairs)]
+        times = [(seconds(*current), seconds(*changed)) for _ in range(pairs)]
     differences = sorted(before - after for before, after in times)
     is_certain = differences[0] > _LEAST * min(before for before, _ in times)
     middle = differences[pairs // 2]
-    return Saving(differences[0], middle, differences[-1]) if is_certain else None
+    return TrialSaving(differences[0], middle, differences[-1]) if is_certain else None
 
 
 def _in_own_thread(run: Callable[[], Any]) -> Any:
-    """Return what `run` returns in a new thread; None if it raises."""
+    """Return the result of `run` in a new thread; None if it raises."""
     results: list[Any] = []
 
     def work() -> None:
@@ -164,7 +175,7 @@ def _in_own_thread(run: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def _can_be_made_again(tensor: Tensor) -> bool:
+def _is_repeatable(tensor: Tensor) -> bool:
     return (
         _torch.is_plain(type(tensor))
         and not _torch.is_functorch_wrapper(tensor)
@@ -183,12 +194,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _made(value: Any, make: Callable[[_Shape], Tensor]) -> Any:
-    """Replace descriptions by tensors, in lists, tuples and dictionaries."""
-    if isinstance(value, _Shape):
+def _with_tensors(value: Any, make: Callable[[_TensorLayout], Tensor]) -> Any:
+    """Replace the descriptions of tensors by tensors, in lists, tuples and dictionaries."""
+    if isinstance(value, _TensorLayout):
         return make(value)
     if isinstance(value, dict):
-        return {name: _made(item, make) for name, item in value.items()}
+        return {name: _with_tensors(item, make) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_made(item, make) for item in value)
+        return type(value)(_with_tensors(item, make) for item in value)
     return value

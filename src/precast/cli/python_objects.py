@@ -1,0 +1,108 @@
+"""Python objects that a command names: `package.module:path`, imported and, if it is a factory, called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from precast.errors import PrecastError
+
+__all__ = ["load_example", "load_model", "load_named", "load_object"]
+
+
+def load_model(where: str) -> nn.Module:
+    """Return the model of `package.module:factory`; the factory may be a class, or a model itself.
+
+    Raises:
+        ValueError: the object does not exist.
+        PrecastError: it fails, or returns another object.
+    """
+    model = load_object(where)
+    if not isinstance(model, nn.Module):
+        raise PrecastError(f"{where}: expected a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def load_object(where: str) -> Any:
+    """Return the result of `package.module:factory`; a model itself is not called.
+
+    Raises:
+        ValueError: the object does not exist.
+        PrecastError: it fails.
+    """
+    form = "MODULE:FACTORY, as in my_package.models:build"
+    return load_named(where, "the model", form, lambda target: not isinstance(target, nn.Module))
+
+
+def load_example(where: str) -> Any:
+    """Return the example input `package.module:name`: a value, or the result of a function.
+
+    Raises:
+        ValueError: the object does not exist.
+        PrecastError: it fails.
+    """
+    return load_named(
+        where, "the example", "MODULE:NAME, as in my_package.models:example", callable
+    )
+
+
+def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
+    """Return the object of `module:path`, or its result if `is_called` returns True for it.
+
+    Args:
+        where: the text to parse.
+        what: the object's name in messages.
+        form: the expected form of `where`, for messages.
+        is_called: returns True for an object that is to be called.
+
+    Raises:
+        ValueError: the object does not exist.
+        PrecastError: it fails.
+    """
+    module_name, colon, path = where.partition(":")
+    if not (module_name and colon and path):
+        raise ValueError(f"{what} is {where!r}; write {form}")
+    # As with `python -m`, modules in the current folder can be imported; for an installed command they cannot.
+    sys.path.insert(0, "")
+    try:
+        target = _attribute(_import(module_name), path, where)
+        return _call(target, where) if is_called(target) else target
+    finally:
+        sys.path.remove("")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"there is no module {error.name!r} to import") from error
+        raise PrecastError(f"importing {name} failed: {error}") from error
+    except Exception as error:
+        raise PrecastError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+
+
+def _attribute(module: Any, path: str, where: str) -> Any:
+    target = module
+    for name in path.split("."):
+        if not hasattr(target, name):
+            raise ValueError(
+                f"{where}: there is no {name!r} in {getattr(target, '__name__', target)}"
+            )
+        target = getattr(target, name)
+    return target
+
+
+def _call(factory: Any, where: str) -> Any:
+    if not callable(factory):
+        raise ValueError(
+            f"{where} is of type {type(factory).__name__}; name a function that makes a model"
+        )
+    try:
+        return factory()
+    except Exception as error:
+        raise PrecastError(f"{where}() failed: {type(error).__name__}: {error}") from error

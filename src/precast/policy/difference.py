@@ -1,0 +1,326 @@
+"""The difference between two policies, and its effect on dtypes and memory (`precast explain --diff`).
+
+Invariants:
+
+- nothing is printed here;
+- a preset that is pinned to a release of PyTorch has the complete table of that release, including operations that the
+  installed PyTorch does not have;
+- the effect follows from the two rules alone, for 16-bit and for float32 arguments; tests run operations under both
+  rules and compare.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
+
+from precast import _torch
+from precast._internal.display import size
+from precast.policy import preset_files, toml_file
+from precast.policy.module_rules import ModuleRule
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy
+from precast.policy.rows import (
+    FLOAT8_RULES,
+    covered_overloads,
+    dispatcher_name,
+    exact_key,
+    short,
+    split,
+)
+
+__all__ = ["ModuleChange", "PolicyDifference", "RuleChange", "explain_difference"]
+
+_NO_RULE: Final = "no rule"
+_IN_FLOAT32: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
+_MIXED: Final = {
+    "raise": "where PyTorch refuses arguments of different dtypes, its error stays",
+    "promote": "where PyTorch refuses arguments of different dtypes, an operation that has a rule runs in the widest",
+}
+
+
+@dataclass(frozen=True)
+class RuleChange:
+    """Operations whose rule differs in the same way on the same device types."""
+
+    operations: tuple[str, ...]
+    """As a policy file spells them."""
+    devices: tuple[str, ...]
+    before: str
+    """The rule in the first policy, or `no rule`."""
+    after: str
+    """The rule in the second."""
+    meaning: tuple[str, ...]
+    """The effect, in sentences."""
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """A pattern in `[modules]` with different rules in the two policies."""
+
+    pattern: str
+    before: str
+    """The rule in the first policy, or `no rule`."""
+    after: str
+
+
+@dataclass(frozen=True)
+class PolicyDifference:
+    """All differences between two policies that can change a result."""
+
+    before: str
+    """The name of the first policy."""
+    after: str
+    changes: tuple[RuleChange, ...]
+    mixed: tuple[str, str] | None
+    """The settings for mixed dtypes in the two policies; None if they are equal."""
+    modules: tuple[ModuleChange, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes or self.mixed or self.modules)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "before": self.before,
+            "after": self.after,
+            "equal": not self,
+            "summary": self.summary(),
+            "changes": [
+                {
+                    "operations": list(change.operations),
+                    "devices": list(change.devices),
+                    "before": change.before,
+                    "after": change.after,
+                    "meaning": list(change.meaning),
+                }
+                for change in self.changes
+            ],
+            "mixed": self.mixed and {"before": self.mixed[0], "after": self.mixed[1]},
+            "modules": [vars(change) for change in self.modules],
+        }
+
+    def summary(self) -> list[str]:
+        """Return a line for each kind of difference, with its number of operations or modules."""
+        operations: dict[str, set[str]] = {}
+        for change in self.changes:
+            names = operations.setdefault(f"{change.before} -> {change.after}", set())
+            names.update(change.operations)
+        most_first = sorted(operations.items(), key=lambda item: -len(item[1]))
+        lines = [f"{size(len(names), 'operation')}: {change}" for change, names in most_first]
+        if self.mixed:
+            lines.append(f"mixed dtypes: {self.mixed[0]} -> {self.mixed[1]}")
+        if self.modules:
+            lines.append(f"{size(len(self.modules), 'rule')} for modules")
+        return lines
+
+    def render(self) -> RenderableType:
+        """Return the differences for display: a summary, then operations and modules."""
+        if not self:
+            return Text(f"{self.before} and {self.after} have the same rules.")
+        lines: list[RenderableType] = [Text(f"From {self.before} to {self.after}")]
+        lines += [_indented(text) for text in self.summary()]
+        for change in self.changes:
+            lines += [Text(), Text(", ".join(change.operations), "bold")]
+            where = f"on {', '.join(change.devices)}: {change.before} -> {change.after}"
+            lines += [_indented(text) for text in (where, *change.meaning)]
+        if self.mixed:
+            lines += [Text(), Text("mixed dtypes", "bold")]
+            lines += [_indented(f"{self.mixed[0]} -> {self.mixed[1]}")]
+            lines += [_indented(f"Now, {_MIXED[self.mixed[1]]}.")]
+        for module in self.modules:
+            lines += [Text(), Text(f"modules {module.pattern!r}", "bold")]
+            lines += [_indented(f"{module.before} -> {module.after}")]
+        return Group(*lines)
+
+
+def explain_difference(
+    before: Policy | str | os.PathLike[str], after: Policy | str | os.PathLike[str]
+) -> PolicyDifference:
+    """Compare two policies.
+
+    Args:
+        before: a policy, the name of a preset such as `torch` or `torch@2.11`, or the path of a policy file.
+        after: the policy to compare with.
+
+    Raises:
+        PolicyError: one of them cannot be read.
+    """
+    first, second = _complete(before), _complete(after)
+    return PolicyDifference(
+        first.name,
+        second.name,
+        tuple(_changes(first, second)),
+        None if first.mixed == second.mixed else (first.mixed, second.mixed),
+        tuple(_module_changes(first, second)),
+    )
+
+
+def _complete(policy: Policy | str | os.PathLike[str]) -> Policy:
+    """Return the policy; for a preset that is pinned to a release, with all rows of the release."""
+    preset = preset_files.find(policy)
+    if preset is None or preset.release is None:
+        return as_policy(policy)
+    file = toml_file.read(preset.path.stem, preset.release)
+    return Policy(str(policy), file.tables, file.mixed, file.summary)
+
+
+# --- operations ---
+
+
+def _changes(first: Policy, second: Policy) -> Iterator[RuleChange]:
+    by_operation: dict[tuple[str, str, str], list[str]] = {}
+    for device in DEVICE_TYPES:
+        before, after = (_rules(policy, device) for policy in (first, second))
+        for name in sorted(before.keys() | after.keys()):
+            rules = before.get(name), after.get(name)
+            if rules[0] is not rules[1]:
+                key = name, str(rules[0] or _NO_RULE), str(rules[1] or _NO_RULE)
+                by_operation.setdefault(key, []).append(device)
+    alike: dict[tuple[tuple[str, ...], str, str], list[str]] = {}
+    for (name, old, new), devices in by_operation.items():
+        alike.setdefault((tuple(devices), old, new), []).append(name)
+    for (devices_, old, new), names in sorted(alike.items(), key=lambda item: item[1]):
+        meaning = (*_meaning(old, new), *_of_what_it_calls(names, old, new))
+        yield RuleChange(tuple(_spelled(names)), devices_, old, new, meaning)
+
+
+def _rules(policy: Policy, device: str) -> dict[str, Rule]:
+    """Return the rule of each overload by dispatcher name, and of missing operations by the name in the row."""
+    installed, missing = policy.expand(device)
+    rows = policy.entries(device)
+    return {name: entry.rule for name, entry in installed.items()} | {
+        key: rows[key].rule for key in missing
+    }
+
+
+def _spelled(names: list[str]) -> Iterator[str]:
+    """Yield names as in a policy file: one name if all overloads of an operation are listed."""
+    remaining = set(names)
+    for name in sorted(names):
+        operation = split(name)[0]
+        every = {
+            dispatcher_name(exact_key(operation, each)) for each in covered_overloads(operation)
+        }
+        if name not in remaining:
+            continue
+        if every and every <= remaining:
+            remaining -= every
+            yield short(operation)
+        else:
+            remaining.discard(name)
+            is_default = split(name)[1] is None and bool(every)
+            yield short(exact_key(name, "default") if is_default else name)
+
+
+# --- the effect of a difference ---
+
+
+def _meaning(old: str, new: str) -> Iterator[str]:
+    """Yield the effect of another rule: on 16-bit arguments, on float32 arguments, and on mixtures."""
+    if Rule.BANNED in (old, new):
+        yield "It is refused now." if new == Rule.BANNED else "It was refused, and now runs."
+        return
+    yield from _in_8_bits(old, new)
+    before, after = _dtypes(old), _dtypes(new)
+    if before[0] != after[0]:
+        if after[0] == 32:
+            yield (
+                "With 16-bit arguments it computes in float32 instead of 16 bits: its result has four bytes an element "
+                "instead of two, as has what follows until an operation casts to 16 bits."
+            )
+            yield from _casts(new)
+        else:
+            yield (
+                "With 16-bit arguments it computes in 16 bits instead of float32: its result has two bytes an element "
+                "instead of four, and the precision of 16 bits."
+            )
+    if before[1] != after[1]:
+        if after[1] == 16:
+            yield (
+                "With float32 arguments it computes in 16 bits instead of float32: they are cast, and its result has "
+                "two bytes an element instead of four."
+            )
+        else:
+            yield (
+                "With float32 arguments it computes in float32 instead of 16 bits: its result has four bytes an "
+                "element instead of two."
+            )
+    if before == after and not {old, new} & set(FLOAT8_RULES):
+        yield from _same_dtypes(old, new)
+
+
+def _in_8_bits(old: str, new: str) -> Iterator[str]:
+    """Yield the effect if one of the rules multiplies matrices in 8 bits."""
+    if old in FLOAT8_RULES and new in FLOAT8_RULES:
+        yield f"Now, {Rule(new).meaning}; before, {Rule(old).meaning}."
+    elif new in FLOAT8_RULES:
+        yield f"Now, {Rule(new).meaning}: operands have 4 bits of precision. Its result has the region's dtype."
+    elif old in FLOAT8_RULES:
+        yield f"Before, {Rule(old).meaning}; that ends."
+
+
+def _of_what_it_calls(names: list[str], old: str, new: str) -> Iterator[str]:
+    """Yield a sentence on operations that only call others, if these follow their own rules."""
+    follow = {_NO_RULE, str(Rule.FALLTHROUGH)}
+    composite = (_torch.is_composite(_torch.find_overload(name)) for name in names)
+    if follow & {old, new} and any(composite):
+        yield "Without a rule, the operations that it calls follow theirs, which may cast in their turn."
+
+
+def _dtypes(rule: str) -> tuple[int, int]:
+    """Return the bits of the result, for arguments in the region's 16 bits, and for arguments in float32."""
+    if rule in _IN_FLOAT32:
+        return 32, 32
+    return (16, 16) if rule == Rule.LOWER or rule in FLOAT8_RULES else (16, 32)
+
+
+def _casts(rule: str) -> Iterator[str]:
+    if rule == Rule.FP32:
+        yield (
+            "The arguments are cast, and their copies in float32 stay in memory if backward needs them."
+        )
+    elif rule in _IN_FLOAT32:
+        yield "The arguments are not cast: it converts while it computes."
+
+
+def _same_dtypes(old: str, new: str) -> Iterator[str]:
+    """Yield the effect of rules with the same result for arguments of one dtype."""
+    if Rule.PROMOTE in (old, new):
+        promotes = "are cast to the widest dtype among them"
+        other = "are left to PyTorch, which may refuse them"
+        order = (promotes, other) if new == Rule.PROMOTE else (other, promotes)
+        yield f"Only arguments of different dtypes differ: they {order[0]}; before, they {order[1]}."
+    elif {old, new} <= set(_IN_FLOAT32):
+        yield "Its result is in float32 with both; they differ in whether the arguments are cast, or the call converts."
+    else:
+        off = "autocast is off in what it calls"
+        on = "the operations that it calls follow their own rules, unless PyTorch's autocast lists the operation itself"
+        order = (off, on) if new == Rule.KEEP else (on, off)
+        yield f"The dtypes of its arguments are the same. Now, {order[0]}; before, {order[1]}."
+
+
+# --- modules ---
+
+
+def _module_changes(first: Policy, second: Policy) -> Iterator[ModuleChange]:
+    for pattern in dict.fromkeys((*first.modules, *second.modules)):
+        rules = first.modules.get(pattern), second.modules.get(pattern)
+        if not _are_equal(*rules):
+            old, new = (str(rule) if rule else _NO_RULE for rule in rules)
+            yield ModuleChange(pattern, old, new)
+
+
+def _are_equal(first: ModuleRule | None, second: ModuleRule | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return first.agrees_with(second)
+
+
+def _indented(text: str) -> RenderableType:
+    return Padding(Text(text), (0, 0, 0, 2))

@@ -1,0 +1,354 @@
+"""Findings on the values of a run: overflow, underflow of gradients, and updates that round to nothing.
+
+Invariant: every number in a finding is from the document.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from precast._internal import cures
+from precast._internal.events import BrokenState, NonfiniteOrigin
+from precast.report.between import CodeBetween, between, module_before
+from precast.report.schema import (
+    Finding,
+    FindingCost,
+    FindingLocation,
+    HealthModule,
+    RunDocument,
+)
+from precast.report.words import joined, plural, share
+
+__all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
+
+_TELLING = 0.01  # a smaller share of gradients is not reported
+_OCCASIONAL = 0.1  # of the steps: so many may be skipped while a scale finds its limit
+_MOST_STAY = 0.5  # a smaller share of values that an update did not change is not reported
+
+
+def numeric_findings(document: RunDocument) -> list[Finding]:
+    """Return findings on the first tensor that was not finite, on underflow, and on updates that round to nothing."""
+    first = offender(document)
+    of_first = [] if first is None else [overflow(document, first)]
+    return [*of_first, *_underflow(document), *_rounded_away(document)]
+
+
+def offender(document: RunDocument) -> NonfiniteOrigin | None:
+    """Return the first tensor of the run that was not finite."""
+    origins = [step.first for step in document.steps if step.first]
+    if document.health and document.health.first:
+        origins.append(document.health.first)
+    return min(origins, key=lambda first: first.step, default=None)
+
+
+def in_words(first: NonfiniteOrigin) -> str:
+    """Return the tensor that was not finite in words: "the output of `decoder.3`"."""
+    name = f"`{first.name}`" if first.name else "the whole model"
+    return {
+        "output": f"the output of {name}",
+        "input": f"an input of {name}",
+        "gradient": f"the gradient of the output of {name}",
+        "parameter": f"the gradient of the parameter {name}",
+    }[first.kind]
+
+
+def module_of(what: NonfiniteOrigin | HealthModule) -> str:
+    """Return the module of a tensor: "decoder.3" for its output, and for the parameter decoder.3.weight."""
+    return what.name.rpartition(".")[0] if what.kind == "parameter" else what.name
+
+
+def overflow(document: RunDocument, first: NonfiniteOrigin) -> Finding:
+    """Return the finding on the first tensor that was not finite."""
+    module, format = module_of(first), _format(document, first)
+    code = None
+    if first.kind == "input" and first.name:
+        code = between(document, first, format or "float16")
+    if code is None:
+        suggestion, modules = _mend(document, first, module, format or "float16")
+    else:
+        suggestion, modules = _mend_code(document, first, code, format or "float16")
+    return Finding(
+        kind="overflow" if first.what == "inf" else "nan",
+        title=first.message,
+        cost=FindingCost(),
+        suggestion=suggestion,
+        policy=_file_with(document, modules) if modules else None,
+        where=FindingLocation(module, code and code.only("op"), code and code.only("source")),
+    )
+
+
+def _mend(
+    document: RunDocument, first: NonfiniteOrigin, module: str, format: str
+) -> tuple[str, list[str]]:
+    """Return advice, and the modules that a policy has to run in float32, if that is the advice."""
+    name = f"`{module}`" if module else "the model"
+    if first.kind == "input":
+        return _look_before(document, first), []
+    if first.state is not None:
+        return _mend_state(first.state, module), []
+    is_gradient = first.kind in {"gradient", "parameter"}
+    if is_gradient and document.run.nonfinite_losses + document.run.skipped_losses:
+        return cures.BAD_LOSS(), []
+    if is_gradient and _is_scaled(document):
+        return _mend_scale(document, name), []
+    if format != "float16":
+        return cures.BEYOND_FLOAT32(module=name[:1].upper() + name[1:]), []
+    if _is_stored_low(document, module):
+        return cures.STORE_IN_BFLOAT16(module=name), []
+    if not module or is_gradient:
+        return cures.IN_BFLOAT16(), []
+    more = cures.NAN_IN_FLOAT32() if first.what == "nan" else ""
+    return cures.MODULE_IN_FLOAT32(modules=name, more=more), [module]
+
+
+def _mend_state(state: BrokenState, module: str) -> str:
+    """Return advice on a parameter or buffer that was not finite before the step."""
+    if state.kind == "buffer":
+        return cures.BAD_BUFFER(tensor=state.name)
+    if state.eps is not None and state.dtype == "float16":
+        return cures.SMALL_EPS(eps=state.eps, optimizer=state.optimizer)
+    return cures.BAD_STEP(module=module or "the model")
+
+
+def _mend_scale(document: RunDocument, module: str) -> str:
+    """Return advice on gradients that were not finite under a scaler while the losses were finite."""
+    skipped = [step for step in document.steps if step.skipped]
+    count = len(skipped) if document.run.skipped is None else document.run.skipped
+    was_last = not document.steps or document.steps[-1].skipped
+    if count <= _OCCASIONAL * document.run.steps and not was_last and not document.diagnoses:
+        return cures.LEAVE_IT()
+    scale = next((step.scale for step in reversed(skipped) if step.scale is not None), None)
+    if scale is not None and scale <= 1:
+        return cures.LOW_SCALE(module=module, scale=scale)
+    return cures.FIND_SCALE(module=module)
+
+
+def _is_stored_low(document: RunDocument, module: str) -> bool:
+    """Return True if a module, or one inside it, has parameters in 16 bits."""
+    low = document.health.low_modules if document.health else None
+    return any(not module or f"{name}.".startswith(f"{module}.") for name in low or ())
+
+
+def _mend_code(
+    document: RunDocument, first: NonfiniteOrigin, code: CodeBetween, format: str
+) -> tuple[str, list[str]]:
+    """Return advice and modules as `_mend` does, for code between modules."""
+    ran = f" {_traced(document)}, the code {_place(first)} ran in {format}: {code.lines}."
+    if format != "float16":
+        return f"{cures.LINES_BEYOND_FLOAT32()}{ran}", []
+    ran += cures.OWN_CAST() if code.casts else ""
+    ran += cures.NAN_IN_FLOAT32() if first.what == "nan" else ""
+    modules = [name for name in code.owners if name]
+    are_stored_low = any(_is_stored_low(document, name) for name in modules)
+    if len(modules) == len(code.owners) and not are_stored_low:
+        names = joined(f"`{name}`" for name in modules)
+        return cures.MODULE_IN_FLOAT32(modules=names, more=ran), modules
+    # A rule for the model itself would remove all 16-bit operations, and no rule applies to the code around the model.
+    return cures.CODE_IN_FLOAT32(more=ran), []
+
+
+def _traced(document: RunDocument) -> str:
+    """Return the traced steps as the beginning of a sentence."""
+    if document.run.traced is None:
+        return "In the steps that were traced"
+    first, end = document.run.traced
+    last = min(end, document.run.steps) - 1
+    steps = f"steps {first} to {last}, which were" if last > first else f"step {first}, which was"
+    return f"In {steps} traced"
+
+
+def _look_before(document: RunDocument, first: NonfiniteOrigin) -> str:
+    """Return advice for a module whose preceding operations were not traced."""
+    if not first.name:
+        return cures.LOOK_AT_DATA()
+    look = cures.LOOK_BEFORE(place=_place(first))
+    if module_before(first) is None:
+        look += ", and at the data that the model is given"
+    if document.trace is None and not document.run.compiled:
+        # A trace that begins with step 0 starts before the model is called, and has other names of modules.
+        step = max(first.step, 1)
+        look += f". Its operations and lines are named where a step is traced, as by `--steps {step}:{step + 1}`"
+    return f"{look}."
+
+
+def _place(first: NonfiniteOrigin) -> str:
+    before, module = module_before(first), first.name
+    if before is None:
+        return f"before `{module}`"
+    return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
+
+
+def _format(document: RunDocument, first: NonfiniteOrigin) -> str | None:
+    """Return the dtype of the first tensor that was not finite; if unknown, the narrowest dtype of the run, or None."""
+    health = document.health
+    if health is None:
+        return None
+    steps = (step for step in health.ring if step.get("step") == first.step)
+    worst = (one for step in steps for one in step.get("worst", []))
+    wanted = first.kind, first.name
+    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health.format)
+
+
+def _is_scaled(document: RunDocument) -> bool:
+    return any(step.scale is not None for step in document.steps)
+
+
+def _underflow(document: RunDocument) -> Iterator[Finding]:
+    """Yield findings on gradients that underflow made zero."""
+    health = document.health
+    for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
+        modules = [m for m in health.modules if m.kind == kind] if health else []
+        lost = _underflow_share(modules)
+        if health is None or lost < _TELLING:
+            continue
+        worst = max(modules, key=lambda module: _underflow_share([module]))
+        yield Finding(
+            kind="underflow",
+            title=f"{share(lost)} of the gradients of {what} became zero, because they are too small for "
+            f"{health.format}; most in `{worst.name}` ({share(_underflow_share([worst]))}).",
+            cost=FindingCost(),
+            suggestion=_enlarge(document),
+            policy=None,
+            where=FindingLocation(module_of(worst)),
+        )
+
+
+class _Stuck(NamedTuple):
+    """Values of one 16-bit tensor that an update did not change, in the latest counted step."""
+
+    part: float
+    """Their share of the values that should change."""
+    since: int
+    """The first step of the latest sequence of counted steps with such values."""
+    step: int
+    """The latest counted step."""
+    name: str
+    """The parameter's name."""
+
+
+def _rounded_away(document: RunDocument) -> Iterator[Finding]:
+    """Yield findings on 16-bit parameters, optimizer states and averages whose updates round to nothing."""
+    modules = [
+        m for m in (document.health.modules if document.health else []) if m.kind == "parameter"
+    ]
+    yield from _updates_rounded_away(modules)
+    yield from _states_rounded_away(modules)
+    yield from _averages_rounded_away(modules)
+
+
+def _updates_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    stuck = _stuck((m, m.updates_rounded_away) for m in modules)
+    if not stuck:
+        return
+    worst = stuck[0]
+    with_kahan = next(
+        _latest(m.updates_rounded_away_with_kahan) for m in modules if m.name == worst.name
+    )
+    kahan = with_kahan < worst.part / 2
+    yield _finding_on_stuck(
+        "rounded away",
+        f"{share(worst.part)} of the updates of `{worst.name}` round to nothing{_when(worst)}, because it is stored in "
+        f"16 bits{_others(stuck, 'more parameter')}.",
+        cures.KEEP_MASTERS() + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if kahan else ""),
+        worst,
+    )
+
+
+def _states_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    names = dict.fromkeys(
+        name for m in modules for each in m.states_rounded_away or [] for name in each
+    )
+    for state in names:
+        stuck = _stuck(
+            (m, [each.get(state) for each in m.states_rounded_away or []]) for m in modules
+        )
+        if not stuck:
+            continue
+        worst = stuck[0]
+        yield _finding_on_stuck(
+            "state rounded away",
+            f"The optimizer's state `{state}` of `{worst.name}` cannot follow the gradients: it is stored in 16 bits, "
+            f"and {share(worst.part)} of the values that the step should change stayed the same{_when(worst)}"
+            f"{_others(stuck, 'more parameter')}.",
+            cures.KEEP_STATES(),
+            worst,
+        )
+
+
+def _averages_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
+    stuck = _stuck((m, m.average_rounded_away) for m in modules)
+    if not stuck:
+        return
+    worst = stuck[0]
+    yield _finding_on_stuck(
+        "average rounded away",
+        f"A moving average of `{worst.name}` does not follow it: the average is stored in 16 bits, and its update did "
+        f"not change {share(worst.part)} of the values that differ{_when(worst)}"
+        f"{_others(stuck, 'more parameter')}.",
+        cures.KEEP_AVERAGE(),
+        worst,
+    )
+
+
+def _finding_on_stuck(kind: str, title: str, suggestion: str, worst: _Stuck) -> Finding:
+    where = FindingLocation(worst.name.rpartition(".")[0])
+    return Finding(kind, title, FindingCost(), suggestion, policy=None, where=where)
+
+
+def _stuck(shares: Iterable[tuple[HealthModule, list[float | None] | None]]) -> list[_Stuck]:
+    """Return the tensors most of whose values stayed in the latest counted step, the worst first."""
+    stuck = []
+    for module, values in shares:
+        counted = [
+            (step, v) for step, v in zip(module.steps, values or [], strict=False) if v is not None
+        ]
+        later = list(itertools.takewhile(lambda each: each[1] >= _MOST_STAY, reversed(counted)))
+        if later:
+            stuck.append(_Stuck(later[0][1], later[-1][0], later[0][0], module.name))
+    return sorted(stuck, key=lambda each: -each.part)
+
+
+def _when(stuck: _Stuck) -> str:
+    if stuck.since == stuck.step:
+        return f" in step {stuck.step}, the latest counted step"
+    return f" in step {stuck.step}, and more than {share(_MOST_STAY)} in all counted steps from {stuck.since} on"
+
+
+def _others(stuck: list[_Stuck], noun: str) -> str:
+    more = len(stuck) - 1
+    return f"; the same holds for {plural(more, noun)}" if more else ""
+
+
+def _latest(shares: list[float | None] | None) -> float:
+    """Return the latest share that is not None."""
+    return next((each for each in reversed(shares or []) if each is not None), 0.0)
+
+
+def _enlarge(document: RunDocument) -> str:
+    return cures.RAISE_THE_SCALE() if _is_scaled(document) else cures.SCALE_THE_LOSS()
+
+
+def _underflow_share(modules: list[HealthModule]) -> float:
+    """Return the share of values that underflow made zero, as far as it is known."""
+    lost = sum(number or 0 for module in modules for number in module.underflow_zeros)
+    return lost / max(sum(sum(module.elements) for module in modules), 1)
+
+
+def _file_with(document: RunDocument, modules: list[str]) -> str:
+    """Return the run's policy as a file, with rules that run modules in float32."""
+    policy = document.run.policy
+    base = policy.name if policy.name in {"default", "lean", "torch"} else "torch"
+    text = policy.file or f'base = "{base}"\n'
+    before, _, rules = text.partition("[modules]\n")  # the last table of a file that precast writes
+    # In the file, a name that TOML allows as a key may have no quotes.
+    same = tuple(f"{key} =" for name in modules for key in (_quoted(name), name))
+    others = [line for line in rules.splitlines() if not line.startswith(same)]
+    added = [f'{_quoted(name)} = "fp32"' for name in modules]
+    return "\n".join([before.rstrip(), "", "[modules]", *others, *added]).strip() + "\n"
+
+
+def _quoted(name: str) -> str:
+    """Return a name as a key of TOML."""
+    return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'

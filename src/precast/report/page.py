@@ -1,0 +1,176 @@
+"""The report as one HTML file, which needs no network and no server.
+
+Invariants: all text of the user's program is escaped, in HTML by the template and in the data as JSON without `<`, so
+that it cannot end a tag; the page's content security policy forbids every request. The verdict and the findings need
+no script.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from precast._internal import atomic_write, version
+from precast._internal.missing import missing_extra
+from precast._internal.records import as_json
+from precast.report.document import checked
+from precast.report.evidence import in_16_bits, lost, on_casts, rows_of
+from precast.report.numbers import in_words, offender
+from precast.report.ranks import summary_of_ranks, worst
+from precast.report.remedies import Remedy, cost_words, remedies
+from precast.report.run_summary import summary_of
+from precast.report.schema import MergedDocument, RunDocument
+from precast.report.tree import tree
+from precast.report.words import count, duration, plural, share, with_code
+
+__all__ = ["asset", "html", "needed", "script_json", "write"]
+
+_SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
+
+
+def write(document: RunDocument | MergedDocument | dict[str, Any], path: str | Path) -> None:
+    """Write the page of a document, completely or not at all.
+
+    Raises:
+        ReportError: the document does not match the schema.
+        MissingExtraError: jinja2 or plotly is not installed.
+        OutputError: the file could not be written. An existing file is not changed.
+    """
+    atomic_write.replace_own(Path(path), html(document).encode("utf-8", "replace"))
+
+
+def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
+    """Return the page of a document as text."""
+    jinja2, plotly = needed()
+    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `script_json`
+
+    plain, every = checked(document)
+    chosen, overall = worst(every), summary_of_ranks(every)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["marked"] = _marked
+    data = {
+        "document": {**plain, "verdict": as_json(overall)},
+        "chosen": chosen,
+        "parts": [
+            {
+                "tree": [asdict(node) for node in tree(each.trace)] if each.trace else [],
+                "numbers": _numbers(each),
+            }
+            for each in every
+        ],
+    }
+    page: str = environment.from_string(asset("page.html.jinja")).render(
+        title=" ".join(every[0].run.command) or "a run",
+        verdict=overall,
+        parts=[_part(each) for each in every],
+        chosen=chosen,
+        version=version.__version__,
+        made=plain["made"],
+        style=AsItIs(asset("style.css")),
+        data=AsItIs(script_json(data)),
+        plotly=AsItIs(plotly),
+        script=AsItIs("\n".join(map(asset, _SCRIPTS))),
+    )
+    return page
+
+
+def needed() -> tuple[Any, str]:
+    """Return the template engine, and the chart library's script. Call it before a long computation.
+
+    Raises:
+        MissingExtraError: one of them is not installed.
+    """
+    package = "jinja2"
+    try:
+        import jinja2
+
+        package = "plotly"
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise missing_extra("the report's page", package, "report") from error
+    return jinja2, get_plotlyjs()
+
+
+def asset(name: str) -> str:
+    """Return the text of one of the report's assets."""
+    return resources.files("precast.report").joinpath("assets", name).read_text("utf-8")
+
+
+def script_json(data: object) -> str:
+    """Return JSON that cannot end an HTML script element."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # escapes all but ASCII
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _marked(text: str) -> Any:
+    """Return an escaped sentence, with the text between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(with_code(str(escape(text))))
+
+
+# --- parts of the page that need no script ---
+
+
+def _part(document: RunDocument) -> dict[str, Any]:
+    rank, groups = document.run.rank, remedies(document)
+    small = sum(len(each.findings) for each in groups if not each.is_telling)
+    omitted = f"{plural(small, 'finding')} about less than 1% of the traced time omitted."
+    return {
+        "rank": rank,
+        "label": "The process" if rank is None else f"Rank {rank}",
+        "verdict": summary_of(document),
+        "facts": [(name, value) for name, value in _facts(document).items() if value],
+        "findings": [_card(each) for each in groups if each.is_telling],
+        "small": omitted if small else "",
+    }
+
+
+def _facts(document: RunDocument) -> dict[str, str]:
+    run, is_traced = document.run, bool(rows_of(document))
+    return {
+        "Steps": count(run.steps),
+        "Skipped": count(lost(document)),
+        "Took": duration(run.seconds),
+        "In 16 bits": f"{share(in_16_bits(document))} of the traced time" if is_traced else "",
+        "On casts": f"{share(on_casts(document))} of the traced time" if is_traced else "",
+        "Ended": run.ended if run.code in (0, None) else f"{run.ended}, code {run.code}",
+        "Policy": run.policy.name,
+        "Devices": ", ".join(run.devices),
+        "PyTorch": run.torch,
+        "Python": run.python,
+        "Machine": run.machine,
+    }
+
+
+def _card(remedy: Remedy) -> dict[str, Any]:
+    """Return the card of a remedy with all its findings."""
+    where = remedy.worst.where
+    return {
+        **as_json(remedy.worst),
+        "cost": cost_words(remedy.cost),
+        "where": ", ".join(filter(None, (where.module, where.op, where.source))),
+        "others": [finding.title for finding in remedy.findings[1:]],
+        "kind": " ".join(filter(None, (remedy.worst.severity, remedy.worst.kind))),
+    }
+
+
+# --- data for the scripts that is not in the document ---
+
+
+def _numbers(document: RunDocument) -> dict[str, Any]:
+    """Return a row of the table of ranks."""
+    first, run, traced = offender(document), document.run, bool(rows_of(document))
+    return {
+        "rank": run.rank,
+        "ended": run.ended,
+        "steps": run.steps,
+        "skipped": lost(document),
+        "seconds": run.seconds,
+        "lower": in_16_bits(document) if traced else None,
+        "casting": on_casts(document) if traced else None,
+        "first": f"{in_words(first)} at step {first.step}" if first else None,
+    }
