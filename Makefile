@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(VENV)/.native
-NATIVE_SOURCES := $(wildcard src/precast/engine/native/*.cpp src/precast/engine/native/*.h) \
-	$(addprefix src/precast/engine/native/,build.py library_file.py)
+NATIVE_SOURCES := $(wildcard src/precast/weights/native/*.cpp src/precast/weights/native/*.h) \
+	$(addprefix src/precast/weights/native/,build.py library_file.py)
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed
@@ -141,4 +141,4 @@ bench-clients: $(CLIENTS_STAMP) $(NATIVE)  ## a training step and inference of o
 	$(CLIENTS)/bin/python -m benchmarks clients
 
 clean:  ## remove the environment and all caches
-	rm -rf src/precast/engine/native/compiled $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf src/precast/weights/native/compiled $(VENV) .venvs .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

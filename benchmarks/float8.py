@@ -32,7 +32,7 @@ import precast
 from benchmarks.tables import about
 from precast._internal.atomic_write import replace
 from precast.diagnostics.hardware.machine import interleaved_seconds, synchronize
-from precast.weights.float8.support import Way, support_of
+from precast.weights.float8.support import ProductMethod, support_of
 
 __all__ = ["LLAMA", "Shape", "measured", "pays_from", "reason_to_skip", "run", "said", "variants"]
 
@@ -77,7 +77,7 @@ def reason_to_skip(device: torch.device) -> str | None:
     if device.type == "cuda" and not torch.cuda.is_available():
         return "there is no CUDA device"
     support = support_of(device)
-    if support.way is Way.KERNEL:
+    if support.method is ProductMethod.KERNEL:
         return None
     return f"{device} emulates float8, whose time tells nothing: {support.reason}"
 

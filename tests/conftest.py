@@ -16,9 +16,9 @@ from hypothesis import settings
 
 from precast import _torch
 from precast.engine.compile_guards import NO_GUARD_ID
-from precast.engine.native import library
 from precast.engine.thread_state import regions
 from precast.weights import held
+from precast.weights.native import library
 
 # In the environment, so that what this process starts draws the same programs.
 PROGRAMS_SEED = int(os.environ.setdefault("PRECAST_PROGRAMS_SEED", str(random.getrandbits(30))))

@@ -22,6 +22,6 @@ class Libraries(BuildHookInterface):  # type: ignore[type-arg]
         """Called by hatchling before it builds; `version` is the wheel's kind."""
         assert version == "standard", version
         for path in Path(os.environ["PRECAST_WHEEL_LIBRARIES"]).glob("*.so"):
-            build_data["force_include"][str(path)] = f"precast/engine/native/compiled/{path.name}"
+            build_data["force_include"][str(path)] = f"precast/weights/native/compiled/{path.name}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{os.environ['PRECAST_WHEEL_PLATFORM']}"

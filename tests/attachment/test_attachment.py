@@ -87,7 +87,7 @@ def _no_trace() -> Iterator[None]:
     yield
     gc.collect()
     assert held.held_parameters == {}
-    assert held.compared_in_turn == []
+    assert held.comparison_queue == []
     assert held.attached == []
     assert attachments._registrations == []
 
@@ -611,13 +611,13 @@ class TestGuard:
         class Elsewhere(Tensor):
             is_cpu = False
 
-        original = unversioned_writes._agrees
+        original = unversioned_writes._matches
 
         def agrees_later(*args: Any) -> Tensor:
             agrees = original(*args)
             return (torch.tensor(True) if agrees is None else agrees).as_subclass(Elsewhere)
 
-        monkeypatch.setattr(unversioned_writes, "_agrees", agrees_later)
+        monkeypatch.setattr(unversioned_writes, "_matches", agrees_later)
         model, attachment = self.used(64, 64)
         self.round(8)
         model[1].weight.data.mul_(1.5)

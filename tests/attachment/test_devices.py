@@ -185,9 +185,9 @@ class TestGraphs:
                 return True
 
         monkeypatch.setattr(unversioned_writes, "ENTRIES_BETWEEN_CHECKS", 1)
-        original = unversioned_writes._agrees
+        original = unversioned_writes._matches
         monkeypatch.setattr(
-            unversioned_writes, "_agrees", lambda *args: original(*args).as_subclass(Elsewhere)
+            unversioned_writes, "_matches", lambda *args: original(*args).as_subclass(Elsewhere)
         )
         model, x = linear()
         with precast.attach(model):
@@ -210,7 +210,9 @@ class TestGraphs:
             model.weight.grad = torch.ones_like(model.weight)
             with captured():
                 optimizer.step()
-            assert attachment.left_alone == {"weight": "a CUDA graph writes it, unseen"}
+            assert attachment.left_alone == {
+                "weight": "a CUDA graph writes it without moving its version counter"
+            }
             assert attachment.memory() == 0
             model.weight.data.mul_(2)  # the graph, played again
             assert torch.equal(run(model, x), x.to(BF16) @ model.weight.to(BF16).t())

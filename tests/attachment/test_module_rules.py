@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import Policy, _torch
-from precast.attachment.module_hooks import Applied, apply
+from precast.attachment.module_hooks import AppliedPlan, apply
 from precast.errors import PolicyError, RegionError
 from precast.policy.module_plan import plan
 from precast.weights import held
@@ -81,7 +81,7 @@ def seen(model: nn.Module) -> list[tuple[torch.dtype, torch.dtype]]:
     return found
 
 
-def ruled(model: nn.Module, rules: Rules, policy: Policy = TORCH) -> Applied:
+def ruled(model: nn.Module, rules: Rules, policy: Policy = TORCH) -> AppliedPlan:
     return apply(model, plan(model, policy.replace(modules=rules)))
 
 

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 import precast
 from precast.engine import registration
-from precast.engine.native import library
 from precast.weights import held
+from precast.weights.native import library
 
 BF16 = torch.bfloat16
 WIDTH = 160

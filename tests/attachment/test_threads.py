@@ -32,7 +32,7 @@ WIDTH = 160
 def _no_trace() -> Iterator[None]:
     yield
     assert held.held_parameters == {}
-    assert held.compared_in_turn == []
+    assert held.comparison_queue == []
     assert held.before_next_region == {}
 
 
@@ -209,7 +209,7 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
     original = unversioned_writes.without_torch_function
 
     def meanwhile() -> Any:
-        unversioned_writes._Search.turn += 5
+        unversioned_writes._SearchState.turn += 5
         return original()
 
     with precast.attach(model):
@@ -221,7 +221,7 @@ def test_entries_of_regions_may_take_turns(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_write_in_a_block_for_it_is_no_unversioned_write(monkeypatch: pytest.MonkeyPatch) -> None:
     with used_by_this_thread() as (model, _, attachment):
-        original, block, entered = unversioned_writes._agrees, attachment.writing(), []
+        original, block, entered = unversioned_writes._matches, attachment.writing(), []
 
         def meanwhile(*args: Any) -> Tensor:
             if not entered:
@@ -229,7 +229,7 @@ def test_a_write_in_a_block_for_it_is_no_unversioned_write(monkeypatch: pytest.M
                 model.weight.data.mul_(2)
             return original(*args)
 
-        monkeypatch.setattr(unversioned_writes, "_agrees", meanwhile)
+        monkeypatch.setattr(unversioned_writes, "_matches", meanwhile)
         enter(3)
         assert entered
         block.__exit__(None, None, None)
@@ -344,7 +344,7 @@ def test_a_counted_write_during_the_search_is_no_unversioned_write(
 ) -> None:
     monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.0)
     with used_by_this_thread() as (model, x, _), ThreadPoolExecutor(1) as others:
-        original = unversioned_writes._agrees
+        original = unversioned_writes._matches
         asked: list[Tensor] = []
 
         def end() -> None:
@@ -360,7 +360,7 @@ def test_a_counted_write_during_the_search_is_no_unversioned_write(
             others.submit(end).result()
             return asked[0]
 
-        monkeypatch.setattr(unversioned_writes, "_agrees", meanwhile)
+        monkeypatch.setattr(unversioned_writes, "_matches", meanwhile)
         enter(3)
         assert not asked[0]
 

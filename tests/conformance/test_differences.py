@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from precast.weights.freshness import is_at
+from precast.weights.freshness import has_same_memory
 from tests.conformance.differences import DIFFERENCES, Difference
 from tests.conformance.programs.compare import compare, explain
 from tests.conformance.programs.steps import (
@@ -64,7 +64,7 @@ def test_each_difference_has_its_test_and_its_line(difference: Difference) -> No
 def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.weights.cached_cast.is_fresh", is_at)
+    monkeypatch.setattr("precast.weights.cached_cast.is_valid", has_same_memory)
     report = compare([Case((OURS, LINEAR, Write("in place", 0), LINEAR), 3)], [system])
     [(_, case, _)] = report.unexplained
     assert len(case.program) <= 4

@@ -17,9 +17,9 @@ import precast
 from precast import Policy
 from precast._internal import events
 from precast.engine import registration
-from precast.engine.native import library
 from precast.engine.thread_state import thread_state
 from precast.errors import BannedOperationError, PrecastWarning
+from precast.weights.native import library
 
 TORCH = Policy.load("torch")
 
@@ -141,7 +141,7 @@ def test_banned_and_what_default_makes_of_it() -> None:
 def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     policy = Policy.load("default")
     assert policy.resolve("binary_cross_entropy", "cuda").rule == "fp32"
-    native = registration.native_kernel("aten::binary_cross_entropy", "cuda")
+    native = registration.torch_kernel("aten::binary_cross_entropy", "cuda")
     assert native is not None
     kernel = registration._kernel_for(
         policy, native, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
@@ -205,5 +205,5 @@ def test_the_outermost_operation_is_the_one_that_is_promoted() -> None:
 def test_policy_torch_is_pytorchs_on_every_build(device: str) -> None:
     """Rows for kernels that only other builds have make no difference in this one."""
     bound = registration.bind(Policy.load("torch"), device)
-    assert bound.is_pytorchs
-    assert bound.meaning is None
+    assert bound.matches_torch
+    assert bound.distinct_fingerprint is None

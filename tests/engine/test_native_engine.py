@@ -29,9 +29,10 @@ import precast
 from precast import Policy
 from precast._torch import impl_address
 from precast.engine import compile_guards, registration
-from precast.engine.native import library
-from precast.engine.thread_state import native_engine, thread_state
-from precast.weights.native_copies import Evicted, Use
+from precast.engine.thread_state import thread_state
+from precast.weights.native import library
+from precast.weights.native.engine import native_engine
+from precast.weights.native.shared_data import CopyLifetime, Eviction
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -217,7 +218,7 @@ def test_what_is_promoted_is_what_the_reference_promotes(name: str) -> None:
 
 def test_what_pool_threads_inherit_has_one_name() -> None:
     header = Path(library.__file__).with_name("state.h").read_text(encoding="utf-8")
-    assert f'"{compile_guards._LENT}"' in header
+    assert f'"{compile_guards._TLS_KEY}"' in header
 
 
 def test_an_error_is_the_one_of_the_operation() -> None:
@@ -232,7 +233,7 @@ def test_an_error_is_the_one_of_the_operation() -> None:
 
 
 def test_policies_that_say_the_same_are_one_in_the_library() -> None:
-    calls = native_engine.calls
+    calls = native_engine.api
     assert calls is not None
     assert calls.policy(promotes=True, actions=b"\1\2\0") == calls.policy(
         promotes=True, actions=b"\1\2"
@@ -282,7 +283,7 @@ def test_a_thread_that_the_library_does_not_know_runs_its_policy() -> None:
 def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
     first: int, steps: list[tuple[str, int]]
 ) -> None:
-    calls = native_engine.calls
+    calls = native_engine.api
     assert calls is not None
     sources, number = [torch.zeros(1) for _ in range(151)], 1 << 40
 
@@ -295,14 +296,14 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
                 calls.keep(
                     source,
                     cast,
-                    use=Use.LEAF if which % 2 else Use.PERSISTENT,
+                    lifetime=CopyLifetime.LEAF if which % 2 else CopyLifetime.PERSISTENT,
                     held=number + which,
                     version=source._version,
                     pointer=source.data_ptr(),
                 )
             elif step == "evict":
                 expected.pop(which, None)
-                calls.evict(impl_address(source), BF16, number + which, Evicted.ALL, 0)
+                calls.evict(impl_address(source), BF16, number + which, Eviction.ALL, 0)
             else:
                 expected = {w: cast for w, cast in expected.items() if w % 2 == 0}
                 calls.clear()
@@ -310,7 +311,7 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
         for which, source in enumerate(sources):
             if which % 2:
                 assert calls.find(source, BF16) is expected.get(which)
-            calls.evict(impl_address(source), BF16, number + which, Evicted.ALL, 0)
+            calls.evict(impl_address(source), BF16, number + which, Eviction.ALL, 0)
         assert calls.count() == 0
 
     with ThreadPoolExecutor(1) as pool:

@@ -23,9 +23,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from precast.cli.main import main
-from precast.engine.native import build, library, library_file
-from precast.engine.native.library import Library, Unavailable
 from precast.errors import BuildError, OutputError, PrecastError, PrecastWarning, TorchVersionError
+from precast.weights.native import build, library, library_file
+from precast.weights.native.library import Library, Unavailable
 
 ROOT = Path(__file__).parents[2]
 VERSION = str(torch.__version__)
@@ -128,7 +128,7 @@ PRECAST = """
 import sys
 from pathlib import Path
 from precast.cli.main import main
-from precast.engine.native import library, library_file
+from precast.weights.native import library, library_file
 assert "torch" not in sys.modules
 library_file.COMPILED = Path("/nowhere")  # a package without libraries
 """
@@ -279,8 +279,8 @@ def test_a_compiler_that_does_not_run(
             "echo note: first; echo 'abi.cpp:7:1: error: no such thing'; echo and more >&2; exit 1",
             "failed with code 1: abi.cpp:7:1: error: no such thing; ",
         ),
-        ("kill -9 $$", "was killed by SIGKILL (is there enough memory?) and said nothing; "),
-        ("exit 4", "failed with code 4 and said nothing; "),
+        ("kill -9 $$", "was killed by SIGKILL (is there enough memory?) without a message; "),
+        ("exit 4", "failed with code 4 without a message; "),
         (
             'if [ "$linking" ]; then echo "x: undefined reference to y"; exit 1; else : > "$out"; fi',
             "failed with code 1: x: undefined reference to y; ",
@@ -295,7 +295,7 @@ def test_a_compiler_that_fails_leaves_a_log_and_nothing_else(
     line = one_line(precast_build())
     assert says in line
     log = cache / build.LOG
-    assert line.endswith(f"all that it said is in {log}")
+    assert line.endswith(f"its whole output is in {log}")
     assert log.read_text().startswith(str(tmp_path / "compiler"))
     assert ("and more" in log.read_text()) == ("and more" in text)
     assert libraries(cache) == []
@@ -330,7 +330,7 @@ def test_what_does_not_work_when_it_is_loaded_is_never_kept(
     made = compiled(source, tmp_path)
     monkeypatch.setenv("CXX", script(tmp_path, gives(made)))
     line = one_line(precast_build())
-    assert line.startswith("what fake 1.0 has made does not work: ")
+    assert line.startswith("the library of fake 1.0 does not work: ")
     assert says in line
     assert libraries(cache) == []
     # Put there all the same, it is refused when it is loaded; the one that crashes would end this process.
@@ -375,9 +375,9 @@ def test_headers_that_are_not_those_of_the_loaded_pytorch_are_noticed_by_the_pro
     text = text.replace("int64_t numel_ = 1;", "int64_t storage_offset_ = 0;")
     header.write_text(text.replace("ELSEWHERE", "numel_"), encoding="utf-8")
     with pytest.raises(
-        BuildError, match="must not be used: the loaded PyTorch is not laid out as the headers say"
+        BuildError, match="must not be used: the loaded PyTorch differs from its headers"
     ):
-        build.build(torch=build.Torch(VERSION, other))
+        build.build(torch=build.TorchInstallation(VERSION, other))
     assert libraries(cache) == []
 
 
@@ -590,6 +590,6 @@ def test_a_pytorch_without_headers_is_one_line(tmp_path: Path) -> None:
 def test_a_pytorch_that_is_too_old_is_refused_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "torch_in", lambda folder: build.Torch("2.2.2", folder))
+    monkeypatch.setattr(build, "torch_in", lambda folder: build.TorchInstallation("2.2.2", folder))
     with pytest.raises(TorchVersionError, match=r"PyTorch 2\.2\.2 is installed"):
         build.build()

@@ -19,8 +19,8 @@ import precast
 from precast import Policy
 from precast._internal.pytree import map_tensors
 from precast.engine import registration
-from precast.engine.native import library
-from precast.engine.thread_state import native_engine
+from precast.weights.native import library
+from precast.weights.native.engine import native_engine
 from tests.support import op_samples
 from tests.support.op_samples import Sample
 from tests.support.outcomes import DTYPES, same_bits
@@ -174,12 +174,12 @@ def test_a_call_like_one_that_was_refused_is_promoted_at_once(work: Callable[[],
         with precast.autocast("cpu"):
             for _ in range(3):
                 work()
-                found.append(calls.promoted_at_once())
+                found.append(calls.promoted_directly())
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 work()  # who packs tensors may count them, so all goes as at first
-            found.append(calls.promoted_at_once())
+            found.append(calls.promoted_directly())
 
-    calls = native_engine.calls
+    calls = native_engine.api
     assert calls is not None
     found: list[int] = []
     thread = threading.Thread(target=measure)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import precast
 from precast.engine import registration
-from precast.engine.native import library
-from precast.weights.native_copies import native
+from precast.weights.native import library
+from precast.weights.native.engine import native_engine
 
 BF16, F16 = torch.bfloat16, torch.float16
 WIDTH = 256  # a copy of WIDTH x WIDTH is 128 KiB, well over the least that is kept
@@ -37,7 +37,7 @@ def _native_engine() -> Iterator[None]:
 
 
 def spare_bytes() -> int:
-    copies: Any = native.copies
+    copies: Any = native_engine.api
     return int(copies.spare_bytes())
 
 

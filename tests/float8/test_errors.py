@@ -9,7 +9,7 @@ from torch import Tensor
 from precast.engine.float8_kernels import RECIPES
 from precast.policy.policy import Rule
 from precast.weights.float8.linear import linear
-from precast.weights.float8.support import Way
+from precast.weights.float8.support import ProductMethod
 
 RULES = (Rule.FLOAT8, Rule.FLOAT8_POW2, Rule.FLOAT8_ROWWISE)
 
@@ -19,7 +19,9 @@ def relative_error(rule: Rule | None, x: Tensor, w: Tensor, row: slice = slice(N
     exact = (x.double() @ w.double().t())[row]
     low = x.bfloat16()
     product = (
-        low @ w.bfloat16().t() if rule is None else linear(low, w, RECIPES[rule], Way.EMULATED)
+        low @ w.bfloat16().t()
+        if rule is None
+        else linear(low, w, RECIPES[rule], ProductMethod.EMULATED)
     )
     return ((product.double()[row] - exact).norm() / exact.norm()).item()
 

@@ -11,7 +11,7 @@ from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
 from precast.weights.float8.formats import E4M3, E5M2, Scaling
 from precast.weights.float8.quantise import quantise
-from precast.weights.float8.support import Support, Way, pretended, support_of
+from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:float8 is emulated")]
 BF16 = torch.bfloat16
@@ -36,7 +36,7 @@ def test_quantised_numbers_are_those_of_the_cpu(
 def test_the_kernel_is_the_emulation_within_one_rounding(
     rule: str, shape: tuple[int, int, int]
 ) -> None:
-    if support_of(torch.device("cuda")).way is not Way.KERNEL:
+    if support_of(torch.device("cuda")).method is not ProductMethod.KERNEL:
         pytest.skip("this GPU has no kernel for 8 bits")
     m, k, n = shape
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def test_the_kernel_is_the_emulation_within_one_rounding(
         return [result.detach(), *torch.autograd.grad(result, (x, w), above)]
 
     by_kernel = computed()
-    with pretended(Support(Way.EMULATED, "a test")):
+    with override_support(Support(ProductMethod.EMULATED, "a test")):
         emulated = computed()
     for one, other in zip(by_kernel, emulated, strict=True):
         # Room for a sum that is kept in fewer bits than float32 has, which grows with `k`.

@@ -17,7 +17,7 @@ from precast.engine.float8_kernels import RECIPES
 from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
 from precast.weights.float8.linear import linear
-from precast.weights.float8.support import Way
+from precast.weights.float8.support import ProductMethod
 
 BF16 = torch.bfloat16
 BY_TENSOR = FLOAT8_RULES[:2]
@@ -41,7 +41,7 @@ def region(rule: str) -> precast.autocast:
 
 def product(x: Tensor, w: Tensor, rule: str) -> Tensor:
     """What a rule gives for matrices, by hand; outside a region."""
-    return linear(x.to(BF16), w, RECIPES[Rule(rule)], Way.EMULATED)
+    return linear(x.to(BF16), w, RECIPES[Rule(rule)], ProductMethod.EMULATED)
 
 
 def operands() -> tuple[Tensor, Tensor]:

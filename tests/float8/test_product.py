@@ -13,7 +13,7 @@ from precast.weights.float8.formats import Recipe, Scaling
 from precast.weights.float8.linear import linear
 from precast.weights.float8.product import multiply
 from precast.weights.float8.quantise import Quantised, quantise
-from precast.weights.float8.support import Way
+from precast.weights.float8.support import ProductMethod
 from tests.float8 import oracle
 
 RECIPES = {
@@ -32,19 +32,19 @@ def _has_kernel_on_cpu() -> bool:
     one = Quantised(torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(()))
     rows = Quantised(one.data, torch.ones(16, 1))
     try:
-        multiply(one, one, torch.bfloat16, Way.KERNEL, fast=True)
-        multiply(rows, rows.t(), torch.bfloat16, Way.KERNEL, fast=True)
+        multiply(one, one, torch.bfloat16, ProductMethod.KERNEL, fast=True)
+        multiply(rows, rows.t(), torch.bfloat16, ProductMethod.KERNEL, fast=True)
     except RuntimeError:
         return False
     return True
 
 
 ways = pytest.mark.parametrize(
-    "way",
+    "method",
     [
-        Way.EMULATED,
+        ProductMethod.EMULATED,
         pytest.param(
-            Way.KERNEL,
+            ProductMethod.KERNEL,
             marks=pytest.mark.skipif(
                 not _has_kernel_on_cpu(), reason="this PyTorch has no scaled_mm on this CPU"
             ),
@@ -84,18 +84,18 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (16, 32, 48), (17, 200, 33), (64, 16, 16)]
 @recipes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_product_and_gradients(
-    shape: tuple[int, int, int], recipe: Recipe, dtype: torch.dtype, way: Way
+    shape: tuple[int, int, int], recipe: Recipe, dtype: torch.dtype, method: ProductMethod
 ) -> None:
     x, w, above = operands(*shape, dtype)
     x.requires_grad_()
     w.requires_grad_()
-    result = linear(x, w, recipe, way)
+    result = linear(x, w, recipe, method)
     grad_x, grad_w = torch.autograd.grad(result, (x, w), above)
     x, w = x.detach(), w.detach()
     assert result.dtype is dtype
     assert grad_x.dtype is dtype
     assert grad_w.dtype is torch.float32
-    if way is Way.KERNEL and dtype is torch.float16 and recipe.by_row:
+    if method is ProductMethod.KERNEL and dtype is torch.float16 and recipe.by_row:
         # The kernel gives bfloat16 there.
         result, grad_x, grad_w = result.bfloat16(), grad_x.bfloat16(), grad_w.bfloat16()
     assert_within_one_rounding(result, exact(x, recipe.input), exact(w, recipe.weight).t())
@@ -114,9 +114,9 @@ def test_product_and_gradients(
 @recipes
 def test_without_a_gradient_the_result_is_the_same(recipe: Recipe) -> None:
     x, w, _ = operands(9, 40, 24, torch.bfloat16)
-    with_gradient = linear(x, w.requires_grad_(), recipe, Way.EMULATED)
+    with_gradient = linear(x, w.requires_grad_(), recipe, ProductMethod.EMULATED)
     with torch.no_grad():
-        assert linear(x, w, recipe, Way.EMULATED).equal(with_gradient)
+        assert linear(x, w, recipe, ProductMethod.EMULATED).equal(with_gradient)
 
 
 @recipes
@@ -124,10 +124,12 @@ def test_without_a_gradient_the_result_is_the_same(recipe: Recipe) -> None:
 def test_only_what_needs_a_gradient_gets_one(recipe: Recipe, needs: str) -> None:
     x, w, above = operands(9, 40, 24, torch.bfloat16)
     both = torch.autograd.grad(
-        linear(x.requires_grad_(), w.requires_grad_(), recipe, Way.EMULATED), (x, w), above
+        linear(x.requires_grad_(), w.requires_grad_(), recipe, ProductMethod.EMULATED),
+        (x, w),
+        above,
     )
     x, w = x.detach().requires_grad_(needs == "x"), w.detach().requires_grad_(needs == "w")
-    linear(x, w, recipe, Way.EMULATED).backward(above)
+    linear(x, w, recipe, ProductMethod.EMULATED).backward(above)
     got, none = (x, w) if needs == "x" else (w, x)
     assert got.grad is not None
     assert got.grad.equal(both["xw".index(needs)])
@@ -137,7 +139,7 @@ def test_only_what_needs_a_gradient_gets_one(recipe: Recipe, needs: str) -> None
 @recipes
 def test_a_gradient_of_a_gradient_is_an_error(recipe: Recipe) -> None:
     x, w, _ = operands(9, 40, 24, torch.bfloat16)
-    result = linear(x.requires_grad_(), w, recipe, Way.EMULATED)
+    result = linear(x.requires_grad_(), w, recipe, ProductMethod.EMULATED)
     (gradient,) = torch.autograd.grad(result.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
@@ -148,7 +150,7 @@ def test_forward_keeps_operands_in_8_bits_where_backward_can_use_them(recipe: Re
     x, w, _ = operands(32, 48, 64, torch.bfloat16)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        linear(x.requires_grad_(), w.requires_grad_(), recipe, Way.EMULATED)
+        linear(x.requires_grad_(), w.requires_grad_(), recipe, ProductMethod.EMULATED)
     assert sum(t.nbytes for t in kept) == x.numel() + w.numel() + 8
 
 
@@ -157,7 +159,7 @@ def test_forward_keeps_operands_in_8_bits_where_backward_can_use_them(recipe: Re
 def test_what_is_not_finite_reaches_the_result(recipe: Recipe, bad: float) -> None:
     x, w, _ = operands(4, 8, 3, torch.bfloat16)
     x[2, 5] = bad
-    result = linear(x, w, recipe, Way.EMULATED)
+    result = linear(x, w, recipe, ProductMethod.EMULATED)
     assert not result[2].isfinite().any()
     if recipe.by_row:
         assert result[[0, 1, 3]].isfinite().all()
@@ -166,12 +168,12 @@ def test_what_is_not_finite_reaches_the_result(recipe: Recipe, bad: float) -> No
 @pytest.mark.parametrize("precision", ["medium", "high"])
 def test_the_emulation_does_not_depend_on_the_precision_of_float32_products(precision: str) -> None:
     x, w, _ = operands(64, 256, 64, torch.bfloat16)
-    before = linear(x, w, formats.BY_TENSOR, Way.EMULATED)
+    before = linear(x, w, formats.BY_TENSOR, ProductMethod.EMULATED)
     plain = quantise(x, formats.BY_TENSOR.input).data.float() @ w.t()
     set_to = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        after = linear(x, w, formats.BY_TENSOR, Way.EMULATED)
+        after = linear(x, w, formats.BY_TENSOR, ProductMethod.EMULATED)
     finally:
         torch.set_float32_matmul_precision(set_to)
     assert plain.isfinite().all()
@@ -181,8 +183,8 @@ def test_the_emulation_does_not_depend_on_the_precision_of_float32_products(prec
 @recipes
 def test_strides_do_not_count(recipe: Recipe) -> None:
     x, w, _ = operands(9, 40, 24, torch.bfloat16)
-    plain = linear(x, w, recipe, Way.EMULATED)
+    plain = linear(x, w, recipe, ProductMethod.EMULATED)
     scattered = torch.zeros(18, 120, dtype=x.dtype)[::2, ::3].copy_(x)
     torch.testing.assert_close(
-        linear(scattered, w.t().contiguous().t(), recipe, Way.EMULATED), plain
+        linear(scattered, w.t().contiguous().t(), recipe, ProductMethod.EMULATED), plain
     )

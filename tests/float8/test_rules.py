@@ -19,7 +19,7 @@ from precast.errors import PolicyError, PrecastWarning
 from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
 from precast.weights.float8.linear import linear
-from precast.weights.float8.support import Support, Way, pretended
+from precast.weights.float8.support import ProductMethod, Support, override_support
 
 BF16 = torch.bfloat16
 rules = pytest.mark.parametrize("rule", FLOAT8_RULES)
@@ -42,7 +42,7 @@ def region(rule: str = "float8", dtype: torch.dtype = BF16) -> precast.autocast:
 
 def product(x: Tensor, w: Tensor, rule: str = "float8", dtype: torch.dtype = BF16) -> Tensor:
     """What a rule gives for matrices, by hand."""
-    return linear(x.to(dtype), w, RECIPES[Rule(rule)], Way.EMULATED)
+    return linear(x.to(dtype), w, RECIPES[Rule(rule)], ProductMethod.EMULATED)
 
 
 def operands(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,8 +119,8 @@ def test_alpha_and_beta() -> None:
 IN_16_BITS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "vector": (lambda: torch.ones(3, 4) @ torch.ones(4), "an operand is a vector"),
     "batches": (lambda: torch.ones(2, 3, 4) @ torch.ones(2, 4, 5), "for batches of matrices"),
-    "no rows": (lambda: torch.ones(0, 4) @ torch.ones(4, 5), "an operand has no numbers"),
-    "no sums": (lambda: torch.ones(3, 0) @ torch.ones(0, 5), "an operand has no numbers"),
+    "no rows": (lambda: torch.ones(0, 4) @ torch.ones(4, 5), "an operand is empty"),
+    "no sums": (lambda: torch.ones(3, 0) @ torch.ones(0, 5), "an operand is empty"),
     "sparse": (lambda: torch.mm(torch.eye(4).to_sparse(), torch.ones(4, 5)), "layout"),
 }
 
@@ -197,8 +197,8 @@ def test_a_trace_says_the_formats(rule: str) -> None:
 
 def test_a_trace_says_what_was_padded() -> None:
     x, w, b = operands(9, 40, 24)
-    support = Support(Way.KERNEL, "a test")
-    with region(), precast.trace() as trace, pretended(support):
+    support = Support(ProductMethod.KERNEL, "a test")
+    with region(), precast.trace() as trace, override_support(support):
         try:
             functional.linear(x, w, b)
         except RuntimeError as error:

@@ -13,7 +13,7 @@ from precast.weights.float8 import formats
 from precast.weights.float8.formats import Recipe, Scaling
 from precast.weights.float8.linear import linear
 from precast.weights.float8.quantise import quantise
-from precast.weights.float8.support import Way
+from precast.weights.float8.support import ProductMethod
 
 float8 = pytest.importorskip("torchao.float8", reason="torchao is not installed")
 utils = pytest.importorskip("torchao.float8.float8_utils")
@@ -75,7 +75,7 @@ def test_results_and_gradients(name: str, shape: tuple[int, int, int], dtype: to
     theirs = _theirs(name, x, w, above)
     x.requires_grad_()
     w.requires_grad_()
-    result = linear(x, w, recipe, Way.EMULATED)
+    result = linear(x, w, recipe, ProductMethod.EMULATED)
     result.backward(above)
     ours = [result.detach(), x.grad, w.grad]
     for mine, other in zip(ours, theirs, strict=True):

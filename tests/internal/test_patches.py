@@ -199,9 +199,9 @@ def _export(until: ExitStack, _: nn.Linear) -> None:
 
 
 def _package(until: ExitStack, _: nn.Linear) -> None:
-    from precast._torch import left_to_kernels
+    from precast._torch import prefer_torch_kernels
 
-    until.enter_context(left_to_kernels())
+    until.enter_context(prefer_torch_kernels())
 
 
 _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [

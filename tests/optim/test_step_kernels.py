@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from precast._torch import kernel_of
+from precast._torch import record_kernel
 from precast.optim import bfloat16_weights, step_program
 
 BF16 = torch.bfloat16
@@ -42,7 +42,7 @@ def test_a_step_has_the_bits_of_the_program_that_is_called_as_a_whole(
 ) -> None:
     shapes = [(128, 130), (131, 127), (16411, 1)]
     made, model = steps(monkeypatch, shapes)
-    monkeypatch.setattr(step_program, "kernel_of", lambda *_: None)
+    monkeypatch.setattr(step_program, "record_kernel", lambda *_: None)
     others, other = steps(monkeypatch, shapes)
     assert [program.is_kernel for program in made.values()] == [True]
     assert [program.is_kernel for program in others.values()] == [False]
@@ -51,12 +51,12 @@ def test_a_step_has_the_bits_of_the_program_that_is_called_as_a_whole(
 
 def test_a_kernel_that_gives_other_bits_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> Any:
-        kernel = kernel_of(*arguments)
+        kernel = record_kernel(*arguments)
         assert kernel is not None
         swapped = {number: number for number in kernel.order} | {0: 1, 1: 0}
         return kernel._replace(order=tuple(swapped[number] for number in kernel.order))
 
-    monkeypatch.setattr(step_program, "kernel_of", wrong)
+    monkeypatch.setattr(step_program, "record_kernel", wrong)
     made, _ = steps(monkeypatch, [(128, 130)])
     assert [program.is_kernel for program in made.values()] == [False]
 
@@ -78,7 +78,7 @@ def test_what_is_more_than_one_kernel_over_what_it_is_given_is_not_known(
     for row in rows:
         torch._dynamo.mark_dynamic(row, 0)
     run(*rows)
-    kernel = kernel_of(run, rows, COUNT)
+    kernel = record_kernel(run, rows, COUNT)
     assert (kernel is not None) is is_known
     if kernel is not None:
         x, y = torch.ones(3, 7), torch.full((3, 7), 2.0)
@@ -88,7 +88,7 @@ def test_what_is_more_than_one_kernel_over_what_it_is_given_is_not_known(
 
 def test_what_is_not_compiled_has_no_kernel() -> None:
     rows = [torch.ones(COUNT), torch.ones(COUNT)]
-    assert kernel_of(adds, rows, COUNT) is None
+    assert record_kernel(adds, rows, COUNT) is None
     assert torch.equal(rows[0], torch.full((COUNT,), 2.0))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import precast
-from precast.engine.native import library_file
+from precast.weights.native import library_file
 from tests.project.test_package import INFO, ROOT, contents, run, source_tree
 
 VERSION = str(torch.__version__)
@@ -42,7 +42,7 @@ def test_it_is_the_source_tree_and_a_library_and_says_for_which_platform(wheel: 
     inside = contents(wheel)
     package = {name: data for name, data in inside.items() if not name.startswith(INFO)}
     [library] = set(package) - set(source_tree())
-    assert Path(library).parent.as_posix() == "precast/engine/native/compiled"
+    assert Path(library).parent.as_posix() == "precast/weights/native/compiled"
     assert Path(library).name.startswith(library_file.prefix(VERSION))
     assert {name: data for name, data in package.items() if name != library} == source_tree()
     about = inside[f"{INFO}/WHEEL"].decode()
@@ -54,7 +54,7 @@ _USE = """
 import sys
 import torch
 import precast
-from precast.engine.native import library
+from precast.weights.native import library
 
 found = library.load()
 with precast.autocast("cpu", dtype=torch.bfloat16):

@@ -181,7 +181,7 @@ def test_an_operation_that_falls_through_calls_others_which_follow_their_rules(e
 def test_for_an_operation_that_has_no_kernel_it_is_as_no_row() -> None:
     without = Policy.load("torch")
     policy = without.replace(ops={"relu": "fallthrough"})
-    assert registration.bind(policy, "cpu").is_pytorchs
+    assert registration.bind(policy, "cpu").matches_torch
     with precast.autocast("cpu", policy=policy):
         assert torch.relu(torch.ones(2, dtype=F16)).dtype is F16
 

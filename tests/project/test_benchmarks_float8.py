@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import float8
 from benchmarks.float8 import LLAMA, RULES, Shape, measured, pays_from, reason_to_skip, run, said
-from precast.weights.float8.support import Support, Way, pretended
+from precast.weights.float8.support import ProductMethod, Support, override_support
 
 CPU = torch.device("cpu")
 SMALL = (Shape(16, 32, 48), Shape(32, 64, 64))
@@ -48,7 +48,7 @@ def test_a_cpu_is_skipped_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_a_device_with_a_kernel_is_not_skipped() -> None:
-    with pretended(Support(Way.KERNEL, "compute capability 9.0")):
+    with override_support(Support(ProductMethod.KERNEL, "compute capability 9.0")):
         assert reason_to_skip(CPU) is None
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from precast.engine.native import build, library_file
 from precast.errors import BuildError
+from precast.weights.native import build, library_file
 from tools import native_library
 
 LINUX = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_the_package_keeps_one_library_for_each_pytorch(
     names = [f"{start}new-1-1.so", f"{start}old-1-1.so", f"{library_file.prefix('2.12.0')}a.so"]
     for name in names:
         (tmp_path / name).touch()
-    built = build.Built(tmp_path / names[0], "2.13.0", "1", is_new=True)
+    built = build.BuildResult(tmp_path / names[0], "2.13.0", "1", is_new=True)
     monkeypatch.setattr(build, "find_compiler", lambda: build.Compiler(("c++",), "1"))
     monkeypatch.setattr(build, "build", lambda *_, **__: built)
     assert native_library.main(["--stamp", str(tmp_path / "stamp")]) == 0
@@ -104,7 +104,7 @@ def test_of_another_pytorch_its_headers_and_two_libraries_are_taken(
     monkeypatch.setattr(native_library, "UNPACKED", tmp_path / "headers")
     monkeypatch.setattr(subprocess, "run", download)
     folder = native_library.unpack("2.14.1")
-    assert build.torch_in(folder) == build.Torch("2.14.1+cu130", folder)
+    assert build.torch_in(folder) == build.TorchInstallation("2.14.1+cu130", folder)
     names = {path.name for path in folder.rglob("*") if path.is_file()}
     assert names == {"ATen.h", "libc10.so", "version.py"}
     monkeypatch.setattr(subprocess, "run", None)  # the second time nothing is downloaded

@@ -32,8 +32,8 @@ MAY_SHIP = (
     "precast/*.py",  # `*` fits a slash, too
     "precast/py.typed",
     "precast/policy/presets/*.toml",
-    "precast/engine/native/*.cpp",
-    "precast/engine/native/*.h",
+    "precast/weights/native/*.cpp",
+    "precast/weights/native/*.h",
     "precast/report/assets/*.jinja",
     "precast/report/assets/*.css",
     "precast/report/assets/*.js",

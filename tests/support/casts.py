@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from precast.engine import registration
-from precast.engine.thread_state import native_engine
 from precast.weights import weight_cache
+from precast.weights.native.engine import native_engine
 
 __all__ = ["Casts"]
 
@@ -30,7 +30,7 @@ class Casts:
 
         monkeypatch.setattr(weight_cache, name, noted)
         registration.engine()
-        self._calls = native_engine.calls
+        self._calls = native_engine.api
         if self._calls is not None:
             self._calls.record_casts()
 

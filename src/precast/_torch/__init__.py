@@ -1,13 +1,13 @@
-"""Private PyTorch API, by subsystem: the only package that touches it; `patches` makes every patch of PyTorch.
+"""Private PyTorch API, grouped by subsystem. No other package uses it; `patches` makes all patches of PyTorch.
 
 Invariants:
 
-- nothing here decides anything about precision: every name is a thin, typed wrapper of one feature of the installed
-  PyTorch, so that for a new version of PyTorch there is one package to read;
-- each use of a private name says why it is needed; the version in brackets is one in which it was seen to work. Where
-  no version is given, nothing private is used;
-- the installed version is checked before anything else is loaded;
-- the names of this package are those that its files list in `__all__`.
+- no decision about precision is made here: every name is a thin, typed wrapper of one feature of the installed
+  PyTorch, so that this is the one package to check for a new version of PyTorch;
+- each private name has the reason for its use. The version in brackets is one with which it was tested; without a
+  version, nothing private is used;
+- the installed version is checked before anything else is imported;
+- this package exports the names in the `__all__` of its files.
 """
 
 from __future__ import annotations

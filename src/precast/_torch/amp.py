@@ -1,4 +1,4 @@
-"""PyTorch's own mixed precision: how many regions are open, a scaler's fused operations, and what a scaler knows.
+"""PyTorch's own mixed precision: the count of open regions, fused operations of scalers, and the state of a scaler.
 
 Invariants:
 
@@ -12,7 +12,7 @@ import torch
 __all__ = [
     "autocast_nesting",
     "check_and_unscale_",
-    "found_infs_of",
+    "found_inf_tensors",
     "replaces_nesting",
     "scale_of",
     "update_scale_",
@@ -20,9 +20,9 @@ __all__ = [
 
 
 def autocast_nesting() -> int:
-    """Return how many regions of PyTorch's and precast's this thread is in; PyTorch can only change it (2.13).
+    """Return the number of regions, PyTorch's and precast's, that this thread is in; PyTorch can only change it (2.13).
 
-    `torch._C` has the functions as they were before a trace replaced them.
+    `torch._C` has the functions as they were before a trace replaces them.
     """
     torch._C.autocast_increment_nesting()
     return torch._C.autocast_decrement_nesting()
@@ -39,9 +39,9 @@ def replaces_nesting() -> bool:
 def check_and_unscale_(
     gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
-    """Multiplies gradients of one device and dtype in place, and sets `found_inf` to 1.0 if one was not finite.
+    """Multiply gradients of one device and dtype in place, and set `found_inf` to 1.0 if one is not finite.
 
-    One fused pass that does not wait for the device; nothing public does both (2.13).
+    One fused operation that does not wait for the device; no public function does both (2.13).
     """
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
 
@@ -55,17 +55,17 @@ def update_scale_(
     backoff: float,
     interval: int,
 ) -> None:
-    """Adapts scale and tracker in place, on their device, so that the host need not know `found_inf` (2.13)."""
+    """Adapt the scale and its growth tracker in place on their device, without reading `found_inf` (2.13)."""
     torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
 
 
 def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor | None:
-    """A copy of a scaler's scale, without waiting for the device; None before its first loss (2.13)."""
+    """Return a copy of a scaler's scale without waiting for the device; None before its first loss (2.13)."""
     scale = scaler._get_scale_async()
     return None if scale is None else scale.clone()
 
 
-def found_infs_of(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
-    """What a scaler of PyTorch's found in this iteration, nonzero where a gradient was not finite (2.13)."""
+def found_inf_tensors(scaler: torch.amp.GradScaler, optimizer: object) -> list[torch.Tensor]:
+    """Return the `found_inf` tensors of PyTorch's scaler in this iteration, one per device (2.13)."""
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     return list(state.get("found_inf_per_device", {}).values())

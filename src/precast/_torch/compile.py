@@ -1,8 +1,8 @@
-"""`torch.compile` and `torch.export`: which functions they trace, and what they are told of regions.
+"""`torch.compile` and `torch.export`: the functions that they trace, and the regions that they record.
 
 Invariants:
 
-- nothing here imports Dynamo: questions about it are asked only if the program has loaded it.
+- nothing here imports Dynamo. It is used only if the program has loaded it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def runs_uncompiled(function: F) -> F:
-    """Has `torch.compile` leave a function, and all that it calls, alone when Python calls it.
+    """Exclude a function, and everything that it calls, from `torch.compile` when Python calls it.
 
-    It may still be traced as a part of another function that is compiled; `never_compiled` prevents that too (2.13).
+    It may still be traced as a part of another compiled function; `never_compiled` prevents that too (2.13).
     """
     skip = torch._C._dynamo.eval_frame._FrameAction.SKIP
     strategy = torch._C._dynamo.eval_frame._FrameExecStrategy(skip, skip)
@@ -39,11 +39,10 @@ def runs_uncompiled(function: F) -> F:
 
 
 def never_compiled(function: F) -> F:
-    """Has `torch.compile` break its graph at a function, and run it and all that it calls as they are.
+    """Make `torch.compile` break its graph at a function, and run it and everything that it calls in eager mode.
 
-    It is for functions that change the state of the dispatcher: if one were traced, it would change the state while it
-    is traced, and never when the graph runs. `torch.compiler.disable` does the same, but it costs 2 s of imports, and
-    one more call at each call (2.13).
+    For functions that change the dispatcher's state: a traced one would change it during tracing, and never when the
+    graph runs. `torch.compiler.disable` does the same, but costs 2 s of imports and one more call per call (2.13).
     """
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "this part of precast does not enter a graph"
@@ -51,19 +50,19 @@ def never_compiled(function: F) -> F:
 
 
 def traced_as_constant(function: F) -> F:
-    """Has `torch.compile` call a function when it traces, and put what it returns into the graph as a constant.
+    """Make `torch.compile` call a function while tracing, and use its result as a constant of the graph.
 
-    `torch.compiler.assume_constant_result` does the same, but it costs 2 s of imports (2.13).
+    `torch.compiler.assume_constant_result` does the same, but costs 2 s of imports (2.13).
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def guard_autocast_dtype(device_type: str) -> None:
-    """Have the function that Dynamo traces compiled again for another autocast dtype of its callers.
+    """Recompile the function that Dynamo is tracing when its callers have another autocast dtype.
 
-    PyTorch's own guards compare the dtype only where autocast is on. Nothing public adds a guard (2.13). Without Dynamo
-    this does nothing.
+    PyTorch's guards compare the dtype only if autocast is on. No public function adds a guard (2.13). Does nothing if
+    Dynamo is not tracing.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None or torch.compiler.is_exporting():
@@ -72,13 +71,13 @@ def guard_autocast_dtype(device_type: str) -> None:
     context.guards_context.dynamo_guards.add(torch._guards.Guard(source, _dtype_guard(device_type)))
 
 
-@cache  # a set of guards knows them by the identity of these functions
+@cache  # guards are deduplicated by the identity of these functions
 def _dtype_guard(device_type: str) -> Callable[[Any, Any], None]:
     return partial(_add_dtype_guard, device_type)
 
 
 def _add_dtype_guard(device_type: str, builder: Any, guard: Any) -> None:
-    """Compare the dtype with the present one, which is the caller's: regions of the traced function have ended."""
+    """Guard the present dtype, which is the caller's: the regions of the traced function have ended."""
     dtype = torch.get_autocast_dtype(device_type)
 
     def is_same(_: Any) -> bool:
@@ -89,17 +88,17 @@ def _add_dtype_guard(device_type: str, builder: Any, guard: Any) -> None:
 
 
 def has_compiled() -> bool:
-    """Whether `torch.compile` has compiled something in this process; only its undocumented counters say so (2.13)."""
+    """Return True if `torch.compile` has compiled something in this process, from its undocumented counters (2.13)."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 def reset_compiler() -> None:
-    """Drops what `torch.compile` made in this process; does nothing where it is not loaded.
+    """Drop all code that `torch.compile` has compiled in this process, if it is loaded.
 
-    PyTorch refuses this in the middle of a compilation, and cannot do it while the compiler is being loaded, which the
-    first step of an optimizer does. Only the garbage collector calls it then, for a model that is gone, and nothing is
-    dropped. PyTorch's own guards ask `CompileContext` as well (2.11 to 2.15).
+    PyTorch refuses this during a compilation, and while it imports the compiler in the first step of an optimizer. Only
+    the garbage collector calls this function then, for a freed model, and nothing is dropped. PyTorch's own guards also
+    read `CompileContext` (2.11 to 2.15).
     """
     is_loaded = hasattr(sys.modules.get("torch._dynamo"), "reset")
     if is_loaded and torch._guards.CompileContext.current_compile_id() is None:
@@ -107,15 +106,15 @@ def reset_compiler() -> None:
 
 
 def export_region(arguments: tuple[Any, ...] | None) -> bool:
-    """Tells `torch.export`, if it is exporting what runs in this thread, that a region begins or ends.
+    """Record the begin or end of a region in `torch.export`, if it is exporting in this thread.
 
-    PyTorch's own regions do the same: the exporter is a function mode, and nothing public reaches it (2.13).
+    PyTorch's regions do the same. The exporter is a function mode that no public function returns (2.13).
 
     Args:
-        arguments: those of the region that begins; None where one ends.
+        arguments: the arguments of the region that begins; None if a region ends.
 
     Returns:
-        Whether something is being exported.
+        True if an export is running.
     """
     amp: Any = torch.amp
     exporter = torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode

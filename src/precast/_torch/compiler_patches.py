@@ -1,6 +1,6 @@
 """Settings of PyTorch's compiler whose values depend on the policy in force when they are read.
 
-Invariant: each setting is on the list of patches (`patch_list.py`), and the user's own value comes first.
+Invariant: each setting is on the list of patches (`patch_list.py`), and the user's own value has priority.
 """
 
 from __future__ import annotations
@@ -21,45 +21,48 @@ __all__ = ["set_backward_autocast", "set_compile_cache_tag"]
 # --- the compiler's cache on disk ---
 
 
-class _Tag(str):
-    """A tag whose text is asked for anew whenever the compiler's cache makes a key of it."""
+class _ComputedTag(str):
+    """A tag whose text is computed whenever the compiler's cache makes a key from it."""
 
-    said: Callable[[], str]
+    text: Callable[[], str]
 
     def __str__(self) -> str:
-        return self.said()
+        return self.text()
 
     def __format__(self, spec: str) -> str:
-        return format(self.said(), spec)
+        return format(self.text(), spec)
 
     def __reduce__(self) -> tuple[Any, ...]:  # the keys are digests of pickles
-        return str, (self.said(),)
+        return str, (self.text(),)
 
 
 def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
-    """Adds what `extra` returns to the key under which compiled code is kept on disk; None takes that away again.
+    """Add the result of `extra` to the keys of the compiler's cache on disk; None removes it.
 
-    `torch.compiler.config.cache_key_tag` is public. It is not public that it may be more than plain text, nor that it
-    has a value for all threads which no later setting hides. The user's own tag stays a part of it (2.13).
+    `torch.compiler.config.cache_key_tag` is public. Private are that it may be more than plain text, and that it has a
+    value for all threads with priority over later settings. The user's own tag stays a part of it (2.13).
     """
     _check_listed("torch.compiler.config", "cache_key_tag")
     config: Any = torch.compiler.config
     entry = config._config["cache_key_tag"]
     unset = torch.utils._config_module._UNSET_SENTINEL
 
-    def users() -> Any:
-        own = entry.user_override
-        return own.get() if isinstance(own, ContextVar) else own
+    def user_tag() -> Any:
+        override = entry.user_override
+        return override.get() if isinstance(override, ContextVar) else override
 
-    def said() -> str:
+    def text() -> str:
         assert extra is not None
-        asked = users(), entry.env_value_default, entry.default
-        return str(next(t for t in asked if t is not unset and not isinstance(t, _Tag))) + extra()
+        tags = user_tag(), entry.env_value_default, entry.default
+        own = next(t for t in tags if t is not unset and not isinstance(t, _ComputedTag))
+        return str(own) + extra()
 
-    tag = _Tag()
-    tag.said = said
+    tag = _ComputedTag()
+    tag.text = text
     entry.env_value_force = unset if extra is None else tag
-    if extra is None and isinstance(users(), _Tag):  # `config.patch` puts back what it read
+    if extra is None and isinstance(
+        user_tag(), _ComputedTag
+    ):  # `config.patch` restores what it read
         config.cache_key_tag = entry.default
 
 
@@ -67,14 +70,14 @@ def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
 
 
 class _BackwardAutocast(str):
-    """A setting that is "off" where `is_off()`, and else PyTorch's default."""
+    """A setting that is "off" if `is_off()`, and otherwise PyTorch's default."""
 
     is_off: Callable[[], bool]
     default: str
-    """PyTorch's."""
+    """PyTorch's default."""
 
     def current(self) -> str:
-        """Return the setting for what is compiled now."""
+        """Return the setting for a compilation that starts now."""
         return "off" if self.is_off() else self.default
 
     def __eq__(self, other: object) -> bool:
@@ -94,11 +97,12 @@ class _BackwardAutocast(str):
 
 
 def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
-    """Have functions that are compiled while `is_off()` differentiated with autocast off; None ends that.
+    """Differentiate functions that are compiled while `is_off()` with autocast off; None ends that.
 
-    PyTorch records the backward pass of a compiled function in the regions around its forward (2.11 to 2.15), where an
-    uncompiled one runs in those around `backward()`, and there are none. `torch._functorch.config` has a setting for
-    it; it is not public that its default can be replaced. What a user sets comes first.
+    PyTorch records the backward pass of a compiled function in the regions around its forward (2.11 to 2.15). An
+    uncompiled function has its backward run in the regions around `backward()`: normally none.
+    `torch._functorch.config` has a setting for this; that its default can be replaced is not public. A user's setting
+    has priority.
     """
     _check_listed("torch._functorch.config", "backward_pass_autocast")
     if is_off is None and "torch._functorch.config" not in sys.modules:

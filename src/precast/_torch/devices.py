@@ -2,7 +2,7 @@
 
 Invariants:
 
-- questions about a device that this machine does not have are answered with "no", not with an error;
+- for a device that this machine does not have, tests return False instead of raising an error;
 - nothing here has been run on CUDA yet.
 """
 
@@ -33,14 +33,14 @@ UNUSED_DEVICE_TYPES = ("ipu", "maia")
 
 
 def all_dtypes() -> list[torch.dtype]:
-    """Every dtype, always in the same order; nothing public lists them."""
+    """Return all dtypes, always in the same order; no public function lists them."""
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     return sorted(dtypes, key=str)
 
 
 @cache
 def is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
-    """Returns what tells whether a tensor is on that device type; `is_cpu` is read four times as fast as `device`."""
+    """Return a test of a tensor's device type. Reading `is_cpu` is four times as fast as reading `device`."""
     name = f"is_{device_type}"
     if hasattr(torch.Tensor, name):
         return attrgetter(name)
@@ -48,32 +48,32 @@ def is_on(device_type: str) -> Callable[[torch.Tensor], bool]:
 
 
 def has_device(device_type: str) -> bool:
-    """Whether this machine has a device of that type that PyTorch can use."""
-    module = getattr(torch, device_type, None)  # there is none for some
+    """Return True if this machine has a device of that type that PyTorch can use."""
+    module = getattr(torch, device_type, None)  # some types have no module
     return device_type == "cpu" or (module is not None and bool(module.is_available()))
 
 
 def custom_backend() -> str:
-    """The name of the out-of-tree backend, "privateuseone" unless one renamed it; no public getter (2.13)."""
+    """Return the name of the out-of-tree backend, "privateuseone" unless renamed; no public getter (2.13)."""
     name: str = torch._C._get_privateuse1_backend_name()
     return name
 
 
 def lower_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
-    """Return the lower precisions that autocast on `device_type` can use.
+    """Return the lower precisions that autocast on `device_type` supports.
 
-    A CUDA device is not asked: `torch.cuda.is_bf16_supported` is true of every one (2.11 to 2.15), and would make a
-    tensor on an old one, which must not happen while a graph is captured.
+    CUDA devices are not queried: `torch.cuda.is_bf16_supported` is True for all of them (2.11 to 2.15), and on old ones
+    it creates a tensor, which must not happen while a graph is captured.
     """
     backend = getattr(torch, device_type, None) if device_type == custom_backend() else None
-    ask = getattr(backend, "get_amp_supported_dtype", None)  # PyTorch's protocol for such backends
-    return (torch.bfloat16, torch.float16) if ask is None else tuple(ask())
+    supported = getattr(backend, "get_amp_supported_dtype", None)  # PyTorch's protocol for backends
+    return (torch.bfloat16, torch.float16) if supported is None else tuple(supported())
 
 
 def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """A copy of `number` in memory of the CPU, and the event after which it is there; None if it is there now.
+    """Copy a scalar to the CPU; return the copy with the event after which it is valid, None if it is valid now.
 
-    The copy goes to pinned memory, which PyTorch keeps and uses again, so that the host does not wait.
+    The copy uses pinned memory, which PyTorch caches, so the host does not wait.
     """
     if number.device.type == "cpu":
         return number, None
@@ -87,17 +87,17 @@ def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
 
 
 def stream_of(device: torch.device) -> Any:
-    """The stream to which this thread sends its work on a device; None where there is none, as on the CPU."""
+    """Return this thread's current stream on a device; None on devices without streams, such as the CPU."""
     if device.type not in ("cuda", "xpu"):
         return None
     return torch.get_device_module(device).current_stream(device)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether work on the tensor's device is being captured into a CUDA graph instead of run."""
+    """Return True if operations on the tensor's device are being captured into a CUDA graph instead of run."""
     return tensor.is_cuda and is_capturing()
 
 
 def is_capturing() -> bool:
-    """Whether work on the current CUDA device is being captured."""
+    """Return True if operations on the current CUDA device are being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,9 +1,9 @@
-"""The dispatcher: its autocast keys, the kernels behind them, and the operators that it knows.
+"""The dispatcher: autocast keys, the kernels behind them, and the registered operators.
 
 Invariants:
 
-- operators are named as the dispatcher names them: "aten::softmax.int";
-- a kernel that this file gives is called as ``kernel(keyset, *args, **kwargs)``, whatever stands behind it.
+- operators have the dispatcher's names: "aten::softmax.int";
+- a kernel returned by this file is called as ``kernel(keyset, *args, **kwargs)``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
     "autocast_key",
     "call_below_python",
     "compiled_kernel",
-    "definitions",
+    "definition_counts",
     "destroy",
     "dispatch_key",
     "fallthrough",
@@ -44,31 +44,31 @@ __all__ = [
 ]
 
 Kernel = Callable[..., Any]
-"""What stands behind a dispatch key: called as ``kernel(keyset, *args, **kwargs)``."""
+"""A kernel behind a dispatch key, called as ``kernel(keyset, *args, **kwargs)``."""
 
 _WITH_OWN_KEY = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "ipu", "xla")
-"""The device types whose autocast key has their name; nothing public lists them (2.13)."""
+"""Device types with a separate autocast key of that name; no public function lists them (2.13)."""
 
 
 def autocast_key(device_type: str) -> str:
-    """Name of the dispatch key that PyTorch switches on for autocast on `device_type`."""
+    """Return the name of the dispatch key that PyTorch enables for autocast on `device_type`."""
     return f"Autocast{device_type.upper() if device_type in _WITH_OWN_KEY else 'PrivateUse1'}"
 
 
 def dispatch_key(device_type: str) -> Any:
-    """The dispatch key itself; `torch._C.DispatchKey` does not name those of MTIA, MAIA and XLA (2.11 to 2.13)."""
+    """Return the dispatch key; `torch._C.DispatchKey` does not name those of MTIA, MAIA and XLA (2.11 to 2.13)."""
     return torch._C._dispatch_key_parse(autocast_key(device_type))
 
 
 def keyset_of(device_type: str) -> Any:
-    """A keyset with the autocast key alone, for compiled autocast kernels, which take one and ignore it (2.13)."""
+    """Return a keyset with the autocast key alone. Compiled autocast kernels take one and ignore it (2.13)."""
     return torch._C.DispatchKeySet(dispatch_key(device_type))
 
 
 class AutocastOff:
-    """Excludes one device's autocast key in this thread, as PyTorch's own kernels do around their inner call (2.13).
+    """Excludes one device's autocast key in this thread, as PyTorch's kernels do around their inner call (2.13).
 
-    `torch.autocast(enabled=False)` would cost more, and change what `torch.is_autocast_enabled` tells the program.
+    `torch.autocast(enabled=False)` costs more, and changes the result of `torch.is_autocast_enabled` for the program.
     """
 
     __slots__ = ("_keys",)
@@ -77,35 +77,35 @@ class AutocastOff:
         self._keys = keyset_of(device_type)
 
     def __call__(self) -> Any:
-        """A fresh guard, for one `with`."""
+        """Return a new guard, for one `with`."""
         return torch._C._ExcludeDispatchKeyGuard(self._keys)
 
 
 def has_autocast_kernel(op: str, device_type: str) -> bool:
-    """Whether something is registered for `op` ("aten::linear") at the autocast key of `device_type` (2.13)."""
+    """Return True if `op` ("aten::linear") has a kernel at the autocast key of `device_type` (2.13)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device_type))
 
 
 def compiled_kernel(overload: OpOverload, device_type: str) -> Kernel:
-    """The kernel now registered for `overload` at the autocast key of `device_type`; it stays callable when overridden.
+    """Return the kernel of `overload` at the autocast key of `device_type`; it stays callable after an override.
 
-    `torch.library.get_kernel` is public, but what it returns is not (2.13).
+    `torch.library.get_kernel` is public, but its result is not (2.13).
     """
     kernel: Kernel = torch.library.get_kernel(overload, dispatch_key(device_type)).call_boxed
     return kernel
 
 
 def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
-    """A kernel that goes on below the autocast key, with autocast still on, as if nothing were registered there.
+    """Return a kernel that skips the autocast key and keeps autocast on, as if nothing were registered there.
 
-    A call of the overload would ask ``__torch_function__`` a second time; `redispatch_boxed` does not (2.13).
+    A call of the overload would call ``__torch_function__`` a second time; `redispatch_boxed` does not (2.13).
     """
     if _takes_numbers(overload):
         off = AutocastOff(device_type)
         call = full_dispatch(overload)
 
         def with_numbers(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            with off():  # these operations call no others: on or off is the same to them
+            with off():  # these operations call no others, so autocast may be off
                 return call(*args, **kwargs)
 
         return with_numbers
@@ -119,15 +119,15 @@ def fallthrough(overload: OpOverload, device_type: str) -> Kernel:
 
 
 def full_dispatch(overload: OpOverload) -> Callable[..., Any]:
-    """Calls `overload` from the top of the dispatcher, without ``__torch_function__``: ``at::op`` of C++."""
+    """Return a function that calls `overload` from the top of the dispatcher, without ``__torch_function__``."""
     if _takes_numbers(overload):
-        # This is slower and asks ``__torch_function__``, but it makes tensors of the numbers again.
+        # This is slower and calls ``__torch_function__``, but it converts the numbers to tensors again.
         return overload._op
     return partial(torch._C._dispatch_call_boxed, overload._handle)
 
 
 def call_below_python(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call an operation from a dispatch mode as C++ would: without ``__torch_function__``, of subclasses and of modes.
+    """Call an operation from a dispatch mode as C++ would, without any ``__torch_function__``.
 
     A plain call of an `OpOverload` calls the ``__torch_function__`` of a parameter that backward uses (2.13).
     """
@@ -138,81 +138,81 @@ def call_below_python(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _takes_numbers(overload: OpOverload) -> bool:
-    """Whether a Python kernel may get a number where the schema has a tensor, as for ``x * 2.0`` (2.13)."""
+    """Return True if a Python kernel may get a number for a tensor of the schema, as for ``x * 2.0`` (2.13)."""
     name = schema_of(overload).name.partition("::")[2]
     return torch._C._should_allow_numbers_as_tensors(name)
 
 
 def find_overload(op: str) -> OpOverload | None:
-    """The operator object of a dispatcher name ("aten::softmax.int", "mylib::myop"), or None if it is not there."""
+    """Return the operator of a dispatcher name ("aten::softmax.int", "mylib::myop"); None if it is not defined."""
     qualified, _, overload = op.partition(".")
     namespace, _, name = qualified.partition("::")
     try:
         packet = getattr(getattr(torch.ops, namespace), name)
-        found: OpOverload = getattr(packet, overload or "default")
+        operator: OpOverload = getattr(packet, overload or "default")
     except (AttributeError, RuntimeError):
-        return None  # it may still be defined later
-    return found
+        return None  # it may be defined later
+    return operator
 
 
 def schema_of(overload: OpOverload) -> torch.FunctionSchema:
-    """The arguments of an operator and what they alias; nothing public gives them (2.13)."""
+    """Return the schema of an operator, with the aliasing of its arguments; no public function does (2.13)."""
     return overload._schema
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operation is made of others above autograd, so that modes see it only in inference mode (2.13).
+    """Return True if an operation decomposes above autograd, so that modes see it only in inference mode (2.13).
 
-    The dispatcher is asked, as `OpOverload` also counts decompositions in Python, which `native_batch_norm` has.
+    The dispatcher is queried because `OpOverload` also counts decompositions in Python, which `native_batch_norm` has.
     """
     return has_kernel(op, "CompositeImplicitAutograd")
 
 
 def is_dispatched(op: Any) -> bool:
-    """Return whether the dispatcher runs an operation.
+    """Return True if the dispatcher runs an operation.
 
-    It does not for higher-order operators, and for questions about a subclass, such as `prim::device` (2.13).
+    It does not run higher-order operators, or queries of a subclass such as `prim::device` (2.13).
     """
     return isinstance(op, OpOverload) and torch._C._dispatch_has_kernel(op.name())
 
 
 def selects_backend(op: Any) -> bool:
-    """Return whether `device` or `layout` of a call choose the kernel, and not its tensors alone (2.13)."""
+    """Return True if the `device` or `layout` arguments of a call select the kernel, not only its tensors (2.13)."""
     return has_kernel(op, "BackendSelect")
 
 
 def has_kernel(op: Any, key: str) -> bool:
-    """Return whether an operation has a kernel, or a fallthrough, at a dispatch key (2.13)."""
+    """Return True if an operation has a kernel, or a fallthrough, at a dispatch key (2.13)."""
     return is_dispatched(op) and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def operator_names() -> set[str]:
-    """All operators that a kernel can be written for, as the dispatcher spells them ("aten::softmax.int").
+    """Return the names of all operators for which a kernel can be registered ("aten::softmax.int").
 
-    Nothing public lists them (2.13). Overloads that take names of dimensions ("aten::softmax.Dimname"), which
-    exist until 2.12, can only be called from C++, and are left out here and below.
+    No public function lists them (2.13). Overloads with dimension names ("aten::softmax.Dimname", until 2.12) can only
+    be called from C++, and are left out here and below.
     """
     return {name for name in torch._C._dispatch_get_all_op_names() if not _takes_names(name)}
 
 
 def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
-    """The overloads of an operation ("aten::softmax"): name ("" is the default) -> schema; empty if it is unknown.
+    """Return the overloads of an operation ("aten::softmax"): name ("" is the default) -> schema; empty if undefined.
 
-    Only the dispatcher has this list, and nothing public reads it (2.13). TorchScript's scalar overloads
-    ("aten::exp.float"), which share the names but never reach the dispatcher, are left out.
+    Only the dispatcher has this list, and no public function reads it (2.13). TorchScript's scalar overloads
+    ("aten::exp.float") share the names but are never dispatched, and are left out.
     """
     schemas = torch._C._jit_get_schemas_for_operator(operation)
     return {s.overload_name: s for s in schemas if _reaches_dispatcher(operation, s.overload_name)}
 
 
-def definitions() -> tuple[int, ...]:
-    """Numbers of which one changes when an operation may have been defined: by Python, by a library, by an extension.
+def definition_counts() -> tuple[int, ...]:
+    """Return counts, one of which changes when an operation may have been defined by Python or a library.
 
-    The dispatcher tells nobody of new operations, and counting them takes a millisecond. `torch.library._defs` has
+    The dispatcher has no event for new operations, and counting them takes a millisecond. `torch.library._defs` has
     those that Python defines (2.13).
     """
-    by_python = getattr(torch.library, "_defs", ())
-    return len(by_python), len(torch.ops.loaded_libraries), len(sys.modules)
+    from_python = getattr(torch.library, "_defs", ())
+    return len(from_python), len(torch.ops.loaded_libraries), len(sys.modules)
 
 
 def _takes_names(name: str) -> bool:
@@ -225,13 +225,13 @@ def _reaches_dispatcher(operation: str, overload: str) -> bool:
 
 
 def destroy(library: torch.library.Library) -> None:
-    """Takes a library's kernels off the dispatcher now; public code can only wait for it to be collected (2.13)."""
+    """Remove a library's kernels from the dispatcher now; public code has to wait for garbage collection (2.13)."""
     library._destroy()
 
 
 @contextmanager
 def without_override_warning() -> Iterator[None]:
-    """Registers over PyTorch's kernels without its process-wide 'Overriding a previously registered kernel' warning."""
+    """Suppress PyTorch's process-wide warning 'Overriding a previously registered kernel'."""
     import warnings
 
     with warnings.catch_warnings():

@@ -10,10 +10,10 @@ __all__ = [
 
 
 def leave_process_groups() -> None:
-    """Makes the collectives of other processes raise an error instead of waiting for this process, which is to fail.
+    """Make collectives in other processes raise an error instead of waiting for this process, which is about to fail.
 
-    Public functions either leave a group only after the others have come, or, as `ProcessGroup.abort` of gloo, leave
-    the connections open for which the others wait (2.13).
+    Public functions either wait for the other processes, or, as `ProcessGroup.abort` of gloo, leave open the
+    connections for which the others wait (2.13).
     """
     distributed = torch.distributed
     is_one_of_several = (

@@ -1,9 +1,9 @@
-"""The kernel for products of float8 matrices: who has one, and how it is called.
+"""PyTorch's kernel for products of float8 matrices, and the architectures that have it.
 
 Invariants:
 
-- the kernel is PyTorch's; nothing here computes;
-- on the CPU there is none that computes in 8 bits: what `scaled_mm` does there (2.13) is an emulation.
+- nothing is computed here; the kernel is PyTorch's;
+- the CPU has no 8-bit kernel: `scaled_mm` is an emulation there (2.13).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["float8_architecture", "scaled_mm"]
 
 
 def float8_architecture(device: torch.device) -> tuple[str, str]:
-    """The vendor of a device, `nvidia`, `amd` or "", and its architecture as the vendor says it, such as `8.9`."""
+    """Return a device's vendor, `nvidia`, `amd` or "", and its architecture by the vendor's name, such as `8.9`."""
     if device.type != "cuda":
         return "", ""
     if torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return "nvidia", f"{major}.{minor}"
-    # PyTorch gives AMD's name of an architecture in no other way (2.13).
+    # PyTorch has no other name of AMD's architectures (2.13).
     name = torch.cuda.get_device_properties(device).gcnArchName
     return "amd", name.partition(":")[0]
 
@@ -37,19 +37,19 @@ def scaled_mm(
     by_row: bool,
     fast: bool,
 ) -> Tensor:
-    """`(a * inverse_a) @ (b * inverse_b)` of float8 matrices, by PyTorch's kernel.
+    """Return `(a * inverse_a) @ (b * inverse_b)` of float8 matrices, computed by PyTorch's kernel.
 
     Args:
-        a: `(m, k)`, row by row in memory.
-        b: `(k, n)`, column by column in memory; `k` and `n` are multiples of 16.
-        inverse_a: float32, one number, or `(m, 1)` where `by_row`.
-        inverse_b: float32, one number, or `(1, n)` where `by_row`.
-        dtype: the result's.
-        by_row: whether each row of `a` and each column of `b` has a scale of its own.
-        fast: whether the sum may be kept in fewer bits than float32 has, which some GPUs do faster.
+        a: `(m, k)`, row-major.
+        b: `(k, n)`, column-major; `k` and `n` are multiples of 16.
+        inverse_a: float32, one element, or `(m, 1)` if `by_row`.
+        inverse_b: float32, one element, or `(1, n)` if `by_row`.
+        dtype: the dtype of the result.
+        by_row: each row of `a` and each column of `b` has a separate scale.
+        fast: allow accumulation in fewer bits than float32, which is faster on some GPUs.
     """
     public = getattr(functional, "scaled_mm", None)
-    if public is None:  # the same kernel under its older name, which is private
+    if public is None:  # the same kernel under its older, private name
         return torch._scaled_mm(a, b, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)
     scaling = functional.ScalingType
     kind = scaling.RowWise if by_row else scaling.TensorWise

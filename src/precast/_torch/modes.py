@@ -1,8 +1,8 @@
-"""Dispatch modes and function modes: which of them see this thread's operations, and how to run some unseen.
+"""Dispatch modes and function modes: those active in this thread, and how to run operations unseen by them.
 
 Invariants:
 
-- an `ObservingMode` changes no result; functions that speak of "other" modes leave it out.
+- an `ObservingMode` changes no result; functions named `..._other_modes` ignore it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from precast._torch.dispatcher import dispatch_key, has_kernel, is_composite
 __all__ = [
     "DispatchMode",
     "ObservingMode",
-    "WithoutDraws",
+    "SkipMetaRandom",
     "calls_torch_function",
     "cast_without_torch_function",
     "count_other_modes",
@@ -35,24 +35,25 @@ __all__ = [
     "leave_function_mode",
     "leave_mode",
     "redispatch_in_mode",
+    "runs_on_fake_tensors",
     "without_dispatch",
     "without_modes",
     "without_subclass_functions",
     "without_torch_function",
-    "writes_graph",
 ]
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many `TorchDispatchMode`s are active in this thread; kernels ask it for each weight (2.13)."""
+"""Return the number of active `TorchDispatchMode`s in this thread; kernels call it for each weight (2.13)."""
 
 function_modes: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-"""Whether a `TorchFunctionMode` is active in this thread; regions ask it at each entry (2.13)."""
+"""Return True if a `TorchFunctionMode` is active in this thread; regions call it at each entry (2.13)."""
 
 
 class DispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` whose own code is not protected from Dynamo.
+    """A `TorchDispatchMode` without the protection from Dynamo.
 
-    That would cost 2 s of imports, and some microseconds for each operation; what asks for it is not public (2.13).
+    The protection costs 2 s of imports, and some microseconds per operation. The method that requests it is private
+    (2.13).
     """
 
     def __init__(self) -> None:
@@ -64,24 +65,24 @@ class DispatchMode(TorchDispatchMode):
 
 
 class ObservingMode(DispatchMode):
-    """A mode that sees what runs and changes nothing, not even what is compiled.
+    """A mode that observes operations and changes nothing, not even compiled code.
 
-    What it says to compilers is not public (2.13): they are to ignore the mode, and higher-order operators may pass it.
+    The two settings are not public (2.13): compilers ignore the mode, and higher-order operators do not refuse it.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether the compiler may ignore this mode."""
+        """Return True: the compiler may ignore this mode."""
         return True
 
 
-class WithoutDraws(DispatchMode):
-    """A mode in which no numbers are drawn for tensors on the meta device, which have none.
+class SkipMetaRandom(DispatchMode):
+    """A mode that skips random initialisation of meta tensors, which have no data.
 
-    To do nothing, PyTorch (2.13) runs them through Python that imports Dynamo, which takes longer than all else that a
-    process has to import.
+    PyTorch (2.13) runs these operations through Python code that imports Dynamo, which takes longer than all other
+    imports of a process.
     """
 
     def __torch_dispatch__(
@@ -99,9 +100,9 @@ class WithoutDraws(DispatchMode):
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Run operations as at the start of a thread: outside of all modes, transforms, traces and regions around (2.13).
+    """Run operations as at the start of a thread: outside of all modes, transforms, traces and regions (2.13).
 
-    It is for tensors that precast makes for itself, once for the process, at a time that the program chooses.
+    For tensors that precast creates once for the process, at any time during the program.
     """
     keys = torch._C.DispatchKey
     included = torch._C.DispatchKeySet(keys.BackendSelect) | torch._C.DispatchKeySet(
@@ -114,7 +115,7 @@ def isolated() -> Iterator[None]:
 
 
 def leave_mode(mode: ObservingMode) -> None:
-    """Ends a mode, wherever it is on this thread's stack; its ``__exit__`` would end the innermost one (2.13)."""
+    """End a mode anywhere on this thread's stack; its ``__exit__`` would end the innermost mode (2.13)."""
     module = torch.utils._python_dispatch
     above = []
     while innermost_dispatch_mode() is not mode:
@@ -125,13 +126,13 @@ def leave_mode(mode: ObservingMode) -> None:
 
 
 def enter_function_mode(mode: TorchFunctionMode) -> None:
-    """Make a function mode the innermost one of this thread, unless the thread has entered it already (2.13)."""
+    """Make a function mode the innermost one of this thread, unless the thread has already entered it (2.13)."""
     if mode not in torch.overrides._get_current_function_mode_stack():
         torch.overrides._push_mode(mode)
 
 
 def leave_function_mode(mode: TorchFunctionMode) -> None:
-    """Remove a function mode from this thread's stack, wherever it is there.
+    """Remove a function mode from anywhere on this thread's stack.
 
     Its ``__exit__`` would remove the innermost mode, which may be another one after Ctrl-C (2.13).
     """
@@ -155,17 +156,17 @@ def redispatch_in_mode(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     casting: list[str],
 ) -> Any:
-    """Calls an operation from a mode's ``__torch_dispatch__`` so that the mode also sees what the operation calls.
+    """Call an operation from a mode's ``__torch_dispatch__`` such that the mode also sees the operations inside it.
 
-    An ordinary call from there runs with all modes off and with autocast's keys excluded: the mode would see nothing of
-    it, and casts that are made without the mode would be missing. Nothing public calls it otherwise (2.13).
+    An ordinary call runs with all modes off and with the autocast keys excluded: the mode would see no inner
+    operations, and their casts would be missing. No public function does this (2.13).
 
     Args:
         mode: the mode.
-        op: the operation that it was given.
+        op: the operation that the mode received.
         tensors: the tensors among the arguments.
         call: the arguments.
-        casting: device types on which autocast is on where the program calls the operation.
+        casting: the device types with autocast on, where the program calls the operation.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     for tensor in tensors:
@@ -182,9 +183,9 @@ def redispatch_in_mode(
 
 @functools.cache
 def _passed_inside(op: Any) -> list[Any]:
-    """Return the keys that a mode has behind it when it sees a composite, and the operations inside do not.
+    """Return the keys that are excluded when a mode sees a composite, but not for the operations inside it.
 
-    `chunk` and `narrow` make views at ADInplaceOrView themselves, so those inside must not (2.13).
+    `chunk` and `narrow` make views at ADInplaceOrView themselves, so the operations inside must not (2.13).
     """
     if not is_composite(op):
         return []
@@ -193,7 +194,7 @@ def _passed_inside(op: Any) -> list[Any]:
 
 
 def innermost_dispatch_mode() -> Any:
-    """The `TorchDispatchMode` that sees an operation first, or None; nothing public reads the stack (2.13)."""
+    """Return the `TorchDispatchMode` that sees an operation first, or None; no public function does (2.13)."""
     depth = dispatch_modes()
     return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
 
@@ -204,12 +205,12 @@ def _other_modes() -> list[Any]:
 
 
 def count_other_modes() -> int:
-    """How many dispatch modes of this thread do more than observe (2.13)."""
+    """Return the number of dispatch modes in this thread that do more than observe (2.13)."""
     return len(_other_modes())
 
 
 def innermost_other_mode() -> Any:
-    """The innermost of them, or None."""
+    """Return the innermost dispatch mode that does more than observe, or None."""
     return next(reversed(_other_modes()), None)
 
 
@@ -218,8 +219,8 @@ _get_dispatch_mode = torch._C._get_dispatch_mode
 _ModeKey = torch._C._TorchDispatchModeKey
 
 
-def writes_graph() -> bool:
-    """Whether a compiler or exporter runs this thread's operations on tensors without numbers (2.13)."""
+def runs_on_fake_tensors() -> bool:
+    """Return True if a compiler or exporter runs this thread's operations on fake tensors (2.13)."""
     return (
         _get_dispatch_mode(_ModeKey.FAKE) is not None
         or _get_dispatch_mode(_ModeKey.PROXY) is not None
@@ -227,19 +228,19 @@ def writes_graph() -> bool:
 
 
 without_dispatch: Callable[[], Any] = torch._C._DisableTorchDispatch
-"""A context whose operations no `TorchDispatchMode` and no tensor subclass sees, for those that measure a program or
-read a number of it and are no part of it (2.13)."""
+"""A context whose operations no `TorchDispatchMode` and no tensor subclass sees: for code that measures a program or
+reads its values (2.13)."""
 
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunction
-"""A context whose operations no tensor subclass and no function mode sees, as the program did not call them (2.13)."""
+"""A context whose operations no tensor subclass and no function mode sees: for calls by precast itself (2.13)."""
 
 
 without_subclass_functions: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-"""A context in which tensor subclasses are called as plain tensors are; function modes still see the calls (2.13)."""
+"""A context in which tensor subclasses are treated as plain tensors; function modes still see the calls (2.13)."""
 
 
 def impl_address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's TensorImpl, by which compiled code knows it; it is nowhere public (2.11 to 2.15)."""
+    """Return the address of a tensor's TensorImpl, its identity in compiled code; not public (2.11 to 2.15)."""
     if not function_modes():
         return tensor._cdata
     with without_torch_function():
@@ -247,7 +248,7 @@ def impl_address(tensor: torch.Tensor) -> int:
 
 
 def cast_without_torch_function(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Casts `tensor` to `dtype` without ``__torch_function__``, as the program did not call this cast (2.13)."""
+    """Cast `tensor` to `dtype` without ``__torch_function__``, because the program did not call this cast (2.13)."""
     cast = _CASTS.get(dtype)
     if cast is not None and type(tensor) in _WITHOUT_TORCH_FUNCTION and not function_modes():
         return cast(tensor)
@@ -261,7 +262,7 @@ _CASTS = {torch.bfloat16: torch.Tensor.bfloat16, torch.float16: torch.Tensor.hal
 
 
 def calls_torch_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether to read an attribute of these arguments would call a ``__torch_function__`` (2.13).
+    """Return True if reading an attribute of these arguments would call a ``__torch_function__`` (2.13).
 
     The public `torch.overrides.has_torch_function` is the same C function.
     """
@@ -277,7 +278,7 @@ _has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
 
 
 def without_modes() -> Any:
-    """A context in which no dispatch mode sees this thread's operations, nor what records graphs (2.13)."""
+    """Return a context in which no dispatch mode, and no graph recorder, sees this thread's operations (2.13)."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

@@ -1,10 +1,10 @@
-"""The one registration of precast's hooks on the steps of all optimizers.
+"""precast's hooks on the steps of all optimizers, registered once.
 
 Invariants:
 
-- PyTorch holds two hooks of precast's while somebody listens, and none otherwise;
-- listeners are called in the order in which they began to listen;
-- a listener may begin or end while a step's listeners are called: from the next call on, that has its effect.
+- PyTorch has two hooks of precast's while there are listeners, and none otherwise;
+- listeners are called in the order of their registration;
+- a listener may be added or removed during a step; that takes effect with the next call.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["on_optimizer_step"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Listener:
-    """Two functions that are called around each step; equal to no other, as one function may listen twice."""
+class _StepListener:
+    """Two functions that are called around each step. Compared by identity, as one function may be registered twice."""
 
     before: Callable[[Optimizer], Any] | None
     after: Callable[[Optimizer], Any] | None
@@ -35,7 +35,7 @@ class _Listener:
 
 _lock: Final = survives_fork(threading.RLock())
 _handles: Final[list[Any]] = []
-_listeners: tuple[_Listener, ...] = ()
+_listeners: tuple[_StepListener, ...] = ()
 
 
 def on_optimizer_step(
@@ -43,40 +43,40 @@ def on_optimizer_step(
     before: Callable[[Optimizer], Any] | None = None,
     after: Callable[[Optimizer], Any] | None = None,
 ) -> Callable[[], None]:
-    """Calls `before` and `after` around each step of each optimizer; what ends that is returned.
+    """Call `before` and `after` around each step of each optimizer; return a function that ends that.
 
     Args:
-        before: called with the optimizer, whose gradients are there.
-        after: called with the optimizer, which has written its parameters.
+        before: called with the optimizer, before it reads the gradients.
+        after: called with the optimizer, after it has written its parameters.
     """
-    mine = _Listener(before, after)
+    listener = _StepListener(before, after)
     with _lock:
-        _tell(*_listeners, mine)
+        _set_listeners(*_listeners, listener)
 
     def end() -> None:
         with _lock:
-            _tell(*(each for each in _listeners if each is not mine))
+            _set_listeners(*(each for each in _listeners if each is not listener))
 
     return end
 
 
-def _tell(*listeners: _Listener) -> None:
-    global _listeners  # noqa: PLW0603 -- a tuple, so that a step goes on with those with whom it began
+def _set_listeners(*listeners: _StepListener) -> None:
+    global _listeners  # noqa: PLW0603 -- a tuple, so that a running step keeps the listeners it started with
     _listeners = listeners
     if listeners and not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_begins))
-        _handles.append(register_optimizer_step_post_hook(_ends))
+        _handles.append(register_optimizer_step_pre_hook(_call_before))
+        _handles.append(register_optimizer_step_post_hook(_call_after))
     while _handles and not listeners:
         _handles.pop().remove()
 
 
-def _begins(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _call_before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for listener in _listeners:
         if listener.before:
             listener.before(optimizer)
 
 
-def _ends(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _call_after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for listener in _listeners:
         if listener.after:
             listener.after(optimizer)

@@ -1,8 +1,8 @@
-"""The list of all that precast patches in PyTorch: what, why, from when until when, and on which versions.
+"""The list of everything that precast patches in PyTorch: names, reason, lifetime, and tested versions.
 
 Invariants:
 
-- the file `patches.py` replaces all that is listed here, and nothing else.
+- `patches.py` replaces the names listed here, and no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 __all__ = ["PATCHES", "WITH_THE_PROCESS", "WRITING_COLLECTIVES", "Patch"]
 
 WITH_THE_PROCESS: Final = "with the process"
-"""How `Patch.ends` begins where a patch stays once it is made."""
+"""Prefix of `Patch.ends` for a patch that lasts until the process ends."""
 
 WRITING_COLLECTIVES: Final = (
     "_allgather_base",
@@ -39,17 +39,17 @@ _OF_CUSTOM_FUNCTIONS: Final = ("custom_bwd", "custom_fwd")
 
 @dataclass(frozen=True)
 class Patch:
-    """Some names of one module or class of PyTorch's, which get other values for a time."""
+    """Names of one module or class of PyTorch that have other values while the patch lasts."""
 
     owner: str
-    """Where they are, as `pkgutil.resolve_name` reads it: a module, or "module:class"."""
+    """The module or class, in the notation of `pkgutil.resolve_name`: a module, or "module:class"."""
     names: tuple[str, ...]
     reason: str
     begins: str
-    """The feature that makes the patch when it is first used."""
+    """The feature that first makes the patch."""
     ends: str
-    seen: str = "2.11 to 2.15"
-    """The versions of PyTorch on which it was seen to work, and what differs between them."""
+    versions: str = "2.11 to 2.15"
+    """The versions of PyTorch with which it was tested, and the differences between them."""
 
 
 _INSTALLED: Final = "precast.install()", "when the last installation ends"
@@ -58,22 +58,22 @@ PATCHES: Final = (
     Patch(
         "torch",
         ("clear_autocast_cache",),
-        "A program that clears PyTorch's weight cache means precast's too, and nothing public tells of it.",
+        "A program that clears PyTorch's weight cache also means precast's, and there is no public event for it.",
         "when a policy's kernels are registered, for the first region or installation",
         "when they are taken off, with the last installation",
     ),
     Patch(
         "torch.compiler.config",
         ("cache_key_tag",),
-        "The compiler's cache on disk must tell policies apart; a plain tag would hide the user's own.",
+        "The compiler's cache on disk must distinguish policies; a plain tag would hide the user's own.",
         "when the kernels of a policy unlike PyTorch's are registered",
         "when they are taken off, with the last installation",
     ),
     Patch(
         "torch._functorch.config",
         ("backward_pass_autocast",),
-        "PyTorch records the backward pass of a compiled function in the regions around its forward: a part in float32 "
-        "is differentiated in 16 bits. A setting by the user is for the whole process, and comes first.",
+        "PyTorch records the backward pass of a compiled function in the regions around its forward: float32 parts are "
+        "differentiated in 16 bits. A setting by the user is for the whole process, and has priority.",
         "when a policy's kernels are registered, for the first region or installation",
         "when they are taken off, with the last installation",
         "2.13",
@@ -84,8 +84,8 @@ PATCHES: Final = (
             "_checkpoint_without_reentrant_generator",
             "_checkpoint_without_reentrant_generator_impl",
         ),
-        "A checkpoint restores PyTorch's flags when it runs a function again, and no policy; nothing public sees that "
-        "it runs again, as `context_fn` belongs to the caller.",
+        "A checkpoint restores PyTorch's flags when it reruns a function, but no policy; there is no public event for "
+        "the rerun, because `context_fn` belongs to the caller.",
         "when the first region is opened, or the first module with a rule is called",
         "when the kernels are taken off, with the last installation",
         "2.11 to 2.15; the second name exists since 2.14, and the first calls it",
@@ -101,14 +101,15 @@ PATCHES: Final = (
         "torch._functorch.utils",
         ("unwrap_dead_wrappers",),
         "A custom autograd function gets the float32 casts of 16-bit weights; no function mode sees its `apply`, which "
-        "calls this for its arguments.",
+        "calls this function with its arguments.",
         "when a module whose rule asks for such casts is first called",
         "when the kernels are taken off, with the last installation",
     ),
     Patch(
         "torch.amp.autocast_mode:_UnmanagedAutocast",
         ("__enter__", "__exit__"),
-        "A compiled graph contains PyTorch's regions only; one that names a policy is opened as a region of precast's.",
+        "A compiled graph contains PyTorch's regions only; one that names a policy is entered as a region of "
+        "precast's.",
         "when torch.compile first traces a region of precast",
         f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
         "2.11 to 2.15; 2.11 has no such class, and torch.autocast itself is patched",
@@ -117,7 +118,7 @@ PATCHES: Final = (
         "torch._dynamo.output_graph:OutputGraph",
         ("call_user_compiler",),
         "An error in a compiled graph leaves its regions open, as a graph has no `finally`. Backends are the user's, "
-        "and nothing public is called around the graphs that they return.",
+        "and there is no public hook around the graphs that they return.",
         "when torch.compile first traces a region of precast",
         f"{WITH_THE_PROCESS}: a compiled graph may run at any time",
         "2.13",
@@ -125,8 +126,8 @@ PATCHES: Final = (
     Patch(
         "torch:autocast",
         ("__enter__", "__exit__"),
-        "TorchScript's optimiser knows only PyTorch's policy, so it is off in PyTorch's regions under another one. A "
-        "report names the policy under which an operation of a region would not have failed.",
+        "TorchScript's optimiser applies PyTorch's policy only, so it is disabled in PyTorch's regions with another "
+        "one. A report names the policy with which a failed operation of a region would have succeeded.",
         "precast.install() of a policy unlike PyTorch's; precast run with PyTorch's",
         f"{_INSTALLED[1]}, or when the program does",
     ),
@@ -134,7 +135,7 @@ PATCHES: Final = (
         Patch(
             owner,
             names,
-            "Code that is imported later and says PyTorch's name gets precast's scaler or decorator.",
+            "Code that is imported later and uses PyTorch's name gets precast's scaler or decorator.",
             *_INSTALLED,
         )
         for owner, names in (
@@ -152,39 +153,39 @@ PATCHES: Final = (
     Patch(
         "torch.nn:Module",
         ("__call__",),
-        "Models are found when they are called. Public hooks for all modules take every call off its short path, and a "
-        "model from torch.compile warns of them.",
+        "Models are detected when they are called. Public hooks for all modules take every call off its fast path, and "
+        "a model from torch.compile warns about them.",
         "precast.install() of a policy with rules for modules; precast run",
         "when the last of those ends",
     ),
     Patch(
         "torch.distributed:ProcessGroup",
         WRITING_COLLECTIVES,
-        "What a collective writes moves no version counter, and nothing public tells of it. All of torch.distributed "
-        "calls these methods, whoever imported which of its functions; DDP's own calls do not come by.",
+        "Writes by collectives move no version counter, and there is no public event for them. All of "
+        "torch.distributed calls these methods, also functions imported earlier; DDP's own calls do not pass here.",
         "precast.attach() with held weights",
         "when the last attachment ends",
     ),
     Patch(
         "torch",
         ("autocast_decrement_nesting", "autocast_increment_nesting", "set_autocast_enabled"),
-        "A trace says which region an operation ran in. What a dispatch mode sees runs with all autocast keys "
-        "excluded, so that PyTorch's own flags say nothing there.",
+        "A trace reports the region of each operation. A dispatch mode runs with all autocast keys excluded, so "
+        "PyTorch's own flags are off there.",
         "the first precast.trace() that opens",
         "the last one that closes",
     ),
     Patch(
         "torch.autograd",
         ("backward",),
-        "A report needs the losses, which are where backward passes begin: hooks of autograd see nodes and gradients, "
-        "and never the tensor. Tensor.backward looks the function up there.",
+        "A report needs the losses, where backward passes begin: autograd hooks see nodes and gradients, "
+        "but not the tensor. Tensor.backward looks this function up here.",
         "precast run",
         "when the program ends, or its report is complete",
     ),
     Patch(
         "torch.amp:GradScaler",
         ("scale", "step", "unscale_", "update"),
-        "A report tells which steps PyTorch's own scaler skipped; it has no hooks.",
+        "A report counts the steps that PyTorch's own scaler skipped; the scaler has no hooks.",
         "precast run",
         "when the program ends, or its report is complete",
     ),
@@ -192,7 +193,7 @@ PATCHES: Final = (
         Patch(
             owner,
             ("clip_grad_norm_", "clip_grad_value_"),
-            "A report names the line that clips gradients which are still scaled; no hook tells of clipping.",
+            "A report names the line that clips gradients before they are unscaled; there is no hook for clipping.",
             "precast run",
             "when the program ends, or its report is complete",
         )
@@ -201,8 +202,8 @@ PATCHES: Final = (
     Patch(
         "torch.optim.swa_utils:AveragedModel",
         ("update_parameters",),
-        "An average in float32 of weights in bfloat16: PyTorch's functions for lists of tensors refuse two dtypes, and "
-        "nothing public says from which values an average is updated.",
+        "A float32 average of bfloat16 weights: PyTorch's functions for lists of tensors refuse two dtypes, and there "
+        "is no public way to set the values from which an average is updated.",
         "precast.optim.bfloat16_weights",
         f"{WITH_THE_PROCESS}: the weights stay in bfloat16, and averages of them in float32",
         "2.13",
@@ -210,8 +211,8 @@ PATCHES: Final = (
     Patch(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         ("dispatch",),
-        "Some operations refuse mixed dtypes on tensors with numbers and take them on tensors without, or give their "
-        "result in another dtype there. An export records what is said without numbers.",
+        "Some operations refuse mixed dtypes on real tensors and accept them on fake ones, or return another dtype "
+        "there. An export records the results of fake tensors.",
         "precast.export()",
         "when the model is recorded",
         "2.13",
@@ -220,8 +221,8 @@ PATCHES: Final = (
         Patch(
             owner,
             names,
-            "AOTInductor adds numbers in another order than PyTorch's kernels, and its package would differ from the "
-            "program. It has no option to leave single operations to these.",
+            "AOTInductor sums in another order than PyTorch's kernels, so its package would differ from the "
+            "program. It has no option to use these kernels for single operations.",
             "precast export --to aoti",
             "when the package is compiled",
             "2.13",
@@ -235,4 +236,4 @@ PATCHES: Final = (
         )
     ),
 )
-"""Everything of PyTorch's that precast replaces."""
+"""All patches of precast's."""

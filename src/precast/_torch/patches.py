@@ -1,12 +1,12 @@
-"""Makes every patch of PyTorch that precast needs.
+"""All patches of PyTorch that precast makes.
 
 Invariants:
 
-- importing precast patches nothing: each patch is made when a feature that needs it is first used;
-- nothing is patched that `patch_list.PATCHES` does not list, and all that it lists is patched here;
-- a patch that ends puts back what it found, unless somebody has replaced that meanwhile: then theirs stays.
+- importing precast patches nothing: the first use of a feature makes the patches that it needs;
+- exactly the names in `patch_list.PATCHES` are patched here;
+- the end of a patch restores the original, unless other code has replaced the name since: then that stays.
 
-Hooks that PyTorch offers (on modules, optimizers, parameters) are no patches; the files that use them set them.
+Hooks that PyTorch offers (on modules, optimizers, parameters) are not patches; the files that use them set them.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def _check_listed(owner: str, name: str) -> None:
 
 
 def replace_names(owner: str, **values: object) -> Stop:
-    """Gives names of a module or class of PyTorch's other values; calling what this returns ends that.
+    """Replace names of a module or class of PyTorch; return a function that restores them.
 
     Args:
-        owner: the module or class, as `patch_list.Patch.owner` spells it.
-        values: the names, all of which are listed, and their new values.
+        owner: the module or class, in the notation of `patch_list.Patch.owner`.
+        values: the names, all listed for that owner, and their new values.
     """
     for name in values:
         _check_listed(owner, name)
@@ -80,7 +80,7 @@ def replace_names(owner: str, **values: object) -> Stop:
     def stop() -> None:
         for name, original in originals.items():
             if vars(where).get(name) is not values[name]:
-                continue  # somebody has replaced it after us, and calls us
+                continue  # other code has replaced it since, and calls ours
             if original is _INHERITED:
                 delattr(where, name)
             else:
@@ -89,8 +89,8 @@ def replace_names(owner: str, **values: object) -> Stop:
     return stop
 
 
-class _Shared:
-    """A patch that is made for the first who asks for it, in any thread, and tells its listeners something."""
+class _SharedPatch:
+    """A patch shared by several listeners: made for the first one, in any thread, and ended after the last one."""
 
     def __init__(self, make: Callable[[list[Any]], list[Stop]]) -> None:
         self._make = make
@@ -98,21 +98,21 @@ class _Shared:
         self._listeners: list[Any] = []
 
     def begin(self) -> None:
-        """Makes the patch. Does nothing where it is made already."""
+        """Make the patch, if it is not made yet."""
         if not self._stops:
             with _lock:
                 self._stops = self._stops or self._make(self._listeners)
 
     def end(self) -> None:
-        """Ends the patch. Does nothing where there is none."""
+        """End the patch, if it is made."""
         with _lock:
             while self._stops:
                 self._stops.pop()()
-            self._listeners.clear()  # somebody may go on calling what was patched
+            self._listeners.clear()  # other code may keep calling the patched function
             self._listeners = []
 
-    def tell(self, *listeners: Any) -> None:
-        """Has the patch tell these, and no others; without any, it ends."""
+    def set(self, *listeners: Any) -> None:
+        """Replace the listeners; without any, end the patch."""
         with _lock:
             self._listeners[:] = listeners
             if listeners:
@@ -121,13 +121,13 @@ class _Shared:
                 self.end()
 
     def add(self, listener: Any) -> Stop:
-        """Has the patch tell this one after the others; calling what is returned ends that."""
+        """Add a listener after the others; return a function that removes it."""
         with _lock:
-            self.tell(*self._listeners, listener)
+            self.set(*self._listeners, listener)
 
         def stop() -> None:
             with _lock:
-                self.tell(*(known for known in self._listeners if known is not listener))
+                self.set(*(each for each in self._listeners if each is not listener))
 
         return stop
 
@@ -136,24 +136,25 @@ class _Shared:
 
 
 def on_cleared_cache(clear: Callable[[bool], None] | None) -> None:
-    """Has `clear` called whenever PyTorch's weight cache is cleared; None ends that.
+    """Call `clear` whenever PyTorch's weight cache is cleared; None ends that.
 
-    It is told whether a program asked for it. PyTorch's regions look up `torch.clear_autocast_cache` when they end.
+    Its argument is True if the program cleared the cache, False if the end of a region did. PyTorch's regions look up
+    `torch.clear_autocast_cache` when they end.
     """
-    _cleared_cache.tell(*([clear] if clear else []))
+    _cleared_cache.set(*([clear] if clear else []))
 
 
 def clear_autocast_cache() -> None:
-    """Clears PyTorch's weight cache alone. `torch._C` has the function as it was (2.11 to 2.15)."""
+    """Clear PyTorch's weight cache alone. `torch._C` has the unpatched function (2.11 to 2.15)."""
     torch._C.clear_autocast_cache()
 
 
-def _hear_cleared_cache(listeners: list[Callable[[bool], None]]) -> list[Stop]:
+def _patch_cache_clearing(listeners: list[Callable[[bool], None]]) -> list[Stop]:
     pytorchs = torch.clear_autocast_cache
 
     @never_compiled
     def clear_autocast_cache() -> None:
-        """Drops the lower-precision copies of weights, PyTorch's and precast's."""
+        """Drop the lower-precision copies of weights, PyTorch's and precast's."""
         by_region = sys._getframe(1).f_code is torch.autocast.__exit__.__code__
         for clear in listeners:
             clear(not by_region)
@@ -162,23 +163,23 @@ def _hear_cleared_cache(listeners: list[Callable[[bool], None]]) -> list[Stop]:
     return [replace_names("torch", clear_autocast_cache=clear_autocast_cache)]
 
 
-_cleared_cache: Final = _Shared(_hear_cleared_cache)
+_cleared_cache: Final = _SharedPatch(_patch_cache_clearing)
 
 
 # --- checkpoints ---
 
 checkpoint_wrappers: Final[list[Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
-"""Each is given the function of a `torch.utils.checkpoint`, and returns what runs in its place, in backward too. The
-first is the outermost."""
+"""Each function gets the function of a `torch.utils.checkpoint`, and returns its replacement, also for the rerun in
+backward. The first is the outermost."""
 
 
 def wrap_checkpoints() -> None:
-    """From now on the functions of checkpoints are given to `checkpoint_wrappers`."""
+    """Apply `checkpoint_wrappers` to the functions of checkpoints from now on."""
     _checkpoints.begin()
 
 
 def unwrap_checkpoints() -> None:
-    """Ends that; functions that have been wrapped stay wrapped."""
+    """End `wrap_checkpoints`; functions that are already wrapped stay wrapped."""
     _checkpoints.end()
 
 
@@ -209,22 +210,22 @@ def _patch_checkpoints(_: list[Any]) -> list[Stop]:
     ]
 
 
-_checkpoints: Final = _Shared(_patch_checkpoints)
+_checkpoints: Final = _SharedPatch(_patch_checkpoints)
 
 
 # --- custom autograd functions ---
 
 custom_function_arguments: Final[list[Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
-"""Each is given the arguments of a `torch.autograd.Function`, and returns those that it is applied to."""
+"""Each function gets the arguments of a `torch.autograd.Function`, and returns the arguments to use."""
 
 
 def wrap_custom_functions() -> None:
-    """From now on the arguments of custom functions are given to `custom_function_arguments`."""
+    """Apply `custom_function_arguments` to the arguments of custom functions from now on."""
     _custom_functions.begin()
 
 
 def unwrap_custom_functions() -> None:
-    """End that."""
+    """End `wrap_custom_functions`."""
     _custom_functions.end()
 
 
@@ -242,7 +243,7 @@ def _patch_custom_functions(_: list[Any]) -> list[Stop]:
     return [replace_names("torch._functorch.utils", unwrap_dead_wrappers=unwrap_dead_wrappers)]
 
 
-_custom_functions: Final = _Shared(_patch_custom_functions)
+_custom_functions: Final = _SharedPatch(_patch_custom_functions)
 
 
 # --- regions ---
@@ -257,11 +258,11 @@ _exit: Callable[..., Any] = torch.autocast.__exit__
 def on_graph_region(
     open_region: OpenRegion, end_after_error: Callable[[Callable[[], Any]], Any]
 ) -> None:
-    """Has regions in a graph whose `cache_enabled` is text opened by ``open_region(device, dtype, enabled, text)``.
+    """Open regions in a graph whose `cache_enabled` is a string with ``open_region(device, dtype, enabled, text)``.
 
-    Dynamo puts a region into a graph as two calls with constant arguments, which run when the graph is traced further
-    or, with the backend "eager", each time. Dynamo knows PyTorch's regions only, and no other argument of theirs can
-    say which policy is meant. What `open_region` returns is entered and left in the place of PyTorch's region.
+    Dynamo puts a region into a graph as two calls with constant arguments. They run when the graph is traced further
+    or, with the backend "eager", in each call. Dynamo supports PyTorch's regions only, and no other argument of theirs
+    can name the policy. The result of `open_region` is entered and left in place of PyTorch's region.
 
     A graph has no `finally`: an error in it leaves its regions open. So each call of a graph with regions, and each
     compilation of one, is made by ``end_after_error(run)``.
@@ -274,7 +275,7 @@ def on_graph_region(
 
 @wraps(_enter)
 def enter_region(region: Any) -> Any:
-    """`torch.autocast.__enter__`, which also knows regions that name a policy."""
+    """Enter a region of PyTorch's as `torch.autocast.__enter__` does; a region that names a policy as precast's."""
     text = region._cache_enabled
     if not isinstance(text, str):
         return _enter(region)
@@ -285,7 +286,7 @@ def enter_region(region: Any) -> Any:
 
 @wraps(_exit)
 def exit_region(region: Any, *exc_info: Any) -> Any:
-    """`torch.autocast.__exit__`, which also knows regions that name a policy."""
+    """Leave a region as `torch.autocast.__exit__` does, or the region of precast's in its place."""
     ours = vars(region).get("_precast")
     return _exit(region, *exc_info) if ours is None else ours.__exit__(*exc_info)
 
@@ -297,7 +298,7 @@ def _patch_graph_regions(_: list[Any]) -> list[Stop]:
 
 
 _GRAPHS_HAVE_THEIR_OWN: Final = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")  # since 2.12
-_graph_regions: Final = _Shared(_patch_graph_regions)
+_graph_regions: Final = _SharedPatch(_patch_graph_regions)
 
 
 def _patch_graph_calls(_: list[Any]) -> list[Stop]:
@@ -309,7 +310,7 @@ def _patch_graph_calls(_: list[Any]) -> list[Stop]:
         if not _has_regions(graph):
             return original(self, graph, *args)
         compiled = _end_after_error[0](lambda: original(self, graph, *args))
-        # Other kinds of objects are for the compiler's cache of whole functions, and contain no regions.
+        # Other objects are for the compiler's cache of whole functions, and contain no regions.
         if not isinstance(compiled, FunctionType | MethodType):
             return compiled
 
@@ -329,85 +330,85 @@ def _has_regions(graph: torch.fx.GraphModule) -> bool:
     return any(node.target is enter for each in graphs for node in each.nodes)
 
 
-_graph_calls: Final = _Shared(_patch_graph_calls)
+_graph_calls: Final = _SharedPatch(_patch_graph_calls)
 
 
 def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Stop:
-    """Has PyTorch's regions entered by ``enter(region)`` and left by ``leave(region, *exc_info)``.
+    """Enter PyTorch's regions by ``enter(region)`` and leave them by ``leave(region, *exc_info)``.
 
-    These are to call `enter_region` and `exit_region` in turn. Calling what this returns ends it.
+    These call `enter_region` and `exit_region`. Returns a function that ends it.
     """
     if not _GRAPHS_HAVE_THEIR_OWN:
-        _graph_regions.begin()  # first, as it stays when this ends: there, both replace the same methods
+        _graph_regions.begin()  # first, because it outlasts this one, and both replace the same methods
     return replace_names("torch:autocast", __enter__=enter, __exit__=leave)
 
 
-def on_region_error(tell: Callable[[BaseException, str, torch.dtype], None]) -> Stop:
-    """Has ``tell(error, device_type, dtype)`` called when an error leaves a region of PyTorch's that is enabled.
+def on_region_error(listener: Callable[[BaseException, str, torch.dtype], None]) -> Stop:
+    """Call ``listener(error, device_type, dtype)`` when an error leaves an enabled region of PyTorch's.
 
-    Calling what this returns ends that.
+    Returns a function that ends it.
     """
 
     @wraps(_exit)
     def leave(region: Any, *exc_info: Any) -> Any:
         error = exc_info[1] if len(exc_info) > 1 else None
         if error is not None and region._enabled:
-            tell(error, region.device, region.fast_dtype)
+            listener(error, region.device, region.fast_dtype)
         return exit_region(region, *exc_info)
 
     return replace_regions(enter_region, leave)
 
 
 class RegionListener(Protocol):
-    """Who is told of regions."""
+    """Functions that are called for each region."""
 
     def entered(self) -> None:
-        """A region is being entered, by the caller's caller."""
+        """Called before a region is entered, by the caller's caller."""
 
     def left(self) -> None:
-        """A region ends."""
+        """Called before a region ends."""
 
     def switched(self, device_type: str, enabled: bool) -> None:
-        """Autocast is switched on or off."""
+        """Called after autocast is switched on or off."""
 
 
 def on_fake_operation(listener: Callable[[Any, Any, Any], Callable[[Any], Any] | None]) -> Stop:
-    """Has ``listener(overload, args, kwargs)`` called before each operation on tensors without numbers, in any thread.
+    """Call ``listener(overload, args, kwargs)`` before each operation on fake tensors, in any thread.
 
-    What it raises the operation raises. If it returns a function, that gets the result, and what it makes of it is the
-    result. Calling what this returns ends that.
+    The operation raises its exceptions. If it returns a function, that gets the result and returns the final one.
+    Returns a function that ends it.
     """
     return _fake_operations.add(listener)
 
 
-def _make_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
+def _patch_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     original = FakeTensorMode.dispatch
 
     @wraps(original)
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [listener(func, args, kwargs or {}) for listener in tuple(listeners)]
+        changes = [listener(func, args, kwargs or {}) for listener in tuple(listeners)]
         result = original(self, func, types, args, kwargs or {})
-        for change in found:
+        for change in changes:
             result = result if change is None else change(result)
         return result
 
     return [replace_names("torch._subclasses.fake_tensor:FakeTensorMode", dispatch=dispatch)]
 
 
-_fake_operations: Final = _Shared(_make_fake_operations)
+_fake_operations: Final = _SharedPatch(_patch_fake_operations)
 
 
 Read = Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]
 
 
 def on_average(read: Read) -> None:
-    """Have an `AveragedModel` update itself from ``read(average, model)`` in the place of `model`.
+    """Make an `AveragedModel` update itself from ``read(average, model)`` instead of `model`.
 
     Only `parameters()` and `buffers()` of the result are called.
     """
-    _averages.tell(read)
+    _averages.set(read)
 
 
 def _patch_averages(readers: list[Read]) -> list[Stop]:
@@ -426,136 +427,136 @@ def _patch_averages(readers: list[Read]) -> list[Stop]:
     ]
 
 
-_averages: Final = _Shared(_patch_averages)
+_averages: Final = _SharedPatch(_patch_averages)
 
 
 def on_regions(listener: RegionListener | None) -> None:
-    """Has a listener told of all regions, PyTorch's and precast's; None ends that.
+    """Call a listener for all regions, PyTorch's and precast's; None ends that.
 
     All regions look up the functions that count them and that switch autocast.
     """
-    _regions.tell(*([listener] if listener else []))
+    _regions.set(*([listener] if listener else []))
 
 
-def _hear_regions(listeners: list[RegionListener]) -> list[Stop]:
+def _patch_region_functions(listeners: list[RegionListener]) -> list[Stop]:
     increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     set_enabled: Any = torch.set_autocast_enabled
 
     def autocast_increment_nesting() -> int:
-        for one in listeners:
-            one.entered()
+        for listener in listeners:
+            listener.entered()
         return increment()
 
     def autocast_decrement_nesting() -> int:
-        for one in listeners:
-            one.left()
+        for listener in listeners:
+            listener.left()
         return decrement()
 
     def set_autocast_enabled(*args: Any) -> None:
         set_enabled(*args)
-        for one in listeners:
-            one.switched(*(args if len(args) == 2 else ("cuda", *args)))
+        for listener in listeners:
+            listener.switched(*(args if len(args) == 2 else ("cuda", *args)))
 
-    ours = (autocast_increment_nesting, autocast_decrement_nesting, set_autocast_enabled)
-    return [replace_names("torch", **{each.__name__: never_compiled(each) for each in ours})]
+    functions = (autocast_increment_nesting, autocast_decrement_nesting, set_autocast_enabled)
+    return [replace_names("torch", **{each.__name__: never_compiled(each) for each in functions})]
 
 
-_regions: Final = _Shared(_hear_regions)
+_regions: Final = _SharedPatch(_patch_region_functions)
 
 
 # --- backward passes, calls of modules, scalers ---
 
 
-def on_backward(tell: Callable[[Any, Any], None]) -> Stop:
-    """Has ``tell(roots, gradients)`` called before each backward pass; calling what this returns ends that."""
+def on_backward(listener: Callable[[Any, Any], None]) -> Stop:
+    """Call ``listener(roots, gradients)`` before each backward pass; return a function that ends that."""
     backward = torch.autograd.backward
 
     @never_compiled
     @wraps(backward)
-    def told(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-        tell(tensors, grad_tensors)
+    def wrapper(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        listener(tensors, grad_tensors)
         backward(tensors, grad_tensors, *args, **kwargs)
 
-    return replace_names("torch.autograd", backward=told)
+    return replace_names("torch.autograd", backward=wrapper)
 
 
 Outermost = Callable[[torch.nn.Module, Callable[[], Any]], Any]
 
 
 def on_module_call(outermost: Outermost) -> Stop:
-    """Has ``outermost(module, run)`` make each call of a module from outside of all modules, in any thread.
+    """Run each outermost call of a module as ``outermost(module, run)``, in any thread.
 
-    Of several, each is what the one after it runs. Calling what this returns ends it.
+    With several, each runs inside the next one. Returns a function that ends it.
     """
     return _module_calls.add(outermost)
 
 
 def _patch_module_calls(listeners: list[Outermost]) -> list[Stop]:
-    kind: Any = torch.nn.Module
-    call = kind.__call__
-    here = threading.local()
+    module_class: Any = torch.nn.Module
+    call = module_class.__call__
+    thread = threading.local()
 
     @wraps(call)
     def __call__(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        # The first is a constant where the compiler traces: nothing of this is in a graph.
-        if torch.compiler.is_compiling() or getattr(here, "inside", False):
+        # `is_compiling` is a constant where the compiler traces, so nothing of this enters a graph.
+        if torch.compiler.is_compiling() or getattr(thread, "inside", False):
             return call(module, *args, **kwargs)
-        here.inside = True
+        thread.inside = True
         try:
-            return _made_by(tuple(listeners), module, lambda: call(module, *args, **kwargs))
+            return _run_through(tuple(listeners), module, lambda: call(module, *args, **kwargs))
         finally:
-            here.inside = False
+            thread.inside = False
 
     return [replace_names("torch.nn:Module", __call__=__call__)]
 
 
-def _made_by(
+def _run_through(
     listeners: tuple[Outermost, ...], module: torch.nn.Module, run: Callable[[], Any]
 ) -> Any:
     if not listeners:
         return run()
-    return listeners[-1](module, lambda: _made_by(listeners[:-1], module, run))
+    return listeners[-1](module, lambda: _run_through(listeners[:-1], module, run))
 
 
-_module_calls: Final = _Shared(_patch_module_calls)
+_module_calls: Final = _SharedPatch(_patch_module_calls)
 
 
 def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
-    """Has ``act(scaler, run, *args)`` make each call of a method of PyTorch's scaler; what ends that is returned."""
+    """Run each call of a method of PyTorch's scaler as ``act(scaler, run, *args)``; return a function that ends it."""
     plain = vars(torch.amp.GradScaler)[name]
 
     @wraps(plain)
-    def called(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        # The first is a constant where the compiler traces: nothing of this is in a graph.
+    def wrapper(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        # `is_compiling` is a constant where the compiler traces, so nothing of this enters a graph.
         if torch.compiler.is_compiling() or not (is_real() and scaler.is_enabled()):
             return plain(scaler, *args, **kwargs)
-        given = args or tuple(kwargs.values())
-        return act(scaler, lambda: plain(scaler, *args, **kwargs), *given)
+        values = args or tuple(kwargs.values())
+        return act(scaler, lambda: plain(scaler, *args, **kwargs), *values)
 
-    return replace_names("torch.amp:GradScaler", **{name: called})
+    return replace_names("torch.amp:GradScaler", **{name: wrapper})
 
 
 def on_gradient_clipping(act: Callable[..., Any]) -> Stop:
-    """Has ``act(name, run, parameters, limit)`` make each call that clips gradients; what ends that is returned.
+    """Run each call that clips gradients as ``act(name, run, parameters, limit)``; return a function that ends that.
 
     ``run(parameters)`` clips.
     """
     from torch.nn.utils import clip_grad
 
-    def acting(name: str) -> Callable[..., Any]:
+    def clipping(name: str) -> Callable[..., Any]:
         plain = getattr(clip_grad, name)
 
         @wraps(plain)
-        def called(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            # The first is a constant where the compiler traces: nothing of this is in a graph.
+        def wrapper(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            # `is_compiling` is a constant where the compiler traces, so nothing of this enters a graph.
             if torch.compiler.is_compiling() or not is_real():
                 return plain(parameters, *args, **kwargs)
             limit = args or [kwargs[key] for key in ("max_norm", "clip_value") if key in kwargs]
             return act(name, lambda each: plain(each, *args, **kwargs), parameters, *limit[:1])
 
-        return called
+        return wrapper
 
-    calls = {name: acting(name) for name in ("clip_grad_norm_", "clip_grad_value_")}
+    calls = {name: clipping(name) for name in ("clip_grad_norm_", "clip_grad_value_")}
     owners = ("torch.nn.utils", "torch.nn.utils.clip_grad")
     ends = ExitStack()
     for owner in owners:
@@ -566,22 +567,22 @@ def on_gradient_clipping(act: Callable[..., Any]) -> Stop:
 # --- collectives ---
 
 
-def on_collectives(tell: Callable[[list[torch.Tensor]], None]) -> Stop:
-    """Has `tell` called with the tensors of each collective that Python calls; calling what this returns ends that."""
+def on_collectives(listener: Callable[[list[torch.Tensor]], None]) -> Stop:
+    """Call `listener` with the tensors of each collective called from Python; return a function that ends that."""
     if not torch.distributed.is_available():
         return lambda: None
     group: Any = torch.distributed.ProcessGroup
 
-    def telling(call: Callable[..., Any]) -> Callable[..., Any]:
+    def listening(call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            tell(list(_tensors_of([*args[1:], *kwargs.values()])))
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            listener(list(_tensors_of([*args[1:], *kwargs.values()])))
             return call(*args, **kwargs)
 
-        return told
+        return wrapper
 
     names = [name for name in WRITING_COLLECTIVES if name in vars(group)]
-    calls = {name: telling(getattr(group, name)) for name in names}
+    calls = {name: listening(getattr(group, name)) for name in names}
     return replace_names("torch.distributed:ProcessGroup", **calls)
 
 

@@ -1,8 +1,8 @@
-"""PyTorch's own threads, and the thread-local values that they inherit from the thread they work for.
+"""PyTorch's own threads, and the thread-local values that they inherit from the thread that uses them.
 
 Invariants:
 
-- a value stays alive until PyTorch releases it, and the process waits for that before it ends.
+- a value lives until PyTorch releases it, and the process waits for that before it ends.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ __all__ = [
 
 
 def in_pool_thread() -> bool:
-    """Whether this thread was not started by Python, but by PyTorch or another library of compiled code."""
+    """Return True if compiled code (PyTorch or another library) started this thread, not Python."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def set_inherited_tls(key: str, value: object) -> None:
-    """Gives `value` to the threads of PyTorch's own that work for this one: deep backward, `torch.jit.fork`.
+    """Pass `value` to the threads of PyTorch's own that work for this one: deep backward, `torch.jit.fork`.
 
-    Such threads inherit this thread's dispatch keys, autocast's too, but none of Python's thread-local values (2.13).
+    They inherit this thread's dispatch keys, autocast's included, but no thread-local values of Python (2.13).
     """
     if VERSION < (2, 12):
-        # PyTorch keeps the value without counting its reference, and releases that reference later.
+        # PyTorch stores the value without incrementing its reference count, and decrements it later.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     if (thread := threading.get_native_id()) not in _lenders:
-        _note_lender(thread)
+        _add_lender(thread)
     torch._C._stash_obj_in_tls(key, value)
 
 
 def inherited_tls(key: str) -> Any:
-    """The value under `key` of the thread that this one works for, or None."""
+    """Return the value for `key` of the thread that this one works for, or None."""
     return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
 
 
 _lenders: Final[set[int]] = set()
-"""The threads whose values others inherit, by the system's numbers; those that have ended are removed now and then."""
+"""Native ids of the threads whose values others inherit; ids of ended threads are removed occasionally."""
 
 
-def _note_lender(thread: int) -> None:
+def _add_lender(thread: int) -> None:
     if len(_lenders) >= 1024:
-        _lenders.difference_update([t for t in list(_lenders) if not _runs(t)])
+        _lenders.difference_update([t for t in list(_lenders) if not _exists(t)])
     _lenders.add(thread)
 
 
-def _runs(thread: int) -> bool:
-    """Whether the system still has a thread, as Linux says it; elsewhere False."""
+def _exists(thread: int) -> bool:
+    """Return True if the operating system still has a thread; on Linux only, elsewhere False."""
     return os.path.exists(f"/proc/self/task/{thread}")
 
 
 @atexit.register
 def _await_lenders() -> None:
-    """Waits, before Python ends, for threads that have ended for Python and not yet for the system.
+    """Before Python ends, wait for threads that have ended in Python but not yet in the operating system.
 
-    They release their values when they end for the system. For that they take the interpreter's lock, which would abort
-    a process in which Python has ended already (2.13).
+    They release their values at their end, and take the GIL for that, which aborts the process once Python has ended
+    (2.13).
     """
     alive = {thread.native_id for thread in threading.enumerate()}
-    until = time.monotonic() + 5.0
+    deadline = time.monotonic() + 5.0
     for thread in _lenders - alive:
-        while _runs(thread) and time.monotonic() < until:
+        while _exists(thread) and time.monotonic() < deadline:
             time.sleep(0.001)

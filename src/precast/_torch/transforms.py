@@ -2,7 +2,7 @@
 
 Invariants:
 
-- each answer is about the thread that asks.
+- each function is about the calling thread.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ __all__ = [
 ]
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""What `torch.jit.is_tracing` calls; it is asked for each operation of a region, so one call less counts (2.13)."""
+"""The function that `torch.jit.is_tracing` calls; used directly, as regions call it for each operation (2.13)."""
 
 
 def optimizes_torchscript() -> bool:
-    """Whether scripted functions that start in this thread are optimised (2.13).
+    """Return True if scripted functions that start in this thread are optimised (2.13).
 
     The optimiser writes PyTorch's casts into a graph, whatever the policy, and differentiates graphs without regard to
-    casts that are made below. Where it is off, a scripted function runs operation by operation, as in Python.
+    casts that are made below. Without it, a scripted function runs operation by operation, as in Python.
     """
     optimizes: bool = torch._C._get_graph_executor_optimize()
     return optimizes
 
 
 def optimize_torchscript(optimize: bool) -> None:
-    """Switches TorchScript's optimiser on or off in this thread; the getter is the setter (2.13)."""
+    """Enable or disable TorchScript's optimiser in this thread; the getter is also the setter (2.13)."""
     torch._C._get_graph_executor_optimize(optimize)
 
 
 innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-"""The `torch.func` transform (vmap, grad ...) that is running in this thread, and None without one (2.13)."""
+"""Return the `torch.func` transform (vmap, grad ...) that is running in this thread; None without one (2.13)."""
 
 
 def is_functorch_active() -> bool:
-    """Whether a `torch.func` transform (vmap, grad ...) is running in this thread."""
+    """Return True if a `torch.func` transform (vmap, grad ...) is running in this thread."""
     return innermost_transform() is not None
 
 
 def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper that a `torch.func` transform or `is_grads_batched` has made (2.13)."""
+    """Return True if a tensor is a wrapper made by a `torch.func` transform or by `is_grads_batched` (2.13)."""
     functorch = torch._C._functorch
-    wraps: bool = functorch.is_functorch_wrapped_tensor(tensor)
-    return wraps or functorch.is_legacy_batchedtensor(tensor)
+    is_wrapper: bool = functorch.is_functorch_wrapped_tensor(tensor)
+    return is_wrapper or functorch.is_legacy_batchedtensor(tensor)
 
 
 def in_forward_mode() -> bool:
-    """Whether a `torch.autograd.forward_ad.dual_level` is open, so that tensors may have tangents (2.13)."""
+    """Return True if a `torch.autograd.forward_ad.dual_level` is open, so that tensors may have tangents (2.13)."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def is_real() -> bool:
-    """Whether this thread computes numbers: nothing is traced, and no `torch.func` transform is running."""
+    """Return True if this thread runs eagerly: no trace records it and no `torch.func` transform is running."""
     return not is_tracing() and not is_functorch_active()

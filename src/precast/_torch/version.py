@@ -1,4 +1,4 @@
-"""The installed PyTorch, checked before anything of it is used that older ones do not have."""
+"""The version of the installed PyTorch, checked before newer features are used."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from precast._internal import torch_versions
 __all__ = ["VERSION"]
 
 VERSION: Final = torch_versions.check(torch.__version__)
-"""Major and minor number of the installed PyTorch."""
+"""Major and minor version of the installed PyTorch."""

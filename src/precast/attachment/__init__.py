@@ -1,1 +1,1 @@
-"""A policy attached to a model: rules for its modules, and weights that are held between regions."""
+"""Policies attached to models: rules for modules, and weights held between regions."""

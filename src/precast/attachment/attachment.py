@@ -1,10 +1,10 @@
-"""`attach` keeps the 16-bit copies of a model's weights between regions, and gives its modules their own precision.
+"""`attach` keeps the 16-bit copies of a model's weights between regions, and sets the precision of its modules.
 
 Invariants:
 
 - only hooks are added to the model, and `detach` removes them; the copies are in no state dict, pickle or deepcopy;
-- from the next region on, a parameter that was added or replaced is held, and one that was removed is not;
-- a parameter that cannot be held is listed with the reason, and runs as it would without an attachment.
+- a parameter that is added or replaced is held from the next region on, and a removed one is released;
+- a parameter that cannot be held is listed with the reason, and is cast as without an attachment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from precast._internal.display import Card, Displayed, size
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.fsdp import managed_by_fsdp
-from precast.attachment.module_hooks import Applied, apply
+from precast.attachment.module_hooks import AppliedPlan, apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
 from precast.optim.partial_steps import parameters_of
@@ -41,11 +41,11 @@ from precast.weights.held import Copy, HeldParameter
 __all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
 
 _living: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
-"""The attachments that have not ended, whether they hold weights or not."""
+"""The attachments that have not ended, with or without held weights."""
 
 
 class Memory(int):
-    """A number of bytes, which is printed with its unit."""
+    """A number of bytes, printed with its unit."""
 
     def __repr__(self) -> str:
         return f"{int(self):,} bytes"
@@ -102,24 +102,24 @@ def attach(
 
 
 def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """``id`` of each of `parameters` that belongs to an attached model -> its name there."""
-    wanted, named = list(parameters), dict[int, str]()
+    """Return ``id`` -> name in its model for each of `parameters` that belongs to an attached model."""
+    parameters, names = list(parameters), dict[int, str]()
     for model, _ in attached_models():
-        named |= names_in(model, wanted)
-    return named
+        names |= names_in(model, parameters)
+    return names
 
 
 def attached_models() -> list[tuple[nn.Module, Plan | None]]:
-    """Every attached model, with what its attachment's policy means for it."""
-    found = [(attachment._model(), attachment.plan) for attachment in list(_living)]
-    return [(model, planned) for model, planned in found if model is not None]
+    """Return every attached model with the plan of its attachment."""
+    pairs = [(attachment._model(), attachment.plan) for attachment in list(_living)]
+    return [(model, plan) for model, plan in pairs if model is not None]
 
 
 class Attachment(Displayed):
-    """What `attach` returns: a model whose weights are held, and whose modules follow their rules.
+    """A model with held weights and with rules for its modules; returned by `attach`.
 
     Attributes:
-        plan: what the policy means for the model; None where no policy was given.
+        plan: the policy's rules for the model's modules; None without a policy.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class Attachment(Displayed):
         hold: bool = False,
         give_way: Callable[[], None] | None = None,
     ) -> None:
-        """Takes what `attach` has checked; `give_way` is for rules of an installed policy.
+        """Create an attachment from arguments checked by `attach`; `give_way` is for the rules of an installed policy.
 
-        It is called when an attachment of the program's own replaces this one. With it, the plan's tables are not put
-        in force, because the installed policy's are already.
+        It is called when an attachment by the program replaces this one. With it, the plan's tables are not put in
+        force, because the installed policy already is.
 
         Raises:
-            PolicyError: another attachment of the program's own has rules for the same modules.
+            PolicyError: another attachment by the program has rules for the same modules.
         """
         self._model = weakref.ref(model)
         self._name = type(model).__name__
@@ -145,7 +145,7 @@ class Attachment(Displayed):
         self._left_alone: dict[str, str] = {}
         self._modules: frozenset[int] = frozenset()
         self.plan = plan
-        self._rules: Applied | None = None
+        self._rules: AppliedPlan | None = None
         if plan is not None:
             self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
         self._find_parameters()
@@ -158,19 +158,19 @@ class Attachment(Displayed):
 
     @property
     def left_alone(self) -> Mapping[str, str]:
-        """Name of each parameter that is not held -> why."""
+        """Return the name of each parameter that is not held -> the reason."""
         return MappingProxyType(self._left_alone)
 
     def memory(self) -> Memory:
-        """The bytes of all copies that exist now: 2 for each number of a parameter, in each dtype that was used."""
+        """Return the bytes of all present copies: 2 per element of a parameter, for each dtype in use."""
         return Memory(sum(copy.tensor.nbytes for copy in self._copies()))
 
     def refresh(self) -> None:
-        """Renews all copies, whatever the version counters say. Call it after a write through `.data`."""
+        """Rewrite all copies, regardless of version counters. Call it after a write through `.data`."""
         with held.lock:
             self._find_parameters()
             for held_parameter in self._held_parameters.values():
-                held_parameter.drop_unfit()
+                held_parameter.drop_incompatible()
             for copy in self._copies():
                 copy.evict()
             held.renew(self._copies())
@@ -178,21 +178,21 @@ class Attachment(Displayed):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Opens a block that may write parameters through `.data`.
+        """Open a block that may write parameters through `.data`.
 
-        Regions inside cast the weights again, and all copies are renewed when the block ends.
+        Regions inside cast the weights again, and all copies are rewritten at the end of the block.
         """
-        some = list(self._held_parameters.values())
-        held.suspend(some, 1)
+        parameters = list(self._held_parameters.values())
+        held.suspend(parameters, 1)
         self._invalidate_in_this_thread()
         try:
             yield
         finally:
-            held.suspend(some, -1)
+            held.suspend(parameters, -1)
             self.refresh()
 
     def detach(self) -> None:
-        """Ends the attachment: the model runs as it did before. A second call does nothing."""
+        """End the attachment: the model runs as before. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Attachment:
@@ -202,14 +202,14 @@ class Attachment(Displayed):
         self.detach()
 
     def _card(self) -> Card:
-        what, rules = f"Attachment of {self._name}", () if self.plan is None else self.plan.rules
+        title, rules = f"Attachment of {self._name}", () if self.plan is None else self.plan.rules
         if not self._end.alive:
-            return Card(what, ["ended"])
+            return Card(title, ["ended"])
         facts = [f"{size(len(self._held_parameters), 'parameter')} held"]
         if self._left_alone:
             facts.append(f"{len(self._left_alone)} left alone")
-        alone = [(name, f"not held: {why}") for name, why in self._left_alone.items()]
-        return Card(what, facts, ("name", "how it runs"), [*rules, *alone])
+        not_held = [(name, f"not held: {reason}") for name, reason in self._left_alone.items()]
+        return Card(title, facts, ("name", "how it runs"), [*rules, *not_held])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A model that is copied may have its attachment as an attribute. The copy of the model is not attached.
@@ -220,14 +220,14 @@ class Attachment(Displayed):
             yield from held_parameter.copies.values()
 
     def _invalidate_in_this_thread(self) -> None:
-        """Makes a region that is open in this thread cast its weights again, whatever it has in its own cache."""
+        """Make a region that is open in this thread cast its weights again."""
         parameters = [
             held_parameter.parameter() for held_parameter in self._held_parameters.values()
         ]
         regions.cache.invalidate([p for p in parameters if p is not None])
 
     def _find_parameters(self) -> None:
-        """Holds the parameters that the model has now, and releases those that it had before."""
+        """Hold the parameters that the model has now, and release the previous ones."""
         with held.lock:
             model = self._model()
             if model is None or not self._hold:
@@ -246,12 +246,12 @@ class Attachment(Displayed):
                 held.release(held_parameter)
 
     def _detach(self) -> None:
-        """Ends the attachment; the model may be gone already."""
+        """End the attachment; the model may already be freed."""
         if self._rules is not None:
             self._rules.remove()
             self._rules = None
         with held.lock:
-            self._hold = False  # a search for parameters that is still to come finds none
+            self._hold = False  # a pending search for parameters then does nothing
             for held_parameter in self._held_parameters.values():
                 held.release(held_parameter)
             self._held_parameters, self._left_alone = {}, {}
@@ -267,42 +267,42 @@ def _ended() -> Attachment:
 
 
 _registrations: Final[list[Callable[[], None]]] = []
-"""What ends the listening of `_watch`."""
+"""Functions that end the observation started by `_observe`."""
 
 
 def _watch() -> None:
-    """Starts or stops listening, which is done while weights are held.
+    """Start or stop observing writes, while weights are held.
 
-    Modules report the parameters and modules that they get, optimizers their steps, and process groups what they write:
-    fused optimizers and collectives move no version counter (2.13).
+    Modules report new parameters and submodules, optimizers their steps, and process groups the tensors that they
+    write: fused optimizers and collectives do not move version counters (2.13).
     """
     if held.attached and not _registrations:
         _registrations.append(register_module_parameter_registration_hook(_registered).remove)
         _registrations.append(register_module_module_registration_hook(_registered).remove)
-        _registrations.append(on_optimizer_step(after=_stepped))
-        _registrations.append(on_collectives(held.note_unversioned_writes))
-        held.parameter_freed_hooks.append(_find_parameters_again)
+        _registrations.append(on_optimizer_step(after=_on_step))
+        _registrations.append(on_collectives(held.record_unversioned_writes))
+        held.parameter_freed_hooks.append(_refresh_parameters_later)
     elif not held.attached:
         while _registrations:
             _registrations.pop()()
         held.parameter_freed_hooks.clear()
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> None:
+def _on_step(optimizer: torch.optim.Optimizer) -> None:
     parameters = parameters_of(optimizer)
     if parameters and is_captured(parameters[0]):
         held.leave_to_cuda_graphs(parameters)
         for attachment in held.attached:
             attachment._find_parameters()
-    held.stepped(optimizer, parameters)
+    held.invalidate_after_step(optimizer, parameters)
 
 
 @runs_uncompiled
 def _registered(module: nn.Module, _name: str, _value: object) -> None:
-    _find_parameters_again(a for a in held.attached if id(module) in a._modules)
+    _refresh_parameters_later(a for a in held.attached if id(module) in a._modules)
 
 
-def _find_parameters_again(attachments: Iterable[Attachment] = held.attached) -> None:
-    """Makes attachments look for parameters before the next region; a module does not have the new one yet."""
+def _refresh_parameters_later(attachments: Iterable[Attachment] = held.attached) -> None:
+    """Search the models for parameters before the next region; a module does not have the new one yet."""
     for attachment in attachments:
         held.before_next_region[id(attachment)] = attachment._find_parameters

@@ -1,11 +1,11 @@
-"""The calls of modules with rules that run in each thread: what each replaced, and where a rule switched autocast off.
+"""The running calls of modules with rules in each thread: the flags that each replaced, and where autocast is off.
 
 Invariants:
 
-- a call that ends restores what it replaced. One that Ctrl-C has ended without its hook is forgotten when the next call
+- the end of a call restores what it replaced. A call that Ctrl-C ended without its hook is dropped when the next call
   begins, when the outermost region ends, or when its plan ends;
-- autocast that a rule switched off may be switched on again by a rule inside; what the program switched off may not;
-- what a checkpoint runs again in backward runs under the policy and the flags that it ran under first.
+- if a rule disabled autocast, a rule inside may enable it again; if the program disabled it, it stays disabled;
+- a checkpoint's rerun in backward has the policy and the flags of the first run.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from torch import nn
 from precast import _torch
 from precast.attachment import weight_casts
 from precast.attachment.weight_casts import WeightCasts
-from precast.autocast_mode.region import current, put_in_force, write_down
+from precast.autocast_mode.region import current, put_in_force, record_for_export
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
 
 __all__ = [
-    "Call",
-    "Off",
-    "Replaced",
-    "acts",
+    "DisabledDevices",
+    "ModuleCall",
+    "ReplacedFlags",
     "begin",
+    "disabled_devices",
     "end",
     "forget_abandoned",
     "innermost",
-    "off_here",
+    "rule_applies",
 ]
 
-Off = Mapping[str, int]
-"""Device type -> how many regions were open when a rule switched autocast off there. While another number of regions is
-open, it is not that rule that keeps autocast off."""
+DisabledDevices = Mapping[str, int]
+"""Device type -> number of open regions when a rule disabled autocast there. With another number of open regions, it is
+not that rule that keeps autocast off."""
 
 
-class Replaced(NamedTuple):
-    """What a module's rule replaced on one device type."""
+class ReplacedFlags(NamedTuple):
+    """The state that a module's rule replaced on one device type."""
 
     device_type: str
     enabled: bool
@@ -54,61 +54,61 @@ class Replaced(NamedTuple):
     optimizes_torchscript: bool
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module with a rule."""
 
     module: nn.Module
     caller: FrameType | None
-    """The frame that runs until the call ends: the caller of the hook, or a step of a generator."""
-    off: Off
-    """What rules had switched off before the call."""
+    """The frame that exists until the call ends: the caller of the hook, or a step of a generator."""
+    off: DisabledDevices
+    """Autocast disabled by rules before the call."""
     casts: WeightCasts | None
-    """The casts of weights that were in force before the call."""
-    replaced: list[Replaced]
+    """The casts of weights in force before the call."""
+    replaced: list[ReplacedFlags]
 
     def replace(
         self, device: str, enabled: bool, dtype: torch.dtype, bound: BoundPolicy | None
     ) -> None:
-        """Puts other flags in force on one device type, and a policy unless it is None."""
+        """Set flags on one device type, and a policy unless it is None."""
         if _torch.function_modes():
-            write_down((device, dtype, enabled), None, bound)
-        here = thread_state(device).state
+            record_for_export((device, dtype, enabled), None, bound)
+        state = thread_state(device).state
         flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         self.replaced.append(
-            Replaced(device, *flags, here.bound_policy, _torch.optimizes_torchscript())
+            ReplacedFlags(device, *flags, state.bound_policy, _torch.optimizes_torchscript())
         )
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
         if bound is not None:
-            put_in_force(here, device, bound)
-            if not bound.is_pytorchs:
+            put_in_force(state, device, bound)
+            if not bound.matches_torch:
                 _torch.optimize_torchscript(False)
         if not enabled:
             _set_off({**_thread.off, device: _torch.autocast_nesting()})
 
 
-class _Thread(threading.local):
-    """This thread's calls, the outermost first, and what their rules have switched off."""
+class _ThreadCalls(threading.local):
+    """This thread's calls, outermost first, and the device types on which their rules disabled autocast."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.off: Off = {}
+        self.calls: list[ModuleCall] = []
+        self.off: DisabledDevices = {}
 
 
-_thread: Final = _Thread()
+_thread: Final = _ThreadCalls()
 
 
-def begin(module: nn.Module, caller: FrameType | None) -> Call:
-    """Notes a new call, which runs as long as `caller` does."""
+def begin(module: nn.Module, caller: FrameType | None) -> ModuleCall:
+    """Record the begin of a call, which runs as long as `caller` does."""
     _torch.wrap_checkpoints()
     forget_abandoned(caller)
-    call = Call(module, caller, _thread.off, weight_casts.current(), [])
+    call = ModuleCall(module, caller, _thread.off, weight_casts.current(), [])
     _thread.calls.append(call)
     return call
 
 
-def end(module: nn.Module) -> Call | None:
-    """Ends the innermost call. None where it is of another module, because a hook raised before `begin`."""
+def end(module: nn.Module) -> ModuleCall | None:
+    """End the innermost call; return None if it is of another module, because a hook raised before `begin`."""
     if not _thread.calls or _thread.calls[-1].module is not module:
         return None
     call = _thread.calls.pop()
@@ -125,10 +125,10 @@ def end(module: nn.Module) -> Call | None:
 
 
 def forget_abandoned(frame: FrameType | None = None) -> None:
-    """Forgets the calls that no longer run in `frame`, or in the caller's if that is None.
+    """Drop the calls that no longer run in `frame`, by default the caller's.
 
-    PyTorch calls no hook where Ctrl-C ends a module. What regions restore is right by then, because the region around
-    the call has ended; but PyTorch's own regions restore no policy.
+    PyTorch calls no hook where Ctrl-C ends a module. By then the region around the call has ended and restored the
+    flags, but regions of PyTorch restore no policy.
     """
     while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
         call = _thread.calls.pop()
@@ -143,49 +143,51 @@ registration.cache_clear_hooks.append(forget_abandoned)
 
 
 def innermost() -> nn.Module | None:
-    """The innermost module with a rule that runs in this thread; None where there is none."""
+    """Return the innermost module with a rule that runs in this thread; None without one."""
     return _thread.calls[-1].module if _thread.calls else None
 
 
-def off_here() -> Off:
-    """Where rules have switched autocast off in this thread."""
+def disabled_devices() -> DisabledDevices:
+    """Return the device types on which rules have disabled autocast in this thread."""
     return _thread.off
 
 
-def acts(device: str, off: Off) -> bool:
-    """Whether rules act on a device type now: autocast is on there, or a rule has switched it off."""
+def rule_applies(device: str, off: DisabledDevices) -> bool:
+    """Return True if rules apply on a device type now: autocast is on there, or a rule has disabled it."""
     return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
 
 
-def _is_off_by_rule(device: str, off: Off) -> bool:
+def _is_off_by_rule(device: str, off: DisabledDevices) -> bool:
     return device in off and off[device] == _torch.autocast_nesting()
 
 
-def _set_off(off: Off) -> None:
-    """Writes `off` into the guard id too, as the flags that compiled functions look at do not say who changed them."""
+def _set_off(off: DisabledDevices) -> None:
+    """Set the disabled devices, also in the guard id: the flags do not tell compiled functions who changed them."""
     for device in _thread.off.keys() ^ off.keys():
-        guard_id = regions.guard_id.after(f"{device} off by a rule", "" if device in off else None)
+        guard_id = regions.guard_id.with_policy(
+            f"{device} off by a rule", "" if device in off else None
+        )
         write_guard_id(guard_id, regions.written_guard_id)
     _thread.off = off
 
 
-def _put_policy(replaced: Replaced, bound: BoundPolicy | None) -> None:
-    here = thread_state(replaced.device_type).state
-    if here.bound_policy is not bound:
-        put_in_force(here, replaced.device_type, bound)
+def _put_policy(replaced: ReplacedFlags, bound: BoundPolicy | None) -> None:
+    state = thread_state(replaced.device_type).state
+    if state.bound_policy is not bound:
+        put_in_force(state, replaced.device_type, bound)
         _torch.optimize_torchscript(replaced.optimizes_torchscript)
 
 
-def _is_running(call: Call, frame: FrameType | None) -> bool:
+def _is_running(call: ModuleCall, frame: FrameType | None) -> bool:
     while frame is not None and frame is not call.caller:
         frame = frame.f_back
     return frame is not None
 
 
-def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint runs again: with the policies of now, and with autocast off where a rule has it off now.
+def _rerun_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a checkpoint's function so that its rerun has the present policies, and autocast off where it is now.
 
-    PyTorch restores its flags, and a region of precast restores what it set. Neither knows of rules.
+    PyTorch restores its flags, and a region of precast restores its own state. Neither handles rules.
     """
     if not _thread.calls:
         return function
@@ -194,16 +196,16 @@ def _again_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
     policies = [current(device) for device in devices]
     casts = weight_casts.current()
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def rerun(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             for policy in policies:
                 stack.enter_context(policy)
             stack.callback(_set_off, _thread.off)
             _set_off(dict.fromkeys(off, _torch.autocast_nesting()))
-            stack.enter_context(weight_casts.using(casts and casts.anew()))
+            stack.enter_context(weight_casts.using(casts and casts.without_casts()))
             return function(*args, **kwargs)
 
-    return again
+    return rerun
 
 
-_torch.checkpoint_wrappers.append(_again_under_rules)
+_torch.checkpoint_wrappers.append(_rerun_under_rules)

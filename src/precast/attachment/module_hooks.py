@@ -1,13 +1,13 @@
-"""Carries out a plan for a model: hooks give each module the precision of its rule while it runs.
+"""Hooks that carry out a plan for a model: each module has the precision of its rule while it runs.
 
 Invariants:
 
-- a rule acts on a device type only inside an enabled region for it, PyTorch's included. Where the program switches
-  autocast off, also inside the model, it stays off;
-- what a call replaces is kept on the thread's stack and restored when the call ends, also by an exception, so modules
-  may be called recursively and by several threads at once;
-- a rule for a dtype only sets PyTorch's flags; rules for operations are laid over the policy in force;
-- a plan that is no longer carried out leaves nothing on the model.
+- a rule applies on a device type only inside an enabled region, PyTorch's included. Where the program disables
+  autocast, also inside the model, it stays off;
+- the state that a call replaces is kept on the thread's stack and restored at its end, also after an exception, so
+  modules may be called recursively and by several threads at once;
+- a rule for a dtype only sets PyTorch's flags; rules for operations are added to the policy in force;
+- a plan that has ended leaves nothing on the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 from precast import _torch
 from precast._internal.pytree import map_tensors
 from precast.attachment import module_calls, module_steps, weight_casts
-from precast.attachment.weight_casts import Kept, WeightCasts
+from precast.attachment.weight_casts import UncastDtypes, WeightCasts
 from precast.autocast_mode.arguments import ACCEPTED, check_dtype
 from precast.autocast_mode.region import autocast, in_graph
 from precast.engine import registration
@@ -40,7 +40,7 @@ from precast.policy.module_plan import Plan, PlannedModule
 from precast.policy.module_rules import ModuleRule, Precision
 from precast.policy.policy import DEVICE_TYPES, Policy
 
-__all__ = ["Applied", "Ruled", "apply"]
+__all__ = ["AppliedPlan", "ModuleRuleHooks", "apply"]
 
 _DTYPES: Final[dict[Precision | None, torch.dtype]] = {
     Precision.FLOAT16: torch.float16,
@@ -48,24 +48,24 @@ _DTYPES: Final[dict[Precision | None, torch.dtype]] = {
 }
 
 
-class Applied:
+class AppliedPlan:
     """A plan that is carried out on a model until `remove`."""
 
     def __init__(self, plan: Plan, give_way: Callable[[], None] | None = None) -> None:
         self.plan = plan
         self.give_way = give_way
-        """Called when another plan has ended this one to get one of its modules; None has the other plan refused."""
-        self._added: list[tuple[Ruled, Any, Any]] = []
-        """Each module's hooks, and the handles of the one before the module and the one after it."""
+        """Called when another plan replaces this one to get one of its modules. With None that plan is refused."""
+        self._added: list[tuple[ModuleRuleHooks, Any, Any]] = []
+        """The hooks of each module, with the handles of its pre-hook and its forward hook."""
 
     def remove(self) -> None:
-        """Removes the hooks from the model. A second call does nothing."""
+        """Remove the hooks from the model. A second call does nothing."""
         module_calls.forget_abandoned()
         for hook, enter, leave in self._added:
             enter.remove()
             hook.applied, hook.ended = None, True
             if not hook.inside - {threading.get_ident()}:
-                leave.remove()  # otherwise another thread has yet to restore what it found; `apply` will remove it
+                leave.remove()  # otherwise another thread has yet to restore its flags; `apply` will remove the hook
         if self._added:
             _torch.reset_compiler()
         self._added.clear()
@@ -74,7 +74,7 @@ class Applied:
         rule = planned.carried_out or ModuleRule(None)
         where = f"[modules] {planned.pattern!r} = {rule} for the module {planned.name!r}"
         steps = module_steps.has_steps(module)
-        hook = Ruled(rule, tables, steps, where, weakref.ref(self))
+        hook = ModuleRuleHooks(rule, tables, steps, where, weakref.ref(self))
         # A scripted module calls hooks, but its own `register_...` methods refuse them. The hook that restores comes
         # first, because another thread may be calling the module.
         leave = nn.Module.register_forward_hook(module, hook.leave, always_call=True)
@@ -90,19 +90,19 @@ def apply(
     *,
     tables: bool = False,
     give_way: Callable[[], None] | None = None,
-) -> Applied:
-    """Makes each module of `model` follow its rule whenever it is called in an enabled region.
+) -> AppliedPlan:
+    """Apply a plan: each module of `model` follows its rule whenever it is called in an enabled region.
 
-    Eligible inputs are cast: floating-point tensors other than float64, on the region's device type, also those in
-    lists, tuples, dicts and dataclasses, which are then copies. Outputs stay as they are, unless a module around has
-    switched autocast off: then they are cast to float32, as nothing else would do so. Copies of the model, by
-    `deepcopy` or pickle, keep all hooks, and so follow the same rules.
+    Eligible inputs are cast: floating-point tensors other than float64 on the region's device type, also inside lists,
+    tuples, dicts and dataclasses, which are then copied. Outputs are unchanged, unless a module around has disabled
+    autocast: then they are cast to float32, because no operation there would do it. Copies of the model by `deepcopy`
+    or pickle keep all hooks, and so follow the same rules.
 
     Args:
-        model: the model that `plan` was made for.
-        plan: what `precast.policy.module_plan.plan` returned.
-        tables: whether the plan's policy is in force inside the model; otherwise the region's is.
-        give_way: called when a later plan for one of these modules has ended this one; None has that plan refused.
+        model: the model for which `plan` was made.
+        plan: the result of `precast.policy.module_plan.plan`.
+        tables: put the plan's policy in force inside the model; otherwise the region's policy stays in force.
+        give_way: called when a later plan for one of these modules replaces this one; with None that plan is refused.
 
     Raises:
         PolicyError: a module already follows a rule of another plan, or its forward is an asynchronous generator.
@@ -120,7 +120,7 @@ def apply(
             raise PolicyError(
                 f"the module {planned.name!r} already follows a rule of another attachment; detach that one first"
             )
-    applied = Applied(plan, give_way)
+    applied = AppliedPlan(plan, give_way)
     for key, planned in acting.items():
         whole = plan.policy if tables and not planned.name else None
         applied._add(named[key], planned, whole)
@@ -130,7 +130,7 @@ def apply(
 
 
 def _remove_outdated(module: nn.Module, *, replaces: bool) -> None:
-    """Removes rules that came with a copy of a module and, if `replaces`, ends the plans that give way to another."""
+    """Remove rules that came with a copy of a module and, if `replaces`, end plans that give way to another."""
     for number, owner in [(number, rule.applied) for number, rule in _rules_on(module)]:
         applied = None if owner is None else owner()
         if owner is None:
@@ -140,20 +140,20 @@ def _remove_outdated(module: nn.Module, *, replaces: bool) -> None:
             applied.give_way()
 
 
-def _rules_on(module: nn.Module) -> list[tuple[int, Ruled]]:
-    """The rules whose hooks are on a module, each with the number of the hook."""
+def _rules_on(module: nn.Module) -> list[tuple[int, ModuleRuleHooks]]:
+    """Return the rules whose hooks are on a module, each with the hook's number."""
     owners = [(n, getattr(hook, "__self__", None)) for n, hook in _torch.forward_hooks(module)]
-    return [(number, owner) for number, owner in owners if isinstance(owner, Ruled)]
+    return [(number, owner) for number, owner in owners if isinstance(owner, ModuleRuleHooks)]
 
 
 @functools.cache
 def _devices() -> tuple[str, ...]:
-    """The device types that this machine can use."""
+    """Return the device types that this machine can use."""
     return tuple(filter(_torch.has_device, DEVICE_TYPES))
 
 
-class _Target(NamedTuple):
-    """The flags that a rule sets for one device type, and what inputs are cast to there; None for no cast."""
+class _RuleTarget(NamedTuple):
+    """The flags that a rule sets on one device type, and the dtype to which inputs are cast there; None for no cast."""
 
     device_type: str
     enabled: bool
@@ -162,33 +162,35 @@ class _Target(NamedTuple):
 
 
 _numbers = itertools.count()
-_ruled_by_number: Final[weakref.WeakValueDictionary[int, Ruled]] = weakref.WeakValueDictionary()
-_Casts = tuple[tuple[str, torch.dtype], ...]
-"""Device types, and the dtype that eligible tensors there are cast to."""
-_Depths = tuple[tuple[str, int], ...]
-"""An `Off` as a constant of a graph."""
+_hooks_by_number: Final[weakref.WeakValueDictionary[int, ModuleRuleHooks]] = (
+    weakref.WeakValueDictionary()
+)
+_DtypeCasts = tuple[tuple[str, torch.dtype], ...]
+"""Device types with the dtype to which eligible tensors are cast there."""
+_DisabledItems = tuple[tuple[str, int], ...]
+"""`DisabledDevices` as a constant of a graph."""
 
 
-class _Traced(NamedTuple):
+class _TracedCall(NamedTuple):
     """A call of a module in a function that `torch.compile` traces."""
 
     regions: list[Generator[None, None, None]]
-    outputs: _Casts
-    off: _Depths
+    outputs: _DtypeCasts
+    off: _DisabledItems
 
 
-_in_trace: Final[list[_Traced]] = []
+_in_trace: Final[list[_TracedCall]] = []
 
 
-class Ruled:
+class ModuleRuleHooks:
     """The two hooks of one module, and the rule that they carry out.
 
     Args:
         rule: the rule.
-        tables: the policy that is in force inside; None for that of the region.
-        has_steps: whether the module's forward is a generator or a coroutine.
+        tables: the policy in force inside; None for the region's.
+        has_steps: the module's forward is a generator or a coroutine.
         where: the pattern, the rule and the module, for messages.
-        applied: what has put the hooks on, and will remove them; None where they came with a copy of a module.
+        applied: the plan that owns the hooks; None if they came with a copy of a module.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class Ruled:
         tables: Policy | None,
         has_steps: bool,
         where: str,
-        applied: weakref.ref[Applied] | None = None,
+        applied: weakref.ref[AppliedPlan] | None = None,
     ) -> None:
         self.rule = rule
         self.tables = tables
@@ -205,22 +207,22 @@ class Ruled:
         self.where = where
         self.applied = applied
         self.sets_policy = bool(rule.ops) or tables is not None
-        """Whether the policy inside the module differs from that around it."""
+        """True if the policy inside the module differs from that around it."""
         self.ended = False
-        """Whether the plan has ended; what still runs step by step then no longer follows the rule."""
+        """True once the plan has ended; a forward that still runs step by step then no longer follows the rule."""
         self.inside: set[int] = set()
-        """The threads that run the module now, by their `ident`."""
+        """The `ident` of each thread that runs the module now."""
         self._rows = "rows", frozenset(rule.ops.items())
         self._number = next(_numbers)
-        _ruled_by_number[self._number] = self
+        _hooks_by_number[self._number] = self
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rule, self.tables, self.has_steps, self.where)
 
     @_torch.runs_uncompiled
     def enter(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
-        """Before the module: sets its precision, and casts its inputs."""
-        if kwargs is None:  # another thread is adding or removing the hook at this moment
+        """Set the module's precision and cast its inputs; a forward pre-hook."""
+        if kwargs is None:  # another thread is just adding or removing the hook
             return None
         if _is_traced():
             return self._enter_traced(module, args, kwargs)
@@ -230,36 +232,36 @@ class Ruled:
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """After the module, also when it raised: restores what `enter` found."""
+        """Restore the state before `enter`, also after an exception; a forward hook."""
         if _is_traced():
             return _leave_traced(result)
         off, result = self._end(module, result)
-        if module_steps.runs_later(result) and not any(result is given for given in args):
+        if module_steps.runs_later(result) and not any(result is each for each in args):
             return module_steps.in_steps(result, functools.partial(self._step, module), module)
         return _cast(result, off)
 
-    def _begin(self, module: nn.Module, caller: FrameType | None) -> list[_Target]:
+    def _begin(self, module: nn.Module, caller: FrameType | None) -> list[_RuleTarget]:
         self.inside.add(threading.get_ident())
         call = module_calls.begin(module, caller)
-        targets = self.targets(module_calls.off_here())
+        targets = self.targets(module_calls.disabled_devices())
         for device, enabled, dtype, _ in targets:
             bound = registration.bind(self.policy(device), device) if self.sets_policy else None
             call.replace(device, enabled, dtype, bound)
-        kept = _kept(targets)
-        if kept:
-            weight_casts.put(self._casts_of(module, kept))
+        uncast = _uncast_dtypes(targets)
+        if uncast:
+            weight_casts.put(self._casts_of(module, uncast))
         return targets
 
-    def _casts_of(self, module: nn.Module, kept: Kept) -> WeightCasts | None:
-        """Return the casts of the weights in a module that are stored in another 16-bit dtype than the rule's."""
+    def _casts_of(self, module: nn.Module, uncast: UncastDtypes) -> WeightCasts | None:
+        """Return the casts of the weights in a module whose 16-bit dtype differs from the rule's."""
         around = weight_casts.current()
-        if around is not None and around.kept == kept:
+        if around is not None and around.uncast == uncast:
             return around
-        low = weight_casts.low_weights(module, kept, self.where)
-        return WeightCasts(kept, low) if low else None
+        low = weight_casts.low_weights(module, uncast, self.where)
+        return WeightCasts(uncast, low) if low else None
 
-    def _end(self, module: nn.Module, result: Any = None) -> tuple[_Casts, Any]:
-        """Restores what the call found; returns what its results are cast to, and the result without 16-bit weights."""
+    def _end(self, module: nn.Module, result: Any = None) -> tuple[_DtypeCasts, Any]:
+        """Restore the flags; return the casts of the results, and the result with casts in place of 16-bit weights."""
         casts = weight_casts.current()
         call = module_calls.end(module)
         self.inside.discard(threading.get_ident())
@@ -273,13 +275,13 @@ class Ruled:
         return off, result
 
     @_torch.never_compiled
-    def _step(self, module: nn.Module, function: Callable[[Any], Any], given: Any) -> Any:
-        """Makes one step of the generator or coroutine that the module returned."""
+    def _step(self, module: nn.Module, function: Callable[[Any], Any], value: Any) -> Any:
+        """Run one step of the generator or coroutine that the module returned."""
         if self.ended:
-            return function(given)
+            return function(value)
         targets = self._begin(module, inspect.currentframe())
         try:
-            value = function(_cast(given, _casts(targets)))
+            value = function(_cast(value, _casts(targets)))
         except StopIteration as last:
             off, value = self._end(module, last.value)
             raise StopIteration(_cast(value, off)) from None
@@ -289,41 +291,47 @@ class Ruled:
         off, value = self._end(module, value)
         return _cast(value, off)
 
-    def targets(self, off: module_calls.Off) -> list[_Target]:
-        """What the rule sets for each device type that it acts on, if `off` is what rules have switched off."""
-        return [self._target(device) for device in _devices() if module_calls.acts(device, off)]
+    def targets(self, off: module_calls.DisabledDevices) -> list[_RuleTarget]:
+        """Return the flags that the rule sets on each device type where it applies, if rules have disabled `off`."""
+        return [
+            self._target(device) for device in _devices() if module_calls.rule_applies(device, off)
+        ]
 
     def policy(self, device_type: str) -> Policy:
-        """The plan's policy or the one in force, with the rule's rows for operations laid over it."""
+        """Return the plan's policy or the one in force, with the rule's rows for operations added."""
         bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
         around = self.tables or (Policy.load("torch") if bound is None else bound.policy)
-        # The policy keeps what was made of it: here it would pile up for a model that runs under thousands of policies.
-        known = around.derived.get(self._rows)
-        if known is None:
-            known = around.derived[self._rows] = around.replace(ops=self.rule.ops)
-        return known
+        # Cached on the policy: here the entries would pile up for a model that runs with thousands of policies.
+        merged = around.derived.get(self._rows)
+        if merged is None:
+            merged = around.derived[self._rows] = around.replace(ops=self.rule.ops)
+        return merged
 
-    def _target(self, device: str) -> _Target:
-        asked = self.rule.dtype
-        enabled = torch.is_autocast_enabled(device) if asked is None else asked != Precision.FP32
-        dtype = _DTYPES.get(asked) or torch.get_autocast_dtype(device)
+    def _target(self, device: str) -> _RuleTarget:
+        rule_dtype = self.rule.dtype
+        enabled = (
+            torch.is_autocast_enabled(device)
+            if rule_dtype is None
+            else rule_dtype != Precision.FP32
+        )
+        dtype = _DTYPES.get(rule_dtype) or torch.get_autocast_dtype(device)
         if enabled and (device, dtype) not in ACCEPTED:
             check_dtype(dtype, device)
-        cast = None if asked is None else dtype if enabled else torch.float32
-        return _Target(device, enabled, dtype, cast)
+        cast = None if rule_dtype is None else dtype if enabled else torch.float32
+        return _RuleTarget(device, enabled, dtype, cast)
 
     def _enter_traced(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         off_around = _in_trace[-1].off if _in_trace else ()
-        regions, casts, outputs, off, kept = _plan(self._number, off_around)
-        low = weight_casts.low_weights(module, dict(kept), self.where) if kept else []
+        regions, casts, outputs, off, uncast = _plan(self._number, off_around)
+        low = weight_casts.low_weights(module, dict(uncast), self.where) if uncast else []
         if _has_steps(self._number) or any(not isinstance(t, nn.Parameter) for t in low):
             _leave_graph()
         steps = [_in_graph(*arguments) for arguments in regions]
-        if kept and (low or weight_casts.is_traced()):
-            steps.append(weight_casts.in_trace(kept))
+        if uncast and (low or weight_casts.is_traced()):
+            steps.append(weight_casts.in_trace(uncast))
         for region in steps:
             next(region)
-        _in_trace.append(_Traced(steps, outputs, off))
+        _in_trace.append(_TracedCall(steps, outputs, off))
         return (_cast_in_trace(args, casts), _cast_in_trace(kwargs, casts)) if casts else None
 
 
@@ -339,12 +347,12 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 @_torch.traced_as_constant
 def _has_steps(number: int) -> bool:
-    return _ruled_by_number[number].has_steps
+    return _hooks_by_number[number].has_steps
 
 
 @_torch.never_compiled
 def _leave_graph() -> None:
-    """Breaks the graph at a module that cannot be a part of it.
+    """Break the graph at a module that cannot be a part of it.
 
     In a graph, nothing could run between two steps of a forward, and writes to the float32 cast of a 16-bit buffer
     would be lost.
@@ -352,15 +360,17 @@ def _leave_graph() -> None:
 
 
 @_torch.traced_as_constant
-def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depths, Any]:
-    """Return constants for a graph: what a module's rule means where `off_around` is off.
+def _plan(
+    number: int, off_around: _DisabledItems
+) -> tuple[Any, _DtypeCasts, _DtypeCasts, _DisabledItems, Any]:
+    """Return constants for a graph: the effect of a module's rule while `off_around` is disabled.
 
     Returns:
-        The arguments of regions, the casts of inputs and of outputs, what is off inside, and the dtypes of weights that
-        are not cast.
+        The arguments of regions, the casts of inputs and of outputs, the disabled devices inside, and the dtypes of
+        weights that are not cast.
     """
-    hook = _ruled_by_number[number]
-    off = {**module_calls.off_here(), **dict(off_around)}
+    hook = _hooks_by_number[number]
+    off = {**module_calls.disabled_devices(), **dict(off_around)}
     targets = hook.targets(off)
     regions = tuple(_region_of(hook, target) for target in targets)
     outputs = tuple(
@@ -370,10 +380,16 @@ def _plan(number: int, off_around: _Depths) -> tuple[Any, _Casts, _Casts, _Depth
     )
     depth = _torch.autocast_nesting() + len(targets)  # the regions in the graph count too
     off |= {t.device_type: depth for t in targets if not t.enabled}
-    return regions, _casts(targets), outputs, tuple(off.items()), tuple(_kept(targets).items())
+    return (
+        regions,
+        _casts(targets),
+        outputs,
+        tuple(off.items()),
+        tuple(_uncast_dtypes(targets).items()),
+    )
 
 
-def _region_of(hook: Ruled, target: _Target) -> tuple[Any, ...]:
+def _region_of(hook: ModuleRuleHooks, target: _RuleTarget) -> tuple[Any, ...]:
     device, enabled, dtype, _ = target
     if not hook.sets_policy:
         return device, dtype, enabled, None
@@ -388,29 +404,29 @@ def _in_graph(
         yield
 
 
-def _casts(targets: list[_Target]) -> _Casts:
+def _casts(targets: list[_RuleTarget]) -> _DtypeCasts:
     return tuple((t.device_type, t.cast) for t in targets if t.cast is not None)
 
 
-def _kept(targets: list[_Target]) -> Kept:
-    """The 16-bit dtype that weights have without a cast, for each device type with a rule for a dtype."""
+def _uncast_dtypes(targets: list[_RuleTarget]) -> UncastDtypes:
+    """Return the 16-bit dtype of weights without a cast, for each device type with a rule for a dtype."""
     return {t.device_type: t.dtype if t.enabled else None for t in targets if t.cast is not None}
 
 
-def _cast(value: Any, casts: _Casts) -> Any:
-    """`value` with the eligible tensors in it cast."""
+def _cast(value: Any, casts: _DtypeCasts) -> Any:
+    """Return `value` with its eligible tensors cast."""
     return map_tensors(value, functools.partial(_cast_tensor, casts)) if casts else value
 
 
-def _cast_tensor(casts: _Casts, tensor: torch.Tensor) -> torch.Tensor:
+def _cast_tensor(casts: _DtypeCasts, tensor: torch.Tensor) -> torch.Tensor:
     for device, dtype in casts:
         if is_eligible(tensor, device):
             return tensor.to(dtype)
     return tensor
 
 
-def _cast_in_trace(value: Any, casts: _Casts) -> Any:
-    """`_cast` for a graph: `map_tensors` asks whether two tuples are identical, which Dynamo cannot say (2.13)."""
+def _cast_in_trace(value: Any, casts: _DtypeCasts) -> Any:
+    """Do the same in a graph: `map_tensors` tests the identity of tuples, which Dynamo does not support (2.13)."""
     if type(value) is tuple:
         return tuple([_cast_in_trace(item, casts) for item in value])
     if type(value) is list:

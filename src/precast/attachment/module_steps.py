@@ -1,10 +1,10 @@
-"""Modules whose forward is a generator or a coroutine: each step that they run later runs under their rule.
+"""Modules whose forward is a generator or a coroutine: each of its later steps runs with the module's rule.
 
 Invariants:
 
-- the rule is in force while the body runs; between two steps, while the caller runs, it is not;
-- what is sent into a step and what comes out of it are cast like the inputs and outputs of a call;
-- the caller gets a generator in place of a generator, and a coroutine in place of a coroutine.
+- the rule is in force while the body runs, but not between two steps, while the caller runs;
+- values sent into and returned from a step are cast like the inputs and outputs of a call;
+- a generator is replaced by a generator, a coroutine by a coroutine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Step = Callable[[Callable[[Any], Any], Any], Any]
 
 
 def runs_later(result: object) -> bool:
-    """Whether the body of what a module returned is yet to run."""
+    """Return True if the body of a module's result has yet to run."""
     return inspect.isgenerator(result) or inspect.iscoroutine(result) or inspect.isasyncgen(result)
 
 
 def has_steps(module: nn.Module) -> bool:
-    """Whether a module's forward is a generator or a coroutine."""
+    """Return True if a module's forward is a generator or a coroutine."""
     forward = _forward(module)
     return inspect.isgeneratorfunction(forward) or inspect.iscoroutinefunction(forward)
 
 
 def refuse_async_generator(module: nn.Module) -> None:
-    """Refuses a module whose forward is an asynchronous generator, which no rule can follow.
+    """Raise an error for a module whose forward is an asynchronous generator, which no rule can follow.
 
     Raises:
         PolicyError: it is one.
@@ -47,7 +47,7 @@ def refuse_async_generator(module: nn.Module) -> None:
 
 
 def in_steps(body: Any, step: Step, module: nn.Module) -> Any:
-    """`body`, which `module` returned, with each of its steps made by `step`.
+    """Return the generator or coroutine `body`, returned by `module`, with each of its steps run by `step`.
 
     Raises:
         PolicyError: it is an asynchronous generator.
@@ -59,15 +59,15 @@ def in_steps(body: Any, step: Step, module: nn.Module) -> Any:
     raise _refusal(f"{type(module).__name__} returned")
 
 
-def _refusal(what: str) -> PolicyError:
+def _refusal(subject: str) -> PolicyError:
     return PolicyError(
-        f"[modules]: {what} an asynchronous generator, which no rule can follow. Write rules for the modules that it "
-        "calls, or make it a generator or a coroutine."
+        f"[modules]: {subject} an asynchronous generator, which no rule can follow. Write rules for the modules that "
+        "it calls, or make it a generator or a coroutine."
     )
 
 
 def _forward(module: nn.Module) -> Any:
-    """A module's forward without its decorators; None for a scripted module that has none."""
+    """Return a module's forward without its decorators; None for a scripted module without one."""
     return inspect.unwrap(getattr(module, "forward", None))  # type: ignore[arg-type]
 
 

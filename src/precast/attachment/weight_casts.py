@@ -30,7 +30,7 @@ from precast.errors import PolicyError
 
 __all__ = [
     "METADATA",
-    "Kept",
+    "UncastDtypes",
     "WeightCasts",
     "add_note",
     "current",
@@ -41,8 +41,8 @@ __all__ = [
     "using",
 ]
 
-Kept = Mapping[str, torch.dtype | None]
-"""Device type -> the 16-bit dtype whose weights are not cast; None where weights in both are."""
+UncastDtypes = Mapping[str, torch.dtype | None]
+"""Device type -> the 16-bit dtype whose weights are not cast; None if both are cast."""
 
 _LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -62,7 +62,7 @@ METADATA: Final[frozenset[Any]] = frozenset(
     + [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
     + [torch.numel, torch.is_floating_point, torch.is_complex]
 )
-"""Functions whose result depends on no element of a tensor and not on its dtype."""
+"""Functions whose result does not depend on a tensor's elements or dtype."""
 _OF_THE_WEIGHT: Final = METADATA | {
     getattr(Tensor, name)
     for name in (
@@ -81,14 +81,14 @@ class WeightCasts:
     """The float32 casts of a module's weights during one call of it.
 
     Args:
-        kept: the 16-bit dtype that needs no cast, by device type.
-        registered: the module's parameters and buffers that need one.
+        uncast: the 16-bit dtype that needs no cast, by device type.
+        registered: the module's parameters and buffers that need a cast.
     """
 
-    def __init__(self, kept: Kept, registered: Iterable[Tensor]) -> None:
-        self.kept = kept
+    def __init__(self, uncast: UncastDtypes, registered: Iterable[Tensor]) -> None:
+        self.uncast = uncast
         self._registered = {id(tensor): tensor for tensor in registered}
-        self._casts: dict[int, _Cast] = {}
+        self._casts: dict[int, _WeightCast] = {}
         self.has_buffers = not all(isinstance(t, nn.Parameter) for t in self._registered.values())
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,12 +119,12 @@ class WeightCasts:
         if cast is None or (records and not cast.tensor.requires_grad):
             if cast is not None:
                 cast.write_back()
-            cast = self._casts[id(tensor)] = _Cast(tensor)
+            cast = self._casts[id(tensor)] = _WeightCast(tensor)
         return cast.tensor
 
-    def anew(self) -> WeightCasts:
-        """Return the same without the casts, for code that runs again."""
-        return WeightCasts(self.kept, self._registered.values())
+    def without_casts(self) -> WeightCasts:
+        """Return a copy without the casts, for code that runs again."""
+        return WeightCasts(self.uncast, self._registered.values())
 
     def write_back(self) -> None:
         """Write the values that the call has written to casts to their weights."""
@@ -132,12 +132,12 @@ class WeightCasts:
             cast.write_back()
 
     def _is_cast(self, tensor: Tensor) -> bool:
-        return _is_cast(tensor, self.kept) and (
+        return _is_cast(tensor, self.uncast) and (
             isinstance(tensor, nn.Parameter) or id(tensor) in self._registered
         )
 
 
-class _Cast:
+class _WeightCast:
     """The float32 cast of one weight."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -149,12 +149,12 @@ class _Cast:
             self.tensor = weight.to(torch.float32)
         # The kernels of batch norms count no writes to their running statistics (2.13).
         self.is_exposed = not isinstance(weight, nn.Parameter)
-        """Whether the cast may have been written although its version counter has not moved."""
+        """True if the cast may have been written without moving its version counter."""
         self._version = _torch.version_of(self.tensor)
         self._node = self.tensor.grad_fn
 
     def write_back(self) -> None:
-        """Write the cast's values to the weight, if they have been changed."""
+        """Write the cast's values to the weight, if they have changed."""
         if _torch.version_of(self.tensor) == self._version and not self._has_other_values():
             return
         # A write that was recorded in the graph is recorded for the weight too, or refused as for every leaf.
@@ -172,13 +172,13 @@ class _Cast:
             return not torch.equal(self.tensor.to(self.weight.dtype), self.weight)
 
 
-def _is_cast(tensor: Tensor, kept: Kept) -> bool:
-    """Return True if a weight's dtype is a 16-bit one that `kept` does not name."""
+def _is_cast(tensor: Tensor, uncast: UncastDtypes) -> bool:
+    """Return True if a weight has a 16-bit dtype that `uncast` does not name."""
     dtype = tensor.dtype
     if dtype not in _LOW:
         return False
     device = tensor.device.type
-    return device in kept and kept[device] is not dtype
+    return device in uncast and uncast[device] is not dtype
 
 
 def _is_in_place(name: str) -> bool:
@@ -187,8 +187,8 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def low_weights(module: nn.Module, kept: Kept, where: str) -> list[Tensor]:
-    """Return the parameters and buffers in a module that need a cast where `kept` holds.
+def low_weights(module: nn.Module, uncast: UncastDtypes, where: str) -> list[Tensor]:
+    """Return the parameters and buffers in a module that need a cast, with `uncast` in force.
 
     Raises:
         PolicyError: one of them belongs to a scripted module; the message begins with `where`.
@@ -197,15 +197,15 @@ def low_weights(module: nn.Module, kept: Kept, where: str) -> list[Tensor]:
         _thread.casts is not None
     ):  # a module around has casts: the function mode would answer for the dtypes
         with _torch.without_torch_function():
-            return _low_weights(module, kept, where)
-    return _low_weights(module, kept, where)
+            return _low_weights(module, uncast, where)
+    return _low_weights(module, uncast, where)
 
 
-def _low_weights(module: nn.Module, kept: Kept, where: str) -> list[Tensor]:
+def _low_weights(module: nn.Module, uncast: UncastDtypes, where: str) -> list[Tensor]:
     low: list[Tensor] = []
     modules = [module]
     for each in modules:
-        low += [tensor for tensor in _torch.own_tensors(each) if _is_cast(tensor, kept)]
+        low += [tensor for tensor in _torch.own_tensors(each) if _is_cast(tensor, uncast)]
         if low and isinstance(each, torch.jit.ScriptModule):
             raise PolicyError(
                 f"{where}: a {each.original_name} in it is scripted and has weights in {low[-1].dtype}, which "
@@ -219,25 +219,25 @@ def _low_weights(module: nn.Module, kept: Kept, where: str) -> list[Tensor]:
 # --- what is in force ---
 
 
-class _Thread(threading.local):
-    """The casts that this thread's functions get now."""
+class _ThreadCasts(threading.local):
+    """The casts in force in this thread."""
 
     def __init__(self) -> None:
         self.casts: WeightCasts | None = None
 
 
-_thread: Final = _Thread()
+_thread: Final = _ThreadCasts()
 
 
-class _Mode(TorchFunctionMode):
-    """Gives functions the casts that are in force in this thread; one object serves all threads and modules."""
+class _CastMode(TorchFunctionMode):
+    """Passes the casts in force in this thread to functions; one object serves all threads and modules."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if torch.compiler.is_dynamo_compiling() and (_traced or not _has_buffers()):
-            kept = _traced[-1] if _traced else _kept_here()
-            return _call_in_trace(kept, func, args, kwargs or {})
+            uncast = _traced[-1] if _traced else _uncast_in_thread()
+            return _call_in_trace(uncast, func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
 
@@ -248,11 +248,11 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs) if casts is None else casts.call(func, args, kwargs)
 
 
-_MODE: Final = _Mode()
+_MODE: Final = _CastMode()
 
 
 def add_note(error: BaseException | None, where: str) -> None:
-    """Add to an error about dtypes how to give the module float32 weights; no mode sees functions of C++ extensions."""
+    """Add advice to an error about dtypes: no mode sees the functions of C++ extensions."""
     if isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_DTYPES):
         error.add_note(
             f"precast: {where} casts 16-bit weights to float32 in every function of PyTorch. A function of another "
@@ -304,19 +304,19 @@ def using(casts: WeightCasts | None) -> Iterator[None]:
 # --- in functions that torch.compile traces ---
 
 _traced: Final[list[tuple[tuple[str, torch.dtype | None], ...]]] = []
-"""What is in force in the modules that are traced, as constants: the outermost module first."""
+"""The dtypes that are not cast in the traced modules, as constants; the outermost module first."""
 
 
 def is_traced() -> bool:
-    """Return True if a module is traced whose weights may be cast."""
+    """Return True while a module is traced whose weights may be cast."""
     return bool(_traced)
 
 
 def in_trace(
-    kept: tuple[tuple[str, torch.dtype | None], ...],
+    uncast: tuple[tuple[str, torch.dtype | None], ...],
 ) -> Generator[None, None, None]:
-    """Have the function mode in force while a module is traced; the first `next` begins that, the second ends it."""
-    _traced.append(kept)
+    """Enable the function mode while a module is traced; the first `next` begins that, the second ends it."""
+    _traced.append(uncast)
     with _MODE:
         yield
     _traced.pop()
@@ -328,17 +328,17 @@ def _has_buffers() -> bool:
 
 
 @_torch.traced_as_constant
-def _kept_here() -> tuple[tuple[str, torch.dtype | None], ...]:
-    return () if _thread.casts is None else tuple(_thread.casts.kept.items())
+def _uncast_in_thread() -> tuple[tuple[str, torch.dtype | None], ...]:
+    return () if _thread.casts is None else tuple(_thread.casts.uncast.items())
 
 
 def _call_in_trace(
-    kept: tuple[tuple[str, torch.dtype | None], ...],
+    uncast: tuple[tuple[str, torch.dtype | None], ...],
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    by_device = dict(kept)
+    by_device = dict(uncast)
 
     def cast(value: Any) -> Any:
         if isinstance(value, nn.Parameter) and _is_cast(value, by_device):

@@ -1,1 +1,1 @@
-"""Regions: autocast as context manager and decorator, and custom functions that keep its precision."""
+"""Regions: autocast as a context manager and decorator, and custom functions that keep its precision."""

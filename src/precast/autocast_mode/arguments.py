@@ -1,9 +1,9 @@
-"""What a region may be asked for, and the errors for everything else.
+"""Validation of a region's arguments.
 
 Invariants:
 
-- each error says what was asked, what is allowed and what to write;
-- what was found good once is not looked at again.
+- each error says what was passed, what is allowed and what to write;
+- a value that was accepted once is not checked again.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ __all__ = [
 
 REQUIRED: Final[Any] = "(required)"
 ACCEPTED: Final[set[object]] = set()
-"""Device types, and pairs of device type and dtype, that were checked once and found good."""
+"""Device types, and pairs of device type and dtype, that have been checked and accepted."""
 
 
 def check_device_type(device_type: object) -> None:
-    """Refuses a device type that PyTorch has no autocast for."""
+    """Raise an error for a device type without autocast."""
     if isinstance(device_type, str) and device_type is not REQUIRED:
-        _check_known(device_type)
+        _check_name(device_type)
         return
     if device_type is REQUIRED or isinstance(device_type, bool):
-        asked = "no device type"
+        passed = "no device type"
     elif isinstance(device_type, torch.device):
-        asked = f"a torch.device (write {device_type.type!r})"
+        passed = f"a torch.device (write {device_type.type!r})"
     else:
-        asked = f"a {type(device_type).__name__}"
+        passed = f"a {type(device_type).__name__}"
     raise RegionTypeError(
-        f'autocast got {asked}. Its first argument is the device type as text: autocast("cuda", dtype=torch.float16). '
+        f'autocast got {passed}. Its first argument is the device type as text: autocast("cuda", dtype=torch.float16). '
         'The old torch.cuda.amp.autocast() is autocast("cuda"), torch.cpu.amp.autocast() is autocast("cpu").'
     )
 
 
-def _check_known(device_type: str) -> None:
-    known = tuple(dict.fromkeys((*DEVICE_TYPES, _torch.custom_backend())))
-    if device_type in known:
+def _check_name(device_type: str) -> None:
+    names = tuple(dict.fromkeys((*DEVICE_TYPES, _torch.custom_backend())))
+    if device_type in names:
         ACCEPTED.add(device_type)
         return
     hint = (
@@ -60,12 +60,12 @@ def _check_known(device_type: str) -> None:
     )
     raise RegionError(
         f"{device_type!r} is not a device type that PyTorch has autocast for{hint}. "
-        f"Allowed: {', '.join(known)}."
+        f"Allowed: {', '.join(names)}."
     )
 
 
 def cuda_is_usable() -> bool:
-    """Whether CUDA is there; like PyTorch, a missing one warns and turns the region off."""
+    """Return True if CUDA is available; otherwise warn, as PyTorch does, and the region is disabled."""
     if not torch.cuda.amp.common.amp_definitely_not_available():
         return True
     warnings.warn(
@@ -77,7 +77,7 @@ def cuda_is_usable() -> bool:
 
 
 def check_dtype(dtype: object, device_type: str) -> None:
-    """Refuses what is no dtype, and a dtype that autocast cannot cast to on that device type."""
+    """Raise an error for a value that is no dtype, or for a dtype to which autocast cannot cast on that device type."""
     if not isinstance(dtype, torch.dtype):
         refuse_dtype_type(dtype)
     allowed = _torch.lower_dtypes(device_type)
@@ -90,13 +90,13 @@ def check_dtype(dtype: object, device_type: str) -> None:
 
 
 def dtype_of(dtype: Any) -> Any:
-    """Return the `torch.dtype` that a name such as "bf16" means, and all other values unchanged."""
+    """Return the `torch.dtype` with a name such as "bf16", and all other values unchanged."""
     name = None if isinstance(dtype, torch.dtype) else canonical_dtype(dtype)
     return dtype if name is None else getattr(torch, name)
 
 
 def refuse_dtype_type(dtype: object) -> NoReturn:
-    """Raises the error for what is no dtype."""
+    """Raise the error for a value that is no dtype."""
     raise RegionTypeError(
         f"dtype is {dtype!r}, of type {type(dtype).__name__}. Allowed: torch.bfloat16, torch.float16, their names, "
         "or None."

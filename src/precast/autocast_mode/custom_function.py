@@ -1,10 +1,10 @@
 """custom_fwd and custom_bwd: custom autograd functions whose backward runs in forward's precision.
 
 Invariants:
-- what forward ran in (on or off, dtype, cache, policy) is captured once a call and kept on `ctx`;
-  backward enters exactly that, whatever the thread that runs it is in;
-- both styles of `Function` work: `forward(ctx, ...)`, and `forward(...)` with `setup_context`;
-- arguments are cast in any nesting of containers and no container is broken by it.
+- the state of forward (enabled, dtype, cache, policy) is captured in each call and stored on `ctx`; backward restores
+  exactly that state, in any thread;
+- both styles of `Function` are supported: `forward(ctx, ...)`, and `forward(...)` with `setup_context`;
+- arguments are cast in any nesting of containers, and containers keep their types.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ def custom_fwd(
 def custom_fwd(
     fwd: Any = None, *, device_type: str = _REQUIRED, cast_inputs: torch.dtype | None = None
 ) -> Any:
-    """Decorates `forward` of a `torch.autograd.Function`, as `torch.amp.custom_fwd`.
+    """Decorate `forward` of a `torch.autograd.Function`, as `torch.amp.custom_fwd`.
 
-    Place it below ``@staticmethod``, inside the class body: a `setup_context` of the same class is
-    then wrapped too, and sees the same inputs as `forward`. The `setup_context` of an operator
-    (`torch.library.register_autograd`) is decorated itself, without `cast_inputs`.
+    Place it below ``@staticmethod`` in the class body: a `setup_context` of the same class is then wrapped too, and
+    gets the same inputs as `forward`. The `setup_context` of an operator (`torch.library.register_autograd`) is
+    decorated itself, without `cast_inputs`.
 
     Args:
-        fwd: The function, where the decorator is written without parentheses.
+        fwd: The function, if the decorator is used without parentheses.
         device_type: The device type of the tensors, such as ``"cuda"``. Required.
-        cast_inputs: If given and autocast is on, the floating-point tensors of that device type in
-            the arguments are cast to it (float64 stays), and `forward` runs with autocast off.
-            If None, `forward` runs as it is called.
+        cast_inputs: If given and autocast is on, the floating-point tensors of that device type in the arguments are
+            cast to it (float64 stays), and `forward` runs with autocast off. If None, `forward` runs unchanged.
 
     Raises:
         RegionError: `device_type` is missing, or not the name of a device type with autocast.
@@ -75,8 +74,8 @@ def custom_fwd(
     _require_device_type("custom_fwd", device_type)
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
-    later = _WrapsSetupContext(device_type, cast_inputs)
-    _class_body(inspect.currentframe())[f"_precast_custom_fwd_{device_type}"] = later
+    wrapper = _SetupContextWrapper(device_type, cast_inputs)
+    _class_body(inspect.currentframe())[f"_precast_custom_fwd_{device_type}"] = wrapper
     return _forward(fwd, device_type, cast_inputs)
 
 
@@ -85,15 +84,15 @@ def custom_bwd(bwd: None = None, *, device_type: str = _REQUIRED) -> Callable[[F
 @overload
 def custom_bwd(bwd: F, *, device_type: str = _REQUIRED) -> F: ...
 def custom_bwd(bwd: Any = None, *, device_type: str = _REQUIRED) -> Any:
-    """Decorates `backward` of a `torch.autograd.Function`: it runs in the region of its forward.
+    """Decorate `backward` of a `torch.autograd.Function`: it runs in the region of its forward.
 
     Args:
-        bwd: The function, where the decorator is written without parentheses.
-        device_type: As given to `custom_fwd`. Required.
+        bwd: The function, if the decorator is used without parentheses.
+        device_type: The same as in `custom_fwd`. Required.
 
     Raises:
-        RegionError: `device_type` is missing or unknown; or, in backward, `forward` was not
-            decorated for this device type.
+        RegionError: `device_type` is missing or unknown; or, in backward, `forward` is not decorated for this device
+            type.
     """
     _require_device_type("custom_bwd", device_type)
     if bwd is None:
@@ -107,18 +106,18 @@ def custom_bwd(bwd: Any = None, *, device_type: str = _REQUIRED) -> Any:
     return decorated
 
 
-# Plain functions with plain values in their closures: Dynamo traces no objects of ours there.
+# Functions with plain values in their closures, because Dynamo traces no objects of precast's there.
 
 
 def _forward(function: Callable[..., Any], device_type: str, dtype: torch.dtype | None) -> Any:
     @functools.wraps(function)
     def decorated(*args: Any, **kwargs: Any) -> Any:
         if not _casts(device_type, dtype):
-            return _noting(function, device_type, *args, **kwargs)
+            return _run_recording(function, device_type, *args, **kwargs)
         with torch.autocast(device_type, enabled=False):
-            # Not ctx: Dynamo cannot look into it (until 2.12).
+            # Without ctx, which Dynamo cannot inspect (until 2.12).
             cast = [a if _is_context(a) else _cast(a, device_type, dtype) for a in args]
-            return _noting(function, device_type, *cast, **_cast(kwargs, device_type, dtype))
+            return _run_recording(function, device_type, *cast, **_cast(kwargs, device_type, dtype))
 
     return decorated
 
@@ -127,17 +126,21 @@ def _setup_context(function: Callable[..., Any], device_type: str, dtype: Any) -
     @functools.wraps(function)
     def decorated(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         if not _casts(device_type, dtype):
-            return _noting(function, device_type, ctx, inputs, output)
-        # Cast once more rather than kept from forward: it may call itself in between.
+            return _run_recording(function, device_type, ctx, inputs, output)
+        # Cast again, not stored by forward: it may call itself in between.
         with torch.autocast(device_type, enabled=False):
-            return _noting(function, device_type, ctx, _cast(inputs, device_type, dtype), output)
+            return _run_recording(
+                function, device_type, ctx, _cast(inputs, device_type, dtype), output
+            )
 
     return decorated
 
 
-def _noting(function: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls `function`, and notes on its `ctx`, if it gets one, what it runs in."""
-    ctx = args[0] if args else kwargs.get("ctx")  # operators call setup_context by keywords
+def _run_recording(
+    function: Callable[..., Any], device_type: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `function`, and record the precision in force on its `ctx`, if it has one."""
+    ctx = args[0] if args else kwargs.get("ctx")  # operators call setup_context with keywords
     if _is_context(ctx):
         setattr(ctx, _slot(device_type), _capture(device_type))
     return function(*args, **kwargs)
@@ -158,11 +161,11 @@ def _cast(value: T, device_type: str, dtype: torch.dtype | None) -> T:
     return map_tensors(value, cast)
 
 
-class _WrapsSetupContext:
-    """Sits in a class body until the class is made, and then wraps its `setup_context`.
+class _SetupContextWrapper:
+    """A temporary attribute of a class body that wraps the class's `setup_context` when the class is created.
 
-    The one way to reach it: `forward` of that style never meets `ctx`, and a decorated function
-    does not learn what class it belongs to.
+    There is no other way to reach it: in that style `forward` gets no `ctx`, and a decorated function does not know its
+    class.
     """
 
     def __init__(self, device_type: str, dtype: torch.dtype | None) -> None:
@@ -178,7 +181,7 @@ class _WrapsSetupContext:
 
 
 def _class_body(decorator: FrameType | None) -> dict[str, Any]:
-    """The namespace of the class body that calls the decorator, or one that nobody reads."""
+    """Return the namespace of the class body that calls the decorator, or an unused dict."""
     namespace = decorator.f_back.f_locals if decorator and decorator.f_back else {}
     return namespace if "__qualname__" in namespace and "__module__" in namespace else {}
 
@@ -188,7 +191,7 @@ def _slot(device_type: str) -> str:
 
 
 def _capture(device_type: str) -> Any:
-    """What backward needs to run as the code that calls this."""
+    """Return the region for backward: the precision in force here."""
     return in_graph(device_type) if torch.compiler.is_dynamo_compiling() else current(device_type)
 
 
@@ -205,9 +208,9 @@ def _recall(ctx: Any, device_type: str) -> Any:
 
 def _require_device_type(name: str, device_type: Any) -> None:
     if device_type is _REQUIRED or not isinstance(device_type, str):
-        got = "none" if device_type is _REQUIRED else repr(device_type)
+        passed = "none" if device_type is _REQUIRED else repr(device_type)
         raise RegionTypeError(
-            f"{name} needs a device type as text; got {got}. Write @{name}(device_type='cuda'), "
+            f"{name} needs a device type as text; got {passed}. Write @{name}(device_type='cuda'), "
             f"which is what torch.cuda.amp.{name} meant, or 'cpu' for tensors on the CPU."
         )
-    autocast(device_type, enabled=False)  # refuses names that no autocast is known for
+    autocast(device_type, enabled=False)  # raises an error for names without autocast

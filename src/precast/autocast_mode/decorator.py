@@ -1,10 +1,10 @@
-"""Regions as decorators: the body of a function, generator or coroutine runs in the region, its caller never does.
+"""Regions as decorators: the body of a function, generator or coroutine runs in the region, its caller does not.
 
 Invariants:
 
-- the region is entered anew for every call, so recursion and threads nest as `with` does;
-- the body of a generator or coroutine is in the region only while it runs, not between two steps;
-- what cannot be decorated is refused with what to do instead.
+- each call enters the region, so recursion and threads nest as with `with`;
+- the body of a generator or coroutine is in the region while it runs, not between two steps;
+- a decorated object of another kind raises an error with an alternative.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class DecoratorRegion:
-    """Makes a context manager a decorator too: the region is entered anew at every call."""
+    """Makes a context manager a decorator that enters it in each call."""
 
     def __enter__(self) -> Any:
         raise NotImplementedError
@@ -34,14 +34,14 @@ class DecoratorRegion:
     def __exit__(self, *exc_info: object) -> None:
         raise NotImplementedError
 
-    def anew(self) -> DecoratorRegion:
-        """What to enter where the region itself cannot be: in the graph of a compiled function."""
+    def region_for_trace(self) -> DecoratorRegion:
+        """Return an equal region for a traced function, in whose graph this object cannot be entered."""
         return self
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """`function` with its body in this region.
+        """Return `function` with its body in this region.
 
-        A generator's or coroutine's body is in the region only while it runs, never its caller between two steps.
+        The body of a generator or coroutine is in the region only while it runs; its caller is not, between two steps.
 
         Raises:
             RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
@@ -81,7 +81,7 @@ def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            with region.anew():
+            with region.region_for_trace():
                 return function(*args, **kwargs)
         with region:
             return function(*args, **kwargs)
@@ -95,7 +95,7 @@ def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
 
 
 def _in_steps(region: DecoratorRegion, body: Any) -> Generator[Any, Any, Any]:
-    """Runs a generator or coroutine with the region around each of its steps, and not between them."""
+    """Run a generator or coroutine with the region around each of its steps, and not between them."""
     try:
         with region:
             value = body.send(None)

@@ -2,11 +2,11 @@
 
 Invariants:
 
-- the object is only a description; what an entry replaced is kept on the thread's stack, so one object can be
-  entered twice, by recursion or by several threads at once, and each exit restores what its entry found;
-- nothing has changed when an error is raised: arguments are checked when the object is made, and an entry or exit that
-  Ctrl-C interrupts restores what its record says;
-- PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` tell the truth.
+- the object is only a description; the state that an entry replaces is kept on the thread's stack. So one object can be
+  entered twice, by recursion or by several threads at once, and each exit restores the state before its entry;
+- after an error nothing has changed: arguments are checked when the object is created, and an entry or exit that Ctrl-C
+  interrupts restores the state in its record;
+- PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` are right.
 """
 
 from __future__ import annotations
@@ -33,16 +33,14 @@ from precast.autocast_mode.arguments import (
     refuse_dtype_type,
 )
 from precast.autocast_mode.decorator import DecoratorRegion
-from precast.autocast_mode.shortcut import Shortcut, Start
+from precast.autocast_mode.fast_entry import EntrySnapshot, FastEntry
 from precast.engine import registration
-from precast.engine.native.calls import ONE_OF_SEVERAL, OUTERMOST
 from precast.engine.thread_state import (
     BoundPolicy,
-    Group,
-    Record,
+    RegionGroup,
+    RegionRecord,
     ThreadState,
     installed,
-    native_engine,
     regions,
     thread_state,
     write_guard_id,
@@ -50,6 +48,8 @@ from precast.engine.thread_state import (
 from precast.errors import PrecastWarning, RegionError
 from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
 from precast.weights import held, unversioned_writes
+from precast.weights.native.api import ONE_OF_SEVERAL, OUTERMOST
+from precast.weights.native.engine import native_engine
 
 __all__ = [
     "Regions",
@@ -57,10 +57,10 @@ __all__ = [
     "current",
     "disable",
     "in_graph",
-    "policy_said",
+    "naming_policies",
+    "policy_of_region",
     "put_in_force",
-    "rewriting_regions",
-    "write_down",
+    "record_for_export",
 ]
 
 
@@ -70,16 +70,16 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
 
     Args:
-        device_type: the device type of the tensors it is for, as `tensor.device.type` says it: "cuda", "cpu" ...
-        dtype: the lower precision, torch.bfloat16, torch.float16 or a name such as "bf16". None is the surrounding
-            region's or, outside of all, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
-        enabled: whether the policy is applied; False is an island of full precision in a surrounding region.
-        cache_enabled: whether weights are cast once and kept until the outermost region ends. None is as around.
-        policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
-            outside of all, the one that is installed, or else "default".
+        device_type: the device type of its tensors, as in `tensor.device.type`: "cuda", "cpu" ... dtype: the lower
+            precision, torch.bfloat16, torch.float16 or a name such as "bf16". None is the surrounding region's or,
+            outside of all regions, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
+        enabled: apply the policy. With False, operations inside a surrounding region run in full precision.
+            cache_enabled: cast weights once and keep them until the outermost region ends. None is the surrounding
+            setting. policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding
+            region's or, outside of all regions, the installed one, or else "default".
 
     Raises:
-        RegionError: a device type or dtype that cannot be; nothing has changed then.
+        RegionError: an invalid device type or dtype; nothing has changed then.
         PolicyError: a policy that cannot be read.
 
     Examples:
@@ -89,7 +89,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         torch.bfloat16
     """
 
-    _shortcut: Shortcut | None = None
+    _fast_entry: FastEntry | None = None
 
     @_torch.runs_uncompiled
     def __init__(
@@ -102,8 +102,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         policy: Policy | str | os.PathLike[str] | None = None,
     ) -> None:
         if _is_traced():
-            said = (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
-            self._steps = _traced(*_plan(device_type, dtype, enabled, cache_enabled, *said))
+            named = (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
+            self._steps = _traced_region(*_plan(device_type, dtype, enabled, cache_enabled, *named))
             return
         if type(device_type) is not str or device_type not in ACCEPTED:
             check_device_type(device_type)
@@ -125,40 +125,40 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         if _is_traced():
             next(self._steps)
             return self
-        record = Record()
-        try:  # Ctrl-C may come between any two steps: what is restored is what the record says
+        record = RegionRecord()
+        try:  # Ctrl-C may come between any two steps: the state in the record is restored
             self.enter_as(record)
         except BaseException:
             _end_all([record])
             raise
         return self
 
-    def enter_as(self, record: Record) -> None:
-        """Enters the region; the caller ends this record, which is empty before, if that is interrupted."""
+    def enter_as(self, record: RegionRecord) -> None:
+        """Enter the region. If that is interrupted, the caller ends this record, which is empty before."""
         if held.attached and self.enabled:
             unversioned_writes.check_at_entry()
-        known = self._shortcut
-        if known is None or not known.enter(known.number, self, known, record):
-            self._enter_otherwise(record)
+        entry = self._fast_entry
+        if entry is None or not entry.enter(entry.number, self, entry, record):
+            self._enter_step_by_step(record)
 
-    def _enter_otherwise(self, record: Record) -> None:
-        """Enters by the shortcut that another object has found, or step by step."""
+    def _enter_step_by_step(self, record: RegionRecord) -> None:
+        """Enter by the fast entry of an equal region, if there is one, or step by step."""
         device = self.device
-        here = thread_state(device).state
-        outside = here.bound_policy
+        state = thread_state(device).state
+        outside = state.bound_policy
         bound = self._bound_policy(outside)
-        way = (outside is None, *self._flags(), self.cache_enabled)
-        # What a policy kept for regions inside another policy's would keep the other alive.
-        shared = {} if bound is None or outside not in {None, bound} else bound.shortcuts
-        known: Shortcut | None = shared.get(way)
-        if known is not None and known is not self._shortcut:
-            self._shortcut = known
-            if known.enter(known.number, self, known, record):
+        key = (outside is None, *self._flags(), self.cache_enabled)
+        # Not for regions inside another policy: the entry would keep that policy alive.
+        shared = {} if bound is None or outside not in {None, bound} else bound.fast_entries
+        entry: FastEntry | None = shared.get(key)
+        if entry is not None and entry is not self._fast_entry:
+            self._fast_entry = entry
+            if entry.enter(entry.number, self, entry, record):
                 return
         if _torch.function_modes():
-            self._write_down(bound)
-        start = Start.of(device, bound)
-        found = (
+            self._record_for_export(bound)
+        snapshot = EntrySnapshot.of(device, bound)
+        previous = (
             device,
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
@@ -166,65 +166,66 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             outside,
             _torch.optimizes_torchscript(),
         )
-        record.fill(self, found, [])
+        record.fill(self, previous, [])
         regions.records.append(record)
-        # Only now: who takes the kernels off says so first, and then looks for records.
+        # Only now, because `unregister` first sets `holds` to False and then looks for records.
         if bound is not None and bound is not outside and not bound.registration.holds:
             bound = registration.bind(bound.policy, device)
-        if bound is not None and not bound.is_pytorchs:
-            _torch.optimize_torchscript(False)  # it knows PyTorch's own policy alone
+        if bound is not None and not bound.matches_torch:
+            _torch.optimize_torchscript(False)  # it applies PyTorch's policy only
         if bound is not outside:
-            put_in_force(here, device, bound)
+            put_in_force(state, device, bound)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
-        # PyTorch's count is changed and kept in one step that nothing interrupts, by what a trace may listen with.
+        # PyTorch's count is changed and recorded in a single step without interrupts, by the function that a trace
+        # replaces.
         record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
-        if start is not None and bound is not None and not regions.guard_id.repeats:
-            self._shortcut = shared[way] = start.shortcut(found, bound)
+        if snapshot is not None and bound is not None and not regions.guard_id.repeats:
+            self._fast_entry = shared[key] = snapshot.fast_entry(previous, bound)
 
     def __getstate__(self) -> dict[str, object]:
-        """What a copy or a pickle has: all but the way in that this process knows."""
-        return {name: value for name, value in vars(self).items() if name != "_shortcut"}
+        """Return the state for a copy or a pickle, without the fast entry of this process."""
+        return {name: value for name, value in vars(self).items() if name != "_fast_entry"}
 
     @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
-        found: list[Record] = []  # gets the record before anything is changed
-        left: list[int] = []
+        records: list[RegionRecord] = []  # gets the record before anything is changed
+        statuses: list[int] = []
         try:
             if _is_traced():
                 next(self._steps, None)
                 return
-            left.extend(map(native_engine.leave, (self,)))  # one step that nothing interrupts
-            if left[0] == 0:
-                self._leave_step_by_step(found)
-            elif left[0] != ONE_OF_SEVERAL:
-                _ended(self.device, left[0])
+            statuses.extend(map(native_engine.leave, (self,)))  # a single step without interrupts
+            if statuses[0] == 0:
+                self._leave_step_by_step(records)
+            elif statuses[0] != ONE_OF_SEVERAL:
+                _clear_caches(self.device, statuses[0])
         except RegionError:
             raise
-        except BaseException:  # Ctrl-C, say: what is done already is not done twice
-            if found:
-                _end(found[0])
-            elif left in ([], [0]):
+        except BaseException:  # such as Ctrl-C: steps that are done are not repeated
+            if records:
+                _end(records[0])
+            elif statuses in ([], [0]):
                 self.__exit__()
             else:
-                _ended(self.device, left[0])
+                _clear_caches(self.device, statuses[0])
             raise
 
-    def _leave_step_by_step(self, found: list[Record]) -> None:
+    def _leave_step_by_step(self, ending: list[RegionRecord]) -> None:
         if _torch.function_modes():
             _torch.export_region(None)
         records = regions.records
         if records and records[-1].owner is self:
-            found.append(records[-1])
+            ending.append(records[-1])
             _end(records[-1])
         else:
             _leave_nesting(_splice_out(self))
             _warn_out_of_order(self)
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:
-        """The policy to be in force inside; a disabled region has one too: code in it may enable autocast again."""
+        """Return the policy in force inside. A disabled region has one too, because code inside may enable autocast."""
         if self.policy is not None:
             return registration.bind(self.policy, self.device)
         device = self.device
@@ -233,12 +234,12 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def _flags(self) -> tuple[str, torch.dtype, bool]:
         return self.device, self.fast_dtype, self.enabled
 
-    def _write_down(self, bound: BoundPolicy | None) -> None:
-        """Tells an exporter that runs the program of this region, as PyTorch's region does."""
-        write_down(self._flags(), self.cache_enabled, bound)
+    def _record_for_export(self, bound: BoundPolicy | None) -> None:
+        """Record this region in an export that runs the program, as PyTorch's regions do."""
+        record_for_export(self._flags(), self.cache_enabled, bound)
 
-    def anew(self) -> autocast:
-        """The same region as another object: one that existed before cannot enter the graph of a compiled function."""
+    def region_for_trace(self) -> autocast:
+        """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
         return autocast(
             self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
         )
@@ -248,15 +249,15 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
 
 
-# What `torch.compile` sees of a region: one of PyTorch's, whose `cache_enabled` says the policy where that is not
-# PyTorch's own. When the graph runs or is traced further, a real region is entered in its place.
+# In a graph of `torch.compile` a region is one of PyTorch's, whose `cache_enabled` names the policy unless that is
+# PyTorch's own. When the graph runs or is traced further, a region of precast's is entered in its place.
 _is_traced = torch.compiler.is_dynamo_compiling
 _in_graphs: Final[dict[str, Policy]] = {}
-"""The policies that graphs name, by fingerprint."""
+"""The policies named in graphs, by fingerprint."""
 
 
 @_torch.traced_as_constant
-def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
+def _plan(  # noqa: PLR0917 -- Dynamo passes positional arguments
     device_type: str,
     dtype: torch.dtype | str | None,
     enabled: bool,
@@ -264,24 +265,24 @@ def _plan(  # noqa: PLR0917 -- Dynamo hands on what it has
     policy: str | None,
     fingerprint: str | None,
 ) -> tuple[str, torch.dtype, bool, bool | str | None]:
-    """The arguments for a region of PyTorch's that mean one of ours, where it stands."""
+    """Return the arguments of PyTorch's region that represents one of precast's in a graph."""
     if dtype is None:
         _torch.guard_autocast_dtype(device_type)
-    asked = policy if fingerprint is None else policy_of(fingerprint)
-    region = autocast(device_type, dtype, enabled, cache_enabled, policy=asked)
+    chosen = policy if fingerprint is None else policy_of(fingerprint)
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=chosen)
     bound = region._bound_policy(thread_state(device_type).state.bound_policy)
-    return (*region._flags(), _said(bound, cache_enabled))
+    return (*region._flags(), _policy_text(bound, cache_enabled))
 
 
 @_torch.traced_as_constant
 def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | None]:
-    """The same for what is in force, for a compiled function to enter it again in its backward."""
-    here = _Captured(device_type)
-    return (*here._flags(), _said(here._captured, here.cache_enabled))
+    """Return the same for the precision in force, for a compiled function to enter it again in its backward."""
+    region = _CapturedRegion(device_type)
+    return (*region._flags(), _policy_text(region._captured, region.cache_enabled))
 
 
-def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str | None:
-    if bound is None or (torch.compiler.is_exporting() and bound.meaning is None):
+def _policy_text(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str | None:
+    if bound is None or (torch.compiler.is_exporting() and bound.distinct_fingerprint is None):
         return cache_enabled
     if torch.compiler.is_exporting() and not _exports.rewrites:
         refuse_export(bound.policy)
@@ -290,18 +291,18 @@ def _said(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str |
     return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
 
 
-class _Exports(threading.local):
-    """Whether this thread exports for `precast.export`, which puts casts in the place of regions of any policy."""
+class _ExportState(threading.local):
+    """True while this thread runs `precast.export`, which replaces regions of any policy by casts."""
 
     rewrites = False
 
 
-_exports: Final = _Exports()
+_exports: Final = _ExportState()
 
 
 @contextmanager
-def rewriting_regions() -> Iterator[None]:
-    """Has exported programs name the policy of each region: who opens this takes the regions out of the graph again."""
+def naming_policies() -> Iterator[None]:
+    """Name the policy of each region in exported graphs; the caller removes the regions from the graph again."""
     before, _exports.rewrites = _exports.rewrites, True
     try:
         yield
@@ -309,56 +310,58 @@ def rewriting_regions() -> Iterator[None]:
         _exports.rewrites = before
 
 
-def write_down(
+def record_for_export(
     flags: tuple[str, torch.dtype, bool], cache_enabled: bool | None, bound: BoundPolicy | None
 ) -> None:
-    """Tells an exporter, if one runs the program, that a region with a policy begins.
+    """Record the begin of a region in an export, if one runs the program.
 
     Raises:
-        RegionError: the exported program would keep the region, and cannot say its policy.
+        RegionError: the exported program would keep the region, and cannot name its policy.
     """
-    has_meaning = bound is not None and bound.meaning is not None
-    said = _said(bound, cache_enabled) if has_meaning and _exports.rewrites else cache_enabled
-    if _torch.export_region((*flags, said)) and has_meaning and not _exports.rewrites:
+    is_distinct = bound is not None and bound.distinct_fingerprint is not None
+    cache: bool | str | None = cache_enabled
+    if is_distinct and _exports.rewrites:
+        cache = _policy_text(bound, cache_enabled)
+    if _torch.export_region((*flags, cache)) and is_distinct and not _exports.rewrites:
         assert bound is not None
         _torch.export_region(None)
         refuse_export(bound.policy)
 
 
-def policy_said(said: object) -> Policy | None:
-    """The policy that a region in a graph names; None where it is one of PyTorch's own."""
-    return _in_graphs[said.split()[-2]] if isinstance(said, str) else None
+def policy_of_region(text: object) -> Policy | None:
+    """Return the policy that a region in a graph names; None for a region of PyTorch's."""
+    return _in_graphs[text.split()[-2]] if isinstance(text, str) else None
 
 
 def refuse_export(policy: Policy) -> NoReturn:
-    """Raises the error for a region that an exported program cannot say."""
+    """Raise the error for a region that an exported program cannot represent."""
     raise RegionError(
         f"torch.export cannot write down a region with the policy {policy.name!r}: an exported program knows PyTorch's "
         'own regions alone. Use policy="torch" there, or export without the region, and call the program in one.'
     )
 
 
-def _traced(
+def _traced_region(
     device: str, dtype: torch.dtype, enabled: bool, cache: Any
 ) -> Generator[None, None, None]:
     with torch.autocast(device, dtype, enabled, cache):
         yield
 
 
-def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, said: str) -> autocast:
-    *_, fingerprint, cache = said.split()
+def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, text: str) -> autocast:
+    *_, fingerprint, cache = text.split()
     cache_enabled = None if cache == "None" else cache == "True"
     return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
 
 
 def _end_after_error(run: Callable[[], Any]) -> Any:
-    """Call `run`; where it raises, end the regions that it has left open, as a graph does."""
+    """Call `run`; if it raises, end the regions that it has left open, as a graph does."""
     depth, nesting = regions.depth, _torch.autocast_nesting()
     try:
         return run()
     except BaseException:
         _end_all(regions.records[depth:])
-        for _ in range(nesting, _torch.autocast_nesting()):  # of regions of PyTorch's own
+        for _ in range(nesting, _torch.autocast_nesting()):  # regions of PyTorch's
             if torch.autocast_decrement_nesting() == 0:
                 _torch.clear_autocast_cache()
                 registration.clear_cache()
@@ -366,20 +369,20 @@ def _end_after_error(run: Callable[[], Any]) -> Any:
 
 
 class Regions(DecoratorRegion):
-    """Several regions entered as one; what `current` and `disable` return. Re-entrant, and for any thread."""
+    """Several regions entered as one; returned by `current` and `disable`. Re-entrant, and for any thread."""
 
     def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
         self._members = members
 
     @_torch.never_compiled
     def __enter__(self) -> Regions:
-        entered: list[tuple[autocast, Record]] = []
+        entered: list[tuple[autocast, RegionRecord]] = []
         try:
             for region in self._members():
-                entered.append((region, Record()))
+                entered.append((region, RegionRecord()))
                 region.enter_as(entered[-1][1])
             regions.groups.append((self, entered))
-        except BaseException:  # where one cannot be entered, or Ctrl-C comes, those before it end
+        except BaseException:  # after an error or Ctrl-C, end those that were entered
             if regions.groups and regions.groups[-1][1] is entered:
                 regions.groups.pop()
             _end_all([record for _, record in entered])
@@ -388,22 +391,23 @@ class Regions(DecoratorRegion):
 
     @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
-        found: list[Group] = []
+        groups: list[RegionGroup] = []
         try:
-            _leave_group(self, found)
+            _leave_group(self, groups)
         except RegionError:
             raise
         except BaseException:
-            _leave_group(self, found, again=True)
+            _leave_group(self, groups, again=True)
             raise
 
 
 @_torch.never_compiled
 def current(device_type: str | None = None) -> Regions:
-    """The precision in force in this thread, to enter elsewhere: in another thread, in a callback, in backward.
+    """Return the precision in force in this thread, to enter it elsewhere: in another thread, a callback, or backward.
 
     Args:
-        device_type: for this device type alone; None is for all that PyTorch or a region has set here.
+        device_type: capture this device type only; None captures all that PyTorch or a region has set here.
+
 
     Examples:
         >>> with autocast("cpu"):
@@ -413,13 +417,13 @@ def current(device_type: str | None = None) -> Regions:
         True
     """
     devices = _autocast_devices() if device_type is None else (device_type,)
-    captured = tuple(_Captured(device) for device in devices)
+    captured = tuple(_CapturedRegion(device) for device in devices)
     return Regions(lambda: captured)
 
 
 @_torch.never_compiled
 def disable() -> Regions:
-    """A region in which autocast is off for every device type, without naming one.
+    """Return a region in which autocast is off for every device type.
 
     Examples:
         >>> with autocast("cpu"), disable():
@@ -429,36 +433,36 @@ def disable() -> Regions:
     return Regions(lambda: tuple(autocast(device, enabled=False) for device in _autocast_devices()))
 
 
-def _again_in_this_region(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a checkpoint runs again in backward: in the policy in force here, where PyTorch restores its flags alone."""
+def _rerun_in_region(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a checkpoint's function so that its rerun has the policy in force here; PyTorch restores its flags only."""
     if not regions.is_open:
         return function
-    here = current()
+    region = current()
 
-    def again(*args: Any, **kwargs: Any) -> Any:
-        with here:
+    def rerun(*args: Any, **kwargs: Any) -> Any:
+        with region:
             return function(*args, **kwargs)
 
-    return again
+    return rerun
 
 
-# The first in the list is the outermost: rules for modules act inside of the region.
-_torch.checkpoint_wrappers.insert(0, _again_in_this_region)
+# The first in the list is the outermost: rules for modules apply inside of the region.
+_torch.checkpoint_wrappers.insert(0, _rerun_in_region)
 
 
 def _autocast_devices() -> tuple[str, ...]:
-    """The device types for which this thread has autocast on, or a region of ours."""
+    """Return the device types with autocast on in this thread, or with a region of precast's."""
     entered = {record.device_type for record in regions.records}
-    marked = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's: see `compile_guards`
+    unused = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's, see `compile_guards`
     return tuple(
         d
         for d in DEVICE_TYPES
-        if d in entered or (d not in marked and torch.is_autocast_enabled(d))
+        if d in entered or (d not in unused and torch.is_autocast_enabled(d))
     )
 
 
-class _Captured(autocast):
-    """A region with the very policy that was in force where it was captured; none where that was PyTorch's own."""
+class _CapturedRegion(autocast):
+    """A region with the bound policy in force where it was created; without one where that was PyTorch's own."""
 
     @_torch.never_compiled
     def __init__(self, device: str) -> None:
@@ -471,33 +475,33 @@ class _Captured(autocast):
         self.policy = None if self._captured is None else self._captured.policy
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
-        _torch.wrap_checkpoints()  # no kernels are registered here where none was in force
+        _torch.wrap_checkpoints()  # without a policy, no kernels are registered here
         registration.engine()  # the library cannot be loaded while a region is open
         return self._captured
 
 
-def _end_all(entered: list[Record]) -> None:
-    """Ends what is open of these entries, the innermost first."""
+def _end_all(entered: list[RegionRecord]) -> None:
+    """End the entries of this list that are still open, innermost first."""
     for record in reversed(regions.records):
-        if any(record is one for one in entered):
+        if any(record is each for each in entered):
             _end(record)
 
 
-def _ended(device_type: str, left: int) -> None:
-    """Empties the caches when the library has left the outermost region, or the outermost of precast's own."""
-    if left == OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
+def _clear_caches(device_type: str, status: int) -> None:
+    """Empty the caches if the library has left the outermost region, or the outermost of precast's."""
+    if status == OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
         registration.clear_cache()
 
 
-def _end(record: Record) -> None:
-    """Restores what a record says and takes it off this thread's stack; where that was begun already, the rest."""
+def _end(record: RegionRecord) -> None:
+    """Restore the state in a record and remove it from this thread's stack; finish that if it was interrupted."""
     _restore_device(record)
     _restore_thread(record)
     _leave_nesting(record)
 
 
-def _leave_nesting(record: Record) -> None:
-    """Counts one open region less, once for each that was counted, and empties the caches behind the outermost."""
+def _leave_nesting(record: RegionRecord) -> None:
+    """Decrement PyTorch's count of open regions once, and empty the caches after the outermost one."""
     if len(record.nesting) == 1:
         record.nesting.extend(map(call, (torch.autocast_decrement_nesting,)))
     records = regions.records
@@ -510,12 +514,12 @@ def _leave_nesting(record: Record) -> None:
         regions.cache.clear()
 
 
-def _splice_out(owner: autocast) -> Record:
-    """Takes `owner`'s latest record out from under others, which then restore what it would have."""
+def _splice_out(owner: autocast) -> RegionRecord:
+    """Remove `owner`'s latest record from below others, which then restore its state."""
     records = regions.records
     index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
     if index is None:
-        raise _ended_elsewhere(owner)
+        raise _wrong_thread_error(owner)
     record = records.pop(index)
     later = records[index:]
     if later:
@@ -535,19 +539,19 @@ def _splice_out(owner: autocast) -> Record:
     return record
 
 
-def _leave_group(owner: Regions, found: list[Group], *, again: bool = False) -> None:
-    """Leaves an object's latest entry, the innermost region first; `again`, what is still open of it."""
-    if not found:
-        found.extend([group for group in regions.groups if group[0] is owner][-1:])
-    if not found:
-        raise _ended_elsewhere(owner)
-    for region, record in reversed(found[0][1]):
-        if not again or any(record is known for known in regions.records):
+def _leave_group(owner: Regions, groups: list[RegionGroup], *, again: bool = False) -> None:
+    """Leave an object's latest entry, innermost region first; with `again`, only the regions that are still open."""
+    if not groups:
+        groups.extend([group for group in regions.groups if group[0] is owner][-1:])
+    if not groups:
+        raise _wrong_thread_error(owner)
+    for region, record in reversed(groups[0][1]):
+        if not again or any(record is each for each in regions.records):
             region.__exit__(None, None, None)
-    regions.groups[:] = [other for other in regions.groups if other is not found[0]]
+    regions.groups[:] = [other for other in regions.groups if other is not groups[0]]
 
 
-def _ended_elsewhere(owner: object) -> RegionError:
+def _wrong_thread_error(owner: object) -> RegionError:
     return RegionError(
         f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
         "thread: to take it to another, use `region = precast.current()` and `with region:` there."
@@ -563,27 +567,29 @@ def _warn_out_of_order(owner: autocast) -> None:
     )
 
 
-def put_in_force(here: ThreadState, device_type: str, bound: BoundPolicy | None) -> None:
-    """Has this thread's operations follow a policy, and says so where compiled functions look."""
-    guard_id = regions.guard_id.after(device_type, None if bound is None else bound.meaning)
+def put_in_force(state: ThreadState, device_type: str, bound: BoundPolicy | None) -> None:
+    """Make a policy that of this thread's operations, and of the guards of compiled functions."""
+    guard_id = regions.guard_id.with_policy(
+        device_type, None if bound is None else bound.distinct_fingerprint
+    )
     before = regions.written_guard_id
     if guard_id is before:
-        here.follow(bound)
+        state.follow(bound)
         return
-    # None until it is written: an interrupt in between leaves that to whoever restores the record.
+    # None until it is written: after an interrupt in between, the record's restoration writes it.
     regions.written_guard_id = None
-    here.follow(bound)
+    state.follow(bound)
     write_guard_id(guard_id, before)
 
 
-def _restore_device(record: Record) -> None:
-    here = thread_state(record.device_type).state
-    if here.bound_policy is not record.bound_policy or regions.written_guard_id is None:
-        put_in_force(here, record.device_type, record.bound_policy)
+def _restore_device(record: RegionRecord) -> None:
+    state = thread_state(record.device_type).state
+    if state.bound_policy is not record.bound_policy or regions.written_guard_id is None:
+        put_in_force(state, record.device_type, record.bound_policy)
     torch.set_autocast_enabled(record.device_type, record.enabled)
     torch.set_autocast_dtype(record.device_type, record.dtype)
 
 
-def _restore_thread(record: Record) -> None:
+def _restore_thread(record: RegionRecord) -> None:
     torch.set_autocast_cache_enabled(record.cache_enabled)
     _torch.optimize_torchscript(record.optimizes_torchscript)

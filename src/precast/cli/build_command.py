@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from precast.engine.native.build import Built
+    from precast.weights.native.build import BuildResult
 
 __all__ = ["build"]
 
@@ -36,8 +36,8 @@ def build(as_json: bool) -> None:
         click.echo(f"already compiled for PyTorch {built.torch}\n{built.path}")
 
 
-def _build() -> Built:
-    from precast.engine.native import build as build_
+def _build() -> BuildResult:
+    from precast.weights.native import build as build_
 
     torch = build_.installed_torch()  # first, for one error if several packages are missing
     from rich.console import Console
@@ -47,7 +47,7 @@ def _build() -> Built:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("searching for a compiler", total=None)
 
-        def advance(what: str, done: int, of: int) -> None:
-            progress.update(task, description=what, completed=done, total=of)
+        def show(step: str, done: int, of: int) -> None:
+            progress.update(task, description=step, completed=done, total=of)
 
-        return build_.build(torch=torch, advance=advance)
+        return build_.build(torch=torch, progress=show)

@@ -1,1 +1,1 @@
-"""Carries out a policy at PyTorch's autocast keys: what each thread has in force, and the kernels."""
+"""The kernels at PyTorch's autocast keys, and the policies that each thread has in force."""

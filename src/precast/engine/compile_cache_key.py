@@ -1,11 +1,11 @@
-"""Keeps apart on disk what `torch.compile` makes under different policies, which the compiler's cache does not know.
+"""The policies in the key of the compiler's cache on disk, so that policies do not share compiled code.
 
 Invariants:
 
-- the key contains the policies that are in force in the thread that compiles, or installed. (A graph with a region
-  inside names its policy itself; a graph with a region around it does not.)
-- while no policy but PyTorch's has been in force, the key is what it is without precast;
-- a tag that the user has set stays part of the key.
+- the key contains the policies in force in the compiling thread, and the installed ones. (A graph with a region inside
+  names the policy itself; a graph within a region does not.)
+- while only PyTorch's policy has been in force, the key is the same as without precast;
+- the user's own tag stays part of the key.
 """
 
 from __future__ import annotations
@@ -15,29 +15,33 @@ from precast._internal.version import __version__
 from precast.engine.thread_state import installed, regions
 from precast.policy.policy import DEVICE_TYPES
 
-__all__ = ["is_in_force", "put_on", "take_off"]
+__all__ = ["disable", "enable", "has_policies"]
 
 
-def put_on() -> None:
-    """From now on keys say the policies."""
-    _torch.set_compile_cache_tag(_in_force)
+def enable() -> None:
+    """Add the policies to the keys from now on."""
+    _torch.set_compile_cache_tag(_key_text)
 
 
-def take_off() -> None:
-    """Leaves the keys to the user's own tag."""
+def disable() -> None:
+    """Stop adding the policies to the keys."""
     _torch.set_compile_cache_tag(None)
 
 
-def is_in_force() -> bool:
+def has_policies() -> bool:
     """Return True if a policy other than PyTorch's is in force in this thread, or installed."""
-    return bool(_in_force())
+    return bool(_key_text())
 
 
-def _in_force() -> str:
+def _key_text() -> str:
     policies = set(regions.guard_id.policies)
-    here = {device for device, _ in policies}
+    own_devices = {device for device, _ in policies}
     for device in DEVICE_TYPES:
         bound = installed(device).bound_policy
-        if bound is not None and bound.meaning is not None and device not in here:
-            policies.add((device, bound.meaning))
+        if (
+            bound is not None
+            and bound.distinct_fingerprint is not None
+            and device not in own_devices
+        ):
+            policies.add((device, bound.distinct_fingerprint))
     return "".join(f";precast {__version__} {of} {policy}" for of, policy in sorted(policies))

@@ -1,16 +1,16 @@
-"""Tells the guards of `torch.compile` which policies are in force in a thread.
+"""The policies in force, encoded in flags that the guards of `torch.compile` compare.
 
-A compiled function is compiled again when PyTorch's autocast flags differ. The guards compare the flags of every device
-type, also of two whose hardware nobody has. There, on or off and the dtype mean nothing, so precast writes the number
-of the set of policies in force into them, as digits. A policy that is exactly PyTorch's needs no number: its graphs are
-PyTorch's.
+A compiled function is recompiled when PyTorch's autocast flags differ. The guards compare the flags of all device
+types, also of two types for which no hardware exists. For these, enabled and dtype have no effect, so precast uses them
+as digits of the number of the set of policies in force. A policy equal to PyTorch's needs no number: its graphs are
+those of PyTorch.
 
 Invariants:
 
-- the same policies on the same devices have the same guard id, in all threads and as long as the process lives;
+- equal policies on the same devices have the same guard id, in all threads, until the process ends;
 - PyTorch's own threads have the guard id of the thread that they work for;
-- without a policy in force there is no guard id: the flags are what PyTorch gave them;
-- past `LIMIT` sets of policies, guard ids repeat, and writing one that repeats drops what was compiled.
+- without a policy in force there is no guard id: the flags have their original values;
+- beyond `LIMIT` sets of policies guard ids repeat, and writing a repeated one drops all compiled code.
 """
 
 from __future__ import annotations
@@ -26,70 +26,71 @@ import torch
 from precast import _torch
 from precast._internal.locks import survives_fork
 
-__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "by_number", "inherited", "write"]
+__all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "by_number", "inherited_policies", "write"]
 
 Policies = frozenset[tuple[str, str]]
-"""Device type and fingerprint of every policy in force that is not exactly PyTorch's."""
+"""Device type and fingerprint of every policy in force that differs from PyTorch's."""
 
 _LOW, _HIGH = _torch.UNUSED_DEVICE_TYPES
 _DEFAULTS: Final = {device: torch.get_autocast_dtype(device) for device in (_LOW, _HIGH)}
-_LENT: Final = "precast bound policies"  # `native/state.h` has the same name
+_TLS_KEY: Final = "precast bound policies"  # `native/state.h` has the same name
 _ALL: Final = tuple(_torch.all_dtypes())
 LIMIT: Final = len(_ALL) ** 2
-"""How many sets of policies have guard ids of their own."""
+"""The number of sets of policies with distinct guard ids."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GuardId:
-    """The number of one set of policies as two digits; None where the flag is off."""
+    """The number of a set of policies as two digits; None for a flag that is off."""
 
     policies: Policies
     low: torch.dtype | None
     high: torch.dtype | None
     repeats: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
-    """What the flags cannot say: each has its own."""
+    """Distinct for each object, also where the digits repeat."""
     _next: dict[tuple[str, str | None], GuardId] = field(default_factory=dict, repr=False)
 
-    def after(self, device_type: str, fingerprint: str | None) -> GuardId:
-        """The guard id when this policy comes into force on a device type; None is PyTorch's own, or none."""
-        known = self._next.get((device_type, fingerprint))
-        if known is None:
+    def with_policy(self, device_type: str, fingerprint: str | None) -> GuardId:
+        """Return the guard id with another policy on a device type; None for PyTorch's policy, or none."""
+        key = device_type, fingerprint
+        guard_id = self._next.get(key)
+        if guard_id is None:
             rest = frozenset(pair for pair in self.policies if pair[0] != device_type)
-            new = rest if fingerprint is None else rest | {(device_type, fingerprint)}
-            known = self._next[device_type, fingerprint] = _guard_id_of(new)
-        return known
+            policies = rest if fingerprint is None else rest | {(device_type, fingerprint)}
+            guard_id = self._next[key] = _guard_id_of(policies)
+        return guard_id
 
 
 NO_GUARD_ID: Final = GuardId(frozenset(), None, None)
 _guard_ids: Final[dict[Policies, GuardId]] = {NO_GUARD_ID.policies: NO_GUARD_ID}
 by_number: Final = {NO_GUARD_ID.number: NO_GUARD_ID}
-"""All guard ids; there is one more for each set of policies that was in force."""
+"""All guard ids: one for each set of policies that has been in force."""
 _lock = survives_fork(threading.Lock())
 
 
 def write(guard_id: GuardId, before: GuardId | None, bound_policies: Mapping[str, object]) -> None:
-    """Puts `guard_id` where `before` was in this thread.
+    """Write `guard_id` into this thread's flags in place of `before`.
 
     Args:
-        guard_id: that of the policies that are in force from now on.
-        before: the one in its place; None where it is not known, as its writing was interrupted.
-        bound_policies: device type -> what is in force there, for threads of PyTorch's own that work for this one.
+        guard_id: the guard id of the policies in force from now on.
+        before: the present one; None if unknown, because writing it was interrupted.
+        bound_policies: device type -> bound policy, for threads of PyTorch's own that work for this one.
     """
     if before is None or guard_id.low is not before.low:
         _write_digit(_LOW, guard_id.low, None if before is None else before.low)
     if before is None or guard_id.high is not before.high:
         _write_digit(_HIGH, guard_id.high, None if before is None else before.high)
-    # The policies themselves, so that they live for as long as another thread may ask for them.
-    _torch.set_inherited_tls(_LENT, bound_policies)
+    # The policies themselves, so that they live as long as another thread may read them.
+    _torch.set_inherited_tls(_TLS_KEY, bound_policies)
     if guard_id.repeats:
         _torch.reset_compiler()
 
 
-def inherited() -> Mapping[str, Any] | None:
-    """The bound policies of the thread that this one, one of PyTorch's own, works for; else what this one lends."""
-    lent: Mapping[str, Any] | None = _torch.inherited_tls(_LENT)
-    return lent
+def inherited_policies() -> Mapping[str, Any] | None:
+    """Return the bound policies of the thread that this one, a thread of PyTorch's own, works for; else its own."""
+    policies: Mapping[str, Any] | None = _torch.inherited_tls(_TLS_KEY)
+    return policies
 
 
 def _write_digit(device_type: str, digit: torch.dtype | None, before: torch.dtype | None) -> None:
@@ -115,6 +116,6 @@ def _new_guard_id(policies: Policies) -> GuardId:
 
 
 def _digits(device_type: str) -> tuple[torch.dtype, ...]:
-    """All dtypes, from the one that PyTorch gave: most programs need one digit, and need not write it."""
+    """Return all dtypes, starting with the original one: most programs need one digit, and so need not write it."""
     start = _ALL.index(_DEFAULTS[device_type])
     return _ALL[start:] + _ALL[:start]

@@ -1,12 +1,12 @@
-"""The Python kernel at the autocast key of an operation: it finds the policy in force, and runs what that says.
+"""The Python kernel at the autocast key of an operation, which runs the kernel of the policy in force.
 
 Invariants:
 
-- the kernel is the same for all policies: it looks up the thread's bound policy, or else the installed one, and without
-  one calls PyTorch's kernel;
-- where the library of compiled kernels is loaded, one of those stands above it and calls it for what is not common:
-  what is watched, traced or transformed, and threads that the library does not know yet;
-- while somebody watches, every operation is handed to the watcher.
+- the same kernel serves all policies: it looks up the thread's bound policy, else the installed one. Without either it
+  calls PyTorch's kernel;
+- if the native library is loaded, a compiled kernel is registered above this one. It calls this one in uncommon cases:
+  watched, traced or transformed operations, and threads that are not registered in the library yet;
+- while there is a watcher, it gets every operation.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from precast.engine.thread_state import inherited_policy, installed, regions, th
 __all__ = ["Watcher", "entry_point", "watchers"]
 
 Watcher = Callable[[Operation, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""What stands around a kernel: called as ``watcher(op, run, args, kwargs)``, it gives what ``run()`` gives."""
+"""A wrapper of kernels: called as ``watcher(op, run, args, kwargs)``, it returns the result of ``run()``."""
 
 watchers: Final[list[Watcher]] = []
-"""Who watches: nobody, or one."""
+"""The watcher, if any; at most one."""
 
 
-def entry_point(op: Operation, native_kernel: DispatcherKernel) -> DispatcherKernel:
-    """The kernel to be registered for `op`.
+def entry_point(op: Operation, torch_kernel: DispatcherKernel) -> DispatcherKernel:
+    """Return the kernel to register for `op`.
 
     Args:
         op: the operation.
-        native_kernel: what was there before.
+        torch_kernel: the kernel below it.
     """
     thread, everywhere = thread_state(op.device_type), installed(op.device_type)
 
@@ -43,11 +43,11 @@ def entry_point(op: Operation, native_kernel: DispatcherKernel) -> DispatcherKer
         )
         kernel = None if bound is None else bound.kernels.get(op.name)
         if kernel is None:
-            return native_kernel(keyset, *args, **kwargs)
+            return torch_kernel(keyset, *args, **kwargs)
         return kernel(keyset, args, kwargs)
 
     def entry(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        regions.introduce()
+        regions.register_thread()
         if watchers:
             return watchers[0](op, lambda: kernel_in_force(keyset, args, kwargs), args, kwargs)
         return kernel_in_force(keyset, args, kwargs)

@@ -1,11 +1,11 @@
-"""An operation of the dispatcher on one device type, with all that a rule needs to run it.
+"""An operation of the dispatcher on one device type, with everything that a kernel needs to run it.
 
 Invariants:
 
-- a rule casts *eligible* tensors only: floating-point, on the region's device, not float64;
-- the inner call runs with this device's autocast key excluded, as in PyTorch: what an operation does inside
-  is not cast again;
-- an argument that the operation writes to is never replaced: the result is copied back into it.
+- rules cast *eligible* tensors only: floating-point, on the region's device, not float64;
+- the inner call runs with this device's autocast key excluded, as in PyTorch, so that operations inside it are not cast
+  again;
+- an argument that the operation writes is never replaced: the result is copied back into it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ _F64: Final = torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One overload on one device type, with all that its kernels need, looked up once."""
+    """One overload on one device type, with everything that its kernels need, computed once."""
 
     name: str
     device_type: str
     overload: OpOverload
-    written: frozenset[str] = field(init=False)
+    mutated: frozenset[str] = field(init=False)
+    """The names of the arguments that the operation writes."""
     argument_names: tuple[str, ...] = field(init=False)
     tensor_slots: tuple[int, ...] = field(init=False)
     """Positions of the arguments that are tensors or lists of tensors."""
     takes_several: bool = field(init=False)
-    """Whether there can be more than one tensor, and so a mixture of dtypes."""
+    """True if there can be several tensors, and so mixed dtypes."""
     _off: Callable[[], Any] = field(init=False, repr=False)
     _dispatch: Callable[..., Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         arguments = _torch.schema_of(self.overload).arguments
-        written = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-        object.__setattr__(self, "written", frozenset(written))
+        mutated = (a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+        object.__setattr__(self, "mutated", frozenset(mutated))
         object.__setattr__(self, "argument_names", tuple(a.name for a in arguments))
         kinds = [str(a.type) for a in arguments]
         slots = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind)
@@ -57,38 +58,40 @@ class Operation:
         object.__setattr__(self, "_dispatch", _torch.full_dispatch(self.overload))
 
     def call(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the operation as if there were no region on this device."""
+        """Run the operation as outside of all regions on this device."""
         with self._off():
             return self._dispatch(*args, **kwargs)
 
     def without_autocast(self) -> Any:
-        """A block in which no operation on this device is cast."""
+        """Open a block in which no operation on this device is cast."""
         return self._off()
 
     def call_cast(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Runs the operation on converted tensors; what it writes to gets the result copied back."""
-        if self.written:
+        """Run the operation on converted tensors; copy the result back into arguments that it writes."""
+        if self.mutated:
             return self._call_in_place(convert, args, kwargs)
-        # From the last to the first, as PyTorch's compiled kernels cast: gradients of a tensor that stands in several
-        # places are added in that order, which shows in their last bit.
+        # From last to first, as PyTorch's compiled kernels do: the gradients of a tensor that is used as several
+        # arguments are added in that order, which affects the last bit.
         kwargs = {name: map_tensors(kwargs[name], convert) for name in reversed(kwargs)}
         last_first = [map_tensors(value, convert) for value in reversed(args)]
         return self.call(last_first[::-1], kwargs)
 
     def eligible(self, value: object) -> bool:
-        """Whether a rule casts this argument."""
+        """Return True if a rule casts this argument."""
         return isinstance(value, Tensor) and is_eligible(value, self.device_type)
 
     def lower_dtype(self) -> torch.dtype:
-        """The lower precision of the region in force."""
+        """Return the lower precision of the innermost region."""
         return torch.get_autocast_dtype(self.device_type)
 
     def _call_in_place(self, convert: Convert, args: Any, kwargs: dict[str, Any]) -> Any:
-        destinations: dict[Tensor, Tensor] = {}  # by the temporary that is written in its place
+        destinations: dict[
+            Tensor, Tensor
+        ] = {}  # temporary -> argument in whose place it is written
 
         def replace(name: str, value: Any) -> Any:
             new = map_tensors(value, convert)
-            if name in self.written and new is not value and isinstance(value, Tensor):
+            if name in self.mutated and new is not value and isinstance(value, Tensor):
                 destinations[new] = value
             return new
 
@@ -101,7 +104,7 @@ class Operation:
 
 
 def is_eligible(tensor: Tensor, device_type: str) -> bool:
-    """Whether autocast on `device_type` casts a tensor: floating-point, on that device type, not float64."""
+    """Return True if autocast on `device_type` casts a tensor: floating-point, on that device, not float64."""
     return (
         tensor.is_floating_point()
         and tensor.dtype is not _F64

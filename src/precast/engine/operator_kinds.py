@@ -1,4 +1,4 @@
-"""An operation of the dispatcher as its watchers see it: its name, whether it is a view, and which casts it makes."""
+"""Properties of dispatcher operations for watchers: name, whether it is a view, and the casts that it makes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _RUNS_OTHERS: Final = frozenset(
     {"_native_multi_head_attention", "_transformer_encoder_layer_fwd", "_trilinear"}
     | {"mean", "mkldnn_rnn_layer_backward"}
 )
-"""Operations that run whole layers, which autocast reaches, or that cast whatever they are given."""
+"""Operations that run whole layers, which autocast affects, or that cast their inputs."""
 _COMPUTES_IN_FLOAT32: Final = frozenset(
     {"renorm", "renorm_", "scatter", "scatter_", "scatter_reduce", "scatter_reduce_"}
 )
-"""Operations whose kernels, on some devices, convert 16-bit numbers to float32 and back."""
+"""Operations whose kernels, on some devices, convert 16-bit values to float32 and back."""
 _LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class Cast(NamedTuple):
-    """A cast from one floating dtype to another, and how long it took."""
+    """A cast from one floating dtype to another, and its duration."""
 
     source: Tensor
     target: Tensor
@@ -35,12 +35,12 @@ class Cast(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The size of the elements that it wrote."""
+        """The size of the written elements."""
         return _torch.stored_bytes(self.target)
 
 
 class Kind:
-    """What a trace has to know of an operation; `kind_of` finds it out once for each."""
+    """The properties of an operation that a trace uses; cached by `kind_of`."""
 
     __slots__ = (
         "_wants_tensor", "base", "is_composite", "is_operation", "is_view", "may_cast", "name", "selects_backend",
@@ -56,17 +56,17 @@ class Kind:
         self.is_view = bool(returned) and all(
             info is not None and not info.is_write for info in returned
         )
-        """Whether its results are its arguments' numbers, seen in another shape."""
+        """True if the results share the memory of the arguments."""
         arguments = [] if schema is None else schema.arguments
         self._wants_tensor = [str(a.type) == "Tensor" for a in arguments if not a.kwarg_only]
         self.may_cast = self.base in {"_to_copy", "copy_", "_foreach_copy_"}
         self.is_composite = _torch.is_composite(func)
         self.selects_backend = _torch.selects_backend(func)
         self.is_operation = not isinstance(func, _torch.OpOverload) or _torch.is_dispatched(func)
-        """False for a question about a subclass, such as that for its sizes, which computes nothing."""
+        """False for a query of a subclass, such as its sizes, which computes nothing."""
 
     def casts(self, args: tuple[Any, ...], out: Any, seconds: float) -> list[Cast]:
-        """The casts between floating dtypes that one call made, which took `seconds`."""
+        """Return the casts between floating dtypes made by a call that took `seconds`."""
         if not self.may_cast:
             return []
         pairs: Iterable[tuple[Any, Any]] = [(args[0], out)]
@@ -78,7 +78,7 @@ class Kind:
         return [Cast(*pair, seconds / len(casts)) for pair in casts]
 
     def casts_inside(self, tensors: list[Tensor], call: tuple[Any, Any]) -> bool:
-        """Whether a call may cast in the operations that it calls, as it does where floating dtypes are mixed."""
+        """Return True if the operations inside a call may cast, as with mixed floating dtypes."""
         if self.may_cast or self.is_view or not tensors:
             return False
         args, kwargs = call
@@ -90,9 +90,9 @@ class Kind:
         return len(dtypes) > 1 or (self.base in _COMPUTES_IN_FLOAT32 and dtypes <= _LOW)
 
     def can_open(self, args: tuple[Any, ...]) -> bool:
-        """Return whether the operations that it calls can be seen.
+        """Return True if a mode can see the operations inside a call.
 
-        They cannot where a number is given for a tensor, or where tensors alone do not choose the kernel.
+        It cannot if a Python number is passed for a tensor, or if arguments other than tensors select the kernel.
         """
         return not self.selects_backend and not any(
             wants and isinstance(arg, int | float | complex)
@@ -104,23 +104,23 @@ kind_of = functools.cache(Kind)
 
 
 def tensors_of(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors of a call; of a list of tensors one of each dtype."""
-    found: list[Tensor] = []
+    """Return the tensors of a call; for a list of tensors one per dtype."""
+    tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += {t.dtype: t for t in value if isinstance(t, Tensor)}.values()
-    return found
+            tensors += {t.dtype: t for t in value if isinstance(t, Tensor)}.values()
+    return tensors
 
 
 def floating_in(tensors: list[Tensor]) -> list[Tensor]:
-    """Those of floating dtypes."""
+    """Return the tensors with a floating dtype."""
     return [t for t in tensors if t.dtype.is_floating_point]
 
 
 def dtype_of(tensor: Tensor) -> str:
-    """A tensor's dtype as text."""
+    """Return the name of a tensor's dtype."""
     return dtype_name(tensor.dtype)
 
 

@@ -1,11 +1,10 @@
-"""One function a rule: each makes the kernel that gives an operation that rule inside a region.
+"""The reference kernels: one function per rule, which returns the kernel of an operation with that rule.
 
 Invariants:
 
-- these kernels are the reference: plain Python, from the operator and the region's dtype alone. `engine`
-  replaces them by PyTorch's compiled kernels where both mean the same;
-- which tensors a rule may cast, and how the operation then runs, is `Operation`'s to say: every rule is only a
-  choice of dtype.
+- these kernels define the meaning of the rules, in plain Python. `registration` replaces them by PyTorch's compiled
+  kernels where the results are the same;
+- `Operation` decides which tensors may be cast and how the operation runs; a rule only selects dtypes.
 """
 
 from __future__ import annotations
@@ -31,42 +30,42 @@ from precast.policy.policy import Rule
 from precast.weights import held, unversioned_writes
 from precast.weights.float8.formats import Recipe
 
-__all__ = ["attempting", "kernel_for", "noting", "promoting"]
+__all__ = ["kernel_for", "with_attempt", "with_note", "with_promotion"]
 
 _F32: Final = torch.float32
 _ABOUT_DTYPES: Final = re.compile(
     r"[dD]types?\b|dtype|[Ss]calar ?[Tt]ype|(same|result|input|different|mixed) types?\b|not implemented for '"
     r"|\b(Half|BFloat16|Float|Double)\b"
 )
-"""What PyTorch's operations say of dtypes that they do not take together (2.11 to 2.15)."""
+"""The words about dtypes in the error messages of PyTorch's operations (2.11 to 2.15)."""
 
 
 def kernel_for(rule: Rule, op: Operation) -> Kernel:
-    """The reference kernel of `op` under `rule`."""
+    """Return the reference kernel of `op` with `rule`."""
     return _KERNELS[rule](op)
 
 
 def _keep(op: Operation) -> Kernel:
-    """KEEP: as if there were no region."""
+    """KEEP: run as outside of all regions."""
     return lambda _keyset, args, kwargs: op.call(args, kwargs)
 
 
 def _fallthrough(op: Operation) -> Kernel:
-    """FALLTHROUGH: as if nothing were at the autocast key, which stays on for what the operation calls."""
+    """FALLTHROUGH: skip the autocast key, and leave autocast on for the operations inside."""
     below = _torch.fallthrough(op.overload, op.device_type)
     return lambda keyset, args, kwargs: below(keyset, *args, **kwargs)
 
 
 def _lower(op: Operation) -> Kernel:
-    """LOWER: eligible tensors in the region's lower precision, weights from the cache."""
+    """LOWER: cast eligible tensors to the region's lower precision, weights by the cache."""
     return lambda _keyset, args, kwargs: op.call_cast(_to_lower(op), args, kwargs)
 
 
 def _to_lower(op: Operation) -> Convert:
-    """Casts to the region's lower precision, for one call: eligible tensors, with weights from the cache."""
+    """Return the cast of `lower` for one call: eligible tensors, weights by the cache."""
     dtype = op.lower_dtype()
     if held.held_parameters:
-        _count_use(thread_state(op.device_type).state)
+        _count_weight_use(thread_state(op.device_type).state)
     cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
 
     def convert(tensor: Tensor) -> Tensor:
@@ -78,20 +77,20 @@ def _to_lower(op: Operation) -> Convert:
     return convert
 
 
-def _count_use(here: ThreadState) -> None:
-    here.uses += 1
-    if here.uses >= unversioned_writes.USES_BETWEEN_CHECKS:
-        here.uses = 0
+def _count_weight_use(state: ThreadState) -> None:
+    state.uses += 1
+    if state.uses >= unversioned_writes.USES_BETWEEN_CHECKS:
+        state.uses = 0
         unversioned_writes.check_within_region()
 
 
 def _fp32(op: Operation) -> Kernel:
-    """FP32: eligible tensors in float32."""
-    return lambda _keyset, args, kwargs: op.call_cast(_to(_F32, op.eligible), args, kwargs)
+    """FP32: cast eligible tensors to float32."""
+    return lambda _keyset, args, kwargs: op.call_cast(_cast_to(_F32, op.eligible), args, kwargs)
 
 
 def _fp32_set_dtype(op: Operation) -> Kernel:
-    """FP32_SET_DTYPE: no cast; an unset `dtype` argument becomes float32 where the first tensor is eligible."""
+    """FP32_SET_DTYPE: cast nothing; set an unset `dtype` argument to float32 if the first tensor is eligible."""
     position = op.argument_names.index("dtype")
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,26 +106,26 @@ def _fp32_set_dtype(op: Operation) -> Kernel:
 
 
 def _fp32_append_dtype(op: Operation) -> Kernel:
-    """FP32_APPEND_DTYPE: the overload with a dtype more: float32 where the first tensor is eligible."""
+    """FP32_APPEND_DTYPE: call the overload with a `dtype` argument: float32 if the first tensor is eligible."""
     longer, defaults = _overload_with_dtype(op)
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [*args, *(kwargs.get(name, value) for name, value in defaults[len(args) :])]
+        values = [*args, *(kwargs.get(name, value) for name, value in defaults[len(args) :])]
         dtype = _F32 if op.eligible(args[0]) else args[0].dtype
-        return longer.call(given, {"dtype": dtype})
+        return longer.call(values, {"dtype": dtype})
 
     return run
 
 
 def _promote(op: Operation) -> Kernel:
-    """PROMOTE: eligible tensors in the widest of their dtypes: the region's lower precision or float32."""
+    """PROMOTE: cast eligible tensors to the widest of their dtypes: the region's lower precision or float32."""
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         lower = widest = op.lower_dtype()
         for tensor in tensors_in((args, kwargs)):
             if not op.eligible(tensor):
                 continue
-            # As in PyTorch the order counts: what comes after a float32 is never asked for its dtype.
+            # In PyTorch's order: once float32 is found, the dtypes of later tensors are not checked.
             if _F32 in (widest, tensor.dtype):
                 widest = _F32
             elif tensor.dtype is not lower:
@@ -135,13 +134,13 @@ def _promote(op: Operation) -> Kernel:
                     f"the rule 'promote' knows {lower} and torch.float32. Cast it first, or use a "
                     'policy with mixed = "promote".'
                 )
-        return op.call_cast(_to(widest, op.eligible), args, kwargs)
+        return op.call_cast(_cast_to(widest, op.eligible), args, kwargs)
 
     return run
 
 
 def _banned(op: Operation) -> Kernel:
-    """BANNED: refuses, with advice."""
+    """BANNED: raise an error with advice."""
 
     def run(_keyset: Any, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
         raise BannedOperationError(
@@ -155,7 +154,7 @@ def _banned(op: Operation) -> Kernel:
 
 
 def _float8(recipe: Recipe, op: Operation) -> Kernel:
-    """FLOAT8 and its kin: two matrices in 8 bits, the result in the region's lower precision."""
+    """FLOAT8 and the other float8 rules: multiply in 8 bits, return the region's lower precision."""
     return float8_kernel(op, recipe, _lower(op), lambda: _to_lower(op))
 
 
@@ -172,8 +171,8 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
 }
 
 
-def promoting(op: Operation, inner: Kernel) -> Kernel:
-    """`inner` first; where that raises on mixed floating dtypes, again with all of them in the widest."""
+def with_promotion(op: Operation, inner: Kernel) -> Kernel:
+    """Run `inner`; if it raises on mixed floating dtypes, rerun with all of them in the widest."""
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -184,22 +183,22 @@ def promoting(op: Operation, inner: Kernel) -> Kernel:
     return run
 
 
-def attempting(op: Operation, native_kernel: DispatcherKernel) -> Kernel:
-    """What runs without precast first; where that raises on mixed floating dtypes, `op` with all in the widest.
+def with_attempt(op: Operation, torch_kernel: DispatcherKernel) -> Kernel:
+    """Run PyTorch's kernel; if it raises on mixed floating dtypes, rerun `op` with all of them in the widest.
 
-    Autocast stays on in what it calls: what is promoted is the outermost operation, so that its result has the widest
+    Autocast stays on for the operations inside: the outermost operation is promoted, so that its result has the widest
     dtype.
     """
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        here = thread_state(op.device_type).state
-        here.attempts += 1
+        state = thread_state(op.device_type).state
+        state.attempts += 1
         try:
-            return native_kernel(keyset, *args, **kwargs)
+            return torch_kernel(keyset, *args, **kwargs)
         except RuntimeError as error:
             failure = error
         finally:
-            here.attempts -= 1
+            state.attempts -= 1
         return retry_promoted(op, failure, args, kwargs)
 
     return run
@@ -208,25 +207,25 @@ def attempting(op: Operation, native_kernel: DispatcherKernel) -> Kernel:
 def retry_promoted(
     op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs `op` once more with its floating tensors in their widest dtype; raises `error` where that is no way out.
+    """Rerun `op` with its floating tensors in their widest dtype; raise `error` if that cannot help.
 
-    Only where the error is about dtypes: what failed for another reason may have done a part of its work. PyTorch's own
-    operations look at dtypes before they write; of others nobody knows, so what writes to its arguments runs once.
+    Only for errors about dtypes: after another error, the operation may have done a part of its work. PyTorch's own
+    operations check dtypes before they write. For others this is unknown, so those that write arguments run once.
     """
-    if not _ABOUT_DTYPES.search(str(error)) or (op.written and not op.name.startswith("aten::")):
+    if not _ABOUT_DTYPES.search(str(error)) or (op.mutated and not op.name.startswith("aten::")):
         raise error
     promotable = functools.partial(_promotable, op)
     floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
-    if len(floating) < 2 or thread_state(op.device_type).state.is_attempt():
+    if len(floating) < 2 or thread_state(op.device_type).state.has_attempts():
         raise error
     try:
-        return op.call_cast(_to(_widest(floating), promotable), args, kwargs)
+        return op.call_cast(_cast_to(_widest(floating), promotable), args, kwargs)
     except RuntimeError:
         raise error from None
 
 
-def noting(op: Operation, message: str, inner: Kernel) -> Kernel:
-    """`inner`, telling observers about it."""
+def with_note(op: Operation, message: str, inner: Kernel) -> Kernel:
+    """Run `inner` and emit an event about it."""
     note = events.OperationNote(op=op.name, device=op.device_type, message=message)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,10 +239,10 @@ def _no_cache(_tensor: Tensor, _dtype: torch.dtype, _device_type: str) -> None:
     return None
 
 
-def _to(dtype: torch.dtype, wanted: Callable[[Tensor], bool]) -> Convert:
-    """Casts the tensors that are `wanted`; those that have the dtype stay themselves."""
+def _cast_to(dtype: torch.dtype, condition: Callable[[Tensor], bool]) -> Convert:
+    """Return a cast to a dtype of the tensors with a condition; a tensor with that dtype is returned itself."""
     return lambda t: (
-        _torch.cast_without_torch_function(t, dtype) if t.dtype is not dtype and wanted(t) else t
+        _torch.cast_without_torch_function(t, dtype) if t.dtype is not dtype and condition(t) else t
     )
 
 
@@ -259,11 +258,11 @@ def _widest(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def _overload_with_dtype(op: Operation) -> tuple[Operation, list[tuple[str, Any]]]:
-    """The overload of `op` that takes the same arguments and a dtype, and the defaults of `op`'s own."""
+    """Return the overload of `op` with an additional dtype argument, and the defaults of `op`'s own arguments."""
     operation = op.name.partition(".")[0]
-    wanted = (*op.argument_names, "dtype")
+    expected = (*op.argument_names, "dtype")
     for name, schema in _torch.operator_overloads(operation).items():
-        if tuple(a.name for a in schema.arguments) == wanted:
+        if tuple(a.name for a in schema.arguments) == expected:
             overload = _torch.find_overload(f"{operation}.{name}")
             assert overload is not None
             defaults = [
@@ -271,4 +270,4 @@ def _overload_with_dtype(op: Operation) -> tuple[Operation, list[tuple[str, Any]
                 for a in _torch.schema_of(op.overload).arguments
             ]
             return replace(op, name=f"{operation}.{name}", overload=overload), defaults
-    raise AssertionError(f"{op.name} has no overload that takes a dtype")  # policies check this
+    raise AssertionError(f"{op.name} has no overload with a dtype")  # policies are checked for this

@@ -1,17 +1,17 @@
-"""Chooses what runs behind each operation, and registers it at PyTorch's autocast keys.
+"""Selection of the kernel for each operation, and its registration at PyTorch's autocast keys.
 
-There are two engines, which give the same bits. The *reference* is the Python kernels of `reference_kernels`. The
-*native* one is a kernel in C++ above each of them, which does what is common: PyTorch's own rule, with weights from the
-cache. All else it hands to the reference.
+There are two engines, which give the same bits. The *reference* engine is the Python kernels of `reference_kernels`.
+The *native* engine adds a C++ kernel above each of them for the common case: PyTorch's own rule, with weights from the
+cache. In all other cases the C++ kernel calls the reference.
 
 Invariants:
 
-- where a policy's rule is the one PyTorch compiled, the compiled kernel does the work; an operation that
-  needs nothing of us is not overridden at all, and costs what it costs without precast;
-- what is registered is the same for every policy: it asks the thread's bound policy, and without one (another
-  thread, plain `torch.autocast`) hands straight on to PyTorch's kernel;
-- while somebody watches, every operation that PyTorch or precast has an autocast kernel for is registered, and each
-  kernel calls the watcher; afterwards there is on the dispatcher what there was before.
+- where a policy's rule is the one that PyTorch's kernel implements, that kernel runs. An operation that needs nothing
+  from precast is not overridden, and costs the same as without precast;
+- the registered kernels are the same for every policy: they look up the thread's bound policy, and without one (another
+  thread, plain `torch.autocast`) call PyTorch's kernel;
+- while there is a watcher, every operation with an autocast kernel is registered, and each kernel calls the watcher.
+  Afterwards the dispatcher has the kernels that it had before.
 """
 
 from __future__ import annotations
@@ -36,36 +36,35 @@ from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.engine import compile_cache_key, reference_kernels
 from precast.engine.entry_point import Watcher, entry_point, watchers
 from precast.engine.float8_kernels import RECIPES, check_device
-from precast.engine.native import library
-from precast.engine.native.calls import Calls
-from precast.engine.native.library import ENGINES
 from precast.engine.operation import Operation
-from precast.engine.pending import is_overtaken, wait
 from precast.engine.thread_state import (
     BoundPolicy,
     Kernel,
     Registration,
-    a_region_is_open,
+    any_region_open,
     installed,
-    native_engine,
     regions,
 )
+from precast.engine.undefined_ops import needs_rebinding, track_undefined
 from precast.policy.measured import warn_elsewhere
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
 from precast.weights import held, unversioned_writes
-from precast.weights.native_copies import native
+from precast.weights.native import library
+from precast.weights.native.api import NativeApi
+from precast.weights.native.engine import native_engine
+from precast.weights.native.library import ENGINES
 
 __all__ = [
     "ENGINES",
-    "NativeKernel",
+    "TorchKernel",
     "available_engines",
     "bind",
     "bind_default",
     "cache_clear_hooks",
     "clear_cache",
     "engine",
-    "native_kernel",
     "promotes",
+    "torch_kernel",
     "unregister",
     "unwatch",
     "use_engine",
@@ -76,41 +75,41 @@ _lock = survives_fork(threading.RLock())
 _bound_policies: Final[weakref.WeakValueDictionary[tuple[str, ...], BoundPolicy]] = (
     weakref.WeakValueDictionary()
 )
-"""Bound policies by device type, engine, name and fingerprint, for equal policies to share. One lives as long
-as its policy, which keeps it, or whoever runs under it: a region, an installation, a thread of PyTorch's own."""
+"""Bound policies by device type, engine, name and fingerprint, shared by equal policies. A bound policy lives as long
+as its policy or a user of it: a region, an installation, a thread of PyTorch's own."""
 _defaults: Final[dict[tuple[str, str], BoundPolicy]] = {}
-_native_kernels: dict[tuple[str, str], NativeKernel] = {}
+_torch_kernels: dict[tuple[str, str], TorchKernel] = {}
 _registered: dict[tuple[str, str], DispatcherKernel] = {}
 _libraries: dict[str, Library] = {}
-_watched_only: dict[tuple[str, str], DispatcherKernel] = {}
-"""What is registered for the watcher alone."""
-_watching: Final[list[Library]] = []
+_watcher_kernels: dict[tuple[str, str], DispatcherKernel] = {}
+"""Kernels that are registered for the watcher alone."""
+_watcher_libraries: Final[list[Library]] = []
 _registration = Registration()
 
 
-_chosen: str | None = None
-"""The engine, once it has been asked for: to find out may load a library."""
+_engine_name: str | None = None
+"""The engine in use; None until it is needed, because choosing it may load the library."""
 
 
 def engine() -> str:
-    """The engine that regions entered from now on will use: one of `ENGINES`."""
-    if _chosen is None:
+    """Return the engine for regions entered from now on: one of `ENGINES`."""
+    if _engine_name is None:
         with _lock:  # one thread loads the library
-            if _chosen is None:
+            if _engine_name is None:
                 _choose_engine(library.chosen_engine())
-    assert _chosen is not None
-    return _chosen
+    assert _engine_name is not None
+    return _engine_name
 
 
 def available_engines() -> tuple[str, ...]:
-    """The engines that can run in this process: without a library, the reference alone."""
+    """Return the engines that can run in this process: without a library, only the reference."""
     has_library = isinstance(library.load(), library.Library)
     return tuple(name for name in ENGINES if has_library or name != "native")
 
 
 @contextmanager
 def use_engine(name: str) -> Iterator[None]:
-    """Chooses the engine for the regions entered inside, in all threads; for tests and comparisons."""
+    """Use an engine for the regions entered inside, in all threads; for tests and comparisons."""
     assert name in ENGINES, name
     before = engine()
     _choose_engine(name)
@@ -121,112 +120,111 @@ def use_engine(name: str) -> Iterator[None]:
 
 
 def _choose_engine(name: str) -> None:
-    global _chosen  # noqa: PLW0603 -- one switch for the process, as the environment variable is
-    if name == "native" and native_engine.calls is None:
+    global _engine_name  # noqa: PLW0603 -- one setting for the process, like the environment variable
+    if name == "native" and native_engine.api is None:
         _load_native()
-    native.is_used = name == "native"
-    _chosen = name
-    _allow_shortcuts()
+    native_engine.is_used = name == "native"
+    _engine_name = name
+    _allow_fast_entries()
 
 
-def _allow_shortcuts() -> None:
-    """Has the library enter regions in one step, where its engine is in use and kernels are registered to stay."""
-    if native_engine.calls is not None:
-        allowed = native.is_used and _registration.holds
-        native_engine.calls.allow_shortcuts(_registration.number if allowed else 0)
+def _allow_fast_entries() -> None:
+    """Let the library enter regions in one call, if its engine is used and the registered kernels are to stay."""
+    if native_engine.api is not None:
+        is_allowed = native_engine.is_used and _registration.holds
+        native_engine.api.allow_fast_entries(_registration.number if is_allowed else 0)
 
 
 def _load_native() -> None:
-    """Loads the library, and tells it what there is already."""
-    found = library.load()
-    assert isinstance(found, library.Library), found
+    """Load the library, and give it the present state."""
+    loaded = library.load()
+    assert isinstance(loaded, library.Library), loaded
     # What is on the dispatcher already is put there anew, with PyTorch's own kernels known to the library.
     assert unregister(), "the library is loaded while no region is open and nothing is installed"
     with _lock, held.lock:
-        calls = Calls(
-            found.functions,
+        api = NativeApi(
+            loaded.functions,
             unversioned_writes.check_within_region,
             _torch.is_capturing,
             unversioned_writes.USES_BETWEEN_CHECKS,
         )
-        asked = Library("precast_native", "IMPL")
-        asked.impl("ask", _asked, "CompositeImplicitAutograd")
-        _for_good.append(asked)
-        native.copies = calls
-        native_engine.load(calls)
-        calls.watch(bool(watchers))
+        operations = Library("precast_native", "IMPL")
+        operations.impl("cast_in_python", _cast_for_kernel, "CompositeImplicitAutograd")
+        _permanent_libraries.append(operations)
+        native_engine.load(api)
+        api.watch(bool(watchers))
         if watchers:  # so that the library takes note of PyTorch's kernels before those of the watcher stand above
-            _take_off_kernels()
+            _remove_kernels()
         for held_parameter in held.held_parameters.values():
-            calls.hold(held_parameter.source, True)
+            api.hold(held_parameter.source, True)
 
 
-_for_good: Final[list[Library]] = []
+_permanent_libraries: Final[list[Library]] = []
 """What stays registered as long as the process lives."""
 
 
 @_torch.never_compiled
-def _asked(source: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
-    """The copy of a weight that compiled kernels have none of; None where each use casts it."""
+def _cast_for_kernel(source: Tensor, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """Return the copy of a weight that is not in the compiled kernels' table; None if it should be cast in place."""
     return regions.cache.cast(source, dtype, device_type)
 
 
 def bind(policy: Policy, device_type: str) -> BoundPolicy:
-    """The bound policy for `policy` on `device_type`, its kernels registered; made once for each engine."""
+    """Return the bound policy for `policy` on `device_type`, with its kernels registered; cached per engine."""
     key = device_type, engine()
     bound: BoundPolicy | None = policy.derived.get(key)
-    if bound is None or not bound.registration.holds or is_overtaken(bound):
+    if bound is None or not bound.registration.holds or needs_rebinding(bound):
         with _lock:
-            bound = policy.derived[key] = _shared(policy, device_type)
+            bound = policy.derived[key] = _bind_shared(policy, device_type)
     return bound
 
 
-def _shared(policy: Policy, device_type: str) -> BoundPolicy:
-    """The bound policy of an equal policy, if there is one, or a new one."""
+def _bind_shared(policy: Policy, device_type: str) -> BoundPolicy:
+    """Return the bound policy of an equal policy, or a new one."""
     key = device_type, engine(), policy.name, policy.fingerprint
     bound = _bound_policies.get(key)
-    holds = bound is not None and bound.registration.holds and not bound.pending
+    holds = bound is not None and bound.registration.holds and not bound.undefined_operations
     if bound is None or not holds or bound.policy != policy:
         bound = _bound_policies[key] = _bind(policy, device_type)
     return bound
 
 
 cache_clear_hooks: list[Callable[[], None]] = []
-"""What else is to be done when a thread's outermost region has ended."""
+"""Called when a thread's outermost region has ended."""
 
 
 def clear_cache() -> None:
-    """Drops the copies of this thread, as its outermost region has ended, and does what else is to be done then."""
+    """Drop this thread's copies and call `cache_clear_hooks`, when its outermost region has ended."""
     regions.cache.clear()
     for act in cache_clear_hooks:
         act()
 
 
-def _cleared(by_program: bool) -> None:
-    """What `torch.clear_autocast_cache` does here; a program that calls it leaves nothing for later regions either."""
+def _on_cleared_cache(by_program: bool) -> None:
+    """Drop the copies when `torch.clear_autocast_cache` is called; if the program calls it, also free spare memory."""
     clear_cache()
-    if by_program and native.copies is not None:
-        native.copies.free_spare_memory()
+    if by_program and native_engine.api is not None:
+        native_engine.api.free_spare_memory()
 
 
 _optimizer_hooks: Final[list[Callable[[], None]]] = []
 
 
-def _listen_to_optimizers(hear: bool) -> None:
-    """Listens to the steps of all optimizers: fused ones write weights, and move no version counter (2.13)."""
-    if hear and not _optimizer_hooks:
-        _optimizer_hooks.append(on_optimizer_step(after=_stepped))
-    elif not hear and _optimizer_hooks:
+def _observe_optimizers(observe: bool) -> None:
+    """Start or stop observing optimizer steps: fused ones write weights without moving version counters (2.13)."""
+    if observe and not _optimizer_hooks:
+        _optimizer_hooks.append(on_optimizer_step(after=_on_step))
+    elif not observe and _optimizer_hooks:
         _optimizer_hooks.pop()()
 
 
-def _stepped(optimizer: Optimizer) -> None:
+def _on_step(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         regions.cache.invalidate(group["params"])
 
 
 def bind_default(device_type: str) -> BoundPolicy:
-    """The bound policy of the policy that a region uses when none is named, in none, and with none installed."""
+    """Return the bound policy of a region without a policy, outside of all regions and installations."""
     return _defaults.get((device_type, engine())) or _remember_default(device_type)
 
 
@@ -236,273 +234,280 @@ def _remember_default(device_type: str) -> BoundPolicy:
 
 
 def unregister(*, kernels: bool = True) -> bool:
-    """Takes all that is ours off PyTorch; the next region entered puts there again what it needs.
+    """Remove precast's hooks and kernels from PyTorch; the next region entered adds them again.
 
     Args:
-        kernels: the kernels on the dispatcher, too. Only where no other thread computes: PyTorch does not expect a
-            kernel to end while it is called. Those that stay hand on to PyTorch's.
+        kernels: also remove the kernels from the dispatcher. Only if no other thread computes: PyTorch does not support
+            the removal of a kernel during a call. Kernels that stay call PyTorch's.
 
     Returns:
-        Whether it did: not while a thread is in a region, or a policy is installed.
+        True if done. False while a thread is in a region, or a policy is installed.
     """
     global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
-        # First the announcement, then the look: who enters a region meanwhile is seen here, or sees it and binds anew.
+        # Set `holds` first, then look for regions: a thread that enters one now is either seen here, or sees this and
+        # rebinds.
         _registration.holds = False
-        _allow_shortcuts()
-        if a_region_is_open() or any(installed(device).bound_policy for device in DEVICE_TYPES):
+        _allow_fast_entries()
+        if any_region_open() or any(installed(device).bound_policy for device in DEVICE_TYPES):
             _registration.holds = True
-            _allow_shortcuts()
+            _allow_fast_entries()
             return False
-        _bound_policies.clear()  # what policies keep does not hold any more, which `bind` sees
+        _bound_policies.clear()  # policies keep theirs, but `bind` checks `registration.holds`
         _defaults.clear()
         if kernels:
-            _take_off_kernels()
+            _remove_kernels()
             _torch.unwrap_checkpoints()  # another thread may be in a module with a rule
             _torch.unwrap_custom_functions()
         _registration = Registration()
-        _allow_shortcuts()
-        compile_cache_key.take_off()
+        _allow_fast_entries()
+        compile_cache_key.disable()
         _torch.set_backward_autocast(None)
         _torch.on_cleared_cache(None)
-        _listen_to_optimizers(False)
+        _observe_optimizers(False)
         return True
 
 
-def _take_off_kernels() -> None:
-    _take_off_watched_only()
+def _remove_kernels() -> None:
+    _remove_watcher_kernels()
     for number in _compiled:
-        assert native_engine.calls is not None
-        native_engine.calls.deregister(number)
-    for put in _libraries.values():
-        _torch.destroy(put)
+        assert native_engine.api is not None
+        native_engine.api.deregister(number)
+    for added in _libraries.values():
+        _torch.destroy(added)
     _compiled.clear()
-    for state in (_libraries, _registered, _native_kernels):
+    for state in (_libraries, _registered, _torch_kernels):
         state.clear()
     if watchers:
         _watch_all()
 
 
 def watch(watcher: Watcher) -> None:
-    """Has `watcher` called around every operation that has an autocast kernel, in all threads, until `unwatch`."""
+    """Call `watcher` around every operation with an autocast kernel, in all threads, until `unwatch`."""
     with _lock:
         assert not watchers, "one watcher at a time"
         watchers.append(watcher)
-        if native_engine.calls is not None:
-            native_engine.calls.watch(True)
+        if native_engine.api is not None:
+            native_engine.api.watch(True)
         _watch_all()
 
 
 def unwatch() -> None:
-    """Ends `watch`: the dispatcher has again what it had."""
+    """End `watch`."""
     with _lock:
-        if native_engine.calls is not None:
-            native_engine.calls.watch(False)
+        if native_engine.api is not None:
+            native_engine.api.watch(False)
         watchers.clear()
-        _take_off_watched_only()
+        _remove_watcher_kernels()
 
 
 def _watch_all() -> None:
-    """Registers the Python kernels of operations that no policy has needed yet."""
-    put = Library("aten", "IMPL")
-    _watching.append(put)
+    """Register the Python kernels of operations that no policy has needed yet."""
+    added = Library("aten", "IMPL")
+    _watcher_libraries.append(added)
     for device_type in filter(_torch.has_device, DEVICE_TYPES):
-        for name in _torchs_table(device_type):
-            found = native_kernel(name, device_type)
+        for name in _torch_table(device_type):
+            base = torch_kernel(name, device_type)
             key = name, device_type
-            if found is None or not found.compiled or key in _registered:
+            if base is None or not base.compiled or key in _registered:
                 continue
-            _watched_only[key] = entry_point(found.op, found.kernel)
-            _put(put, found, _watched_only[key])
+            _watcher_kernels[key] = entry_point(base.op, base.kernel)
+            _override(added, base, _watcher_kernels[key])
 
 
-def _take_off_watched_only() -> None:
-    while _watching:
-        _torch.destroy(_watching.pop())
-    for (name, device_type), entry in _watched_only.items():
+def _remove_watcher_kernels() -> None:
+    while _watcher_libraries:
+        _torch.destroy(_watcher_libraries.pop())
+    for (name, device_type), entry in _watcher_kernels.items():
         if (name, device_type) in _registered:  # a policy has come to need it meanwhile
-            found = _native_kernels[name, device_type]
-            _put(_library(name), found, entry)
-            _compile(found)
-    _watched_only.clear()
+            base = _torch_kernels[name, device_type]
+            _override(_library(name), base, entry)
+            _compile(base)
+    _watcher_kernels.clear()
 
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     warn_elsewhere(policy.name, policy.measured, device_type)
     for rule in {entry.rule for entry in policy.entries(device_type).values()} & RECIPES.keys():
         check_device(device_type, rule)
-    _torch.on_cleared_cache(_cleared)
+    _torch.on_cleared_cache(_on_cleared_cache)
     _torch.wrap_checkpoints()
-    _torch.set_backward_autocast(compile_cache_key.is_in_force)
-    _listen_to_optimizers(True)
-    defined = _torch.definitions()
+    _torch.set_backward_autocast(compile_cache_key.has_policies)
+    _observe_optimizers(True)
+    definitions = _torch.definition_counts()
     table, unknown = policy.expand(device_type)
     bound_kernels: dict[str, Kernel] = {}
     delegated: set[str] = set()
-    is_pytorchs = True
-    for name in table.keys() | _torchs_table(device_type).keys():
-        found = native_kernel(name, device_type)
-        if found is None:
+    matches_torch = True
+    for name in table.keys() | _torch_table(device_type).keys():
+        base = torch_kernel(name, device_type)
+        if base is None:
             continue
-        is_pytorchs &= _is_pytorchs(policy, found, table.get(name))
-        kernel = _kernel_for(policy, found, table.get(name))
+        matches_torch &= _matches_torch(policy, base, table.get(name))
+        kernel = _kernel_for(policy, base, table.get(name))
         if kernel is None:
             continue
-        if engine() == "native" and _can_delegate(policy, found, table.get(name)):
+        if engine() == "native" and _can_delegate(policy, base, table.get(name)):
             delegated.add(name)
-        _register(found)
+        _register(base)
         bound_kernels[name] = kernel
-    pending = tuple(name for name in unknown if not name.startswith("aten::"))
-    meaning = None if is_pytorchs and policy.mixed == "raise" else policy.fingerprint
+    undefined_operations = tuple(name for name in unknown if not name.startswith("aten::"))
+    distinct_fingerprint = None if matches_torch and policy.mixed == "raise" else policy.fingerprint
     bound = BoundPolicy(
-        policy, bound_kernels, _registration, pending, is_pytorchs, meaning, frozenset(delegated)
+        policy,
+        bound_kernels,
+        _registration,
+        undefined_operations,
+        matches_torch,
+        distinct_fingerprint,
+        frozenset(delegated),
     )
-    if native_engine.calls is not None:
-        bound.native = _native_policy(native_engine.calls, bound, device_type)
-    wait(bound, defined)
-    if meaning is not None:
-        compile_cache_key.put_on()
+    if native_engine.api is not None:
+        bound.native = _native_policy(native_engine.api, bound, device_type)
+    track_undefined(bound, definitions)
+    if distinct_fingerprint is not None:
+        compile_cache_key.enable()
     return bound
 
 
 @functools.cache
-def _torchs_table(device_type: str) -> dict[str, Entry]:
+def _torch_table(device_type: str) -> dict[str, Entry]:
     return Policy.load("torch").expand(device_type)[0]
 
 
-def _is_pytorchs(policy: Policy, native: NativeKernel, entry: Entry | None) -> bool:
-    """Whether the policy does with an operation what PyTorch does, where PyTorch raises no error."""
-    if not native.compiled:
+def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
+    """Return True if the policy treats an operation as PyTorch does, except where PyTorch raises an error."""
+    if not base.compiled:
         if entry is None or entry.builds:  # a build that has the operation has its kernel too
             return True
         if entry.rule is Rule.FALLTHROUGH:
             return True
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
-    return entry is not None and (entry.rule is native.rule or native.rule is Rule.BANNED)
+    return entry is not None and (entry.rule is base.rule or base.rule is Rule.BANNED)
 
 
-def _kernel_for(policy: Policy, native: NativeKernel, entry: Entry | None) -> Kernel | None:
-    """What runs an operation; None where PyTorch's kernel (or none) does just what the policy says."""
-    if entry is None and not native.compiled:
+def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kernel | None:
+    """Return the kernel of an operation; None if PyTorch's kernel (or none) implements the policy."""
+    if entry is None and not base.compiled:
         return None
-    op, rule = native.op, Rule.KEEP if entry is None else entry.rule
-    if rule is Rule.FALLTHROUGH and not native.compiled:
+    op, rule = base.op, Rule.KEEP if entry is None else entry.rule
+    if rule is Rule.FALLTHROUGH and not base.compiled:
         return None
-    retries = promotes(policy, native, rule)
-    if retries and rule is Rule.PROMOTE and not native.compiled:
-        # Promotion is asked for where the operation raises, and only there.
-        return reference_kernels.attempting(op, native.kernel)
-    if rule is native.rule and rule is not Rule.LOWER and not retries and engine() == "native":
+    retries = promotes(policy, base, rule)
+    if retries and rule is Rule.PROMOTE and not base.compiled:
+        # Promotion happens only where the operation raises.
+        return reference_kernels.with_attempt(op, base.kernel)
+    if rule is base.rule and rule is not Rule.LOWER and not retries and engine() == "native":
         return None
     kernel = reference_kernels.kernel_for(rule, op)
-    if native.rule is Rule.BANNED and rule is not Rule.BANNED:
-        kernel = reference_kernels.noting(op, f"banned by PyTorch, ran as '{rule}'", kernel)
-    return reference_kernels.promoting(op, kernel) if retries else kernel
+    if base.rule is Rule.BANNED and rule is not Rule.BANNED:
+        kernel = reference_kernels.with_note(op, f"banned by PyTorch, ran as '{rule}'", kernel)
+    return reference_kernels.with_promotion(op, kernel) if retries else kernel
 
 
-def _can_delegate(policy: Policy, native: NativeKernel, entry: Entry | None) -> bool:
-    """Whether PyTorch's kernel (or none) does what the policy says, given weights that are cast already."""
+def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
+    """Return True if PyTorch's kernel (or none) implements the policy once the weights are cast."""
     rule = Rule.KEEP if entry is None else entry.rule
-    if not native.compiled:
-        # What an extension defines may be Python, whose errors compiled kernels cannot read.
-        is_pytorchs = native.op.name.startswith("aten::")
-        return is_pytorchs and rule is Rule.PROMOTE and promotes(policy, native, rule)
-    return rule is native.rule
+    if not base.compiled:
+        # An operation of an extension may be Python code, whose errors compiled kernels cannot read.
+        matches_torch = base.op.name.startswith("aten::")
+        return matches_torch and rule is Rule.PROMOTE and promotes(policy, base, rule)
+    return rule is base.rule
 
 
-def promotes(policy: Policy, native: NativeKernel, rule: Rule) -> bool:
-    """Whether an operation that raises on mixed floating dtypes runs once more in the widest of them."""
+def promotes(policy: Policy, base: TorchKernel, rule: Rule) -> bool:
+    """Return True if an operation that raises on mixed floating dtypes is rerun in the widest of them."""
     unpromoted = Rule.BANNED, Rule.FALLTHROUGH
-    return policy.mixed == "promote" and rule not in unpromoted and native.op.takes_several
+    return policy.mixed == "promote" and rule not in unpromoted and base.op.takes_several
 
 
 _numbers: Final[dict[tuple[str, str], int]] = {}
-"""What compiled kernels know operations by: name and device type -> a number, for the process."""
+"""The numbers of operations in compiled kernels: name and device type -> number."""
 
 
 def _number(name: str, device_type: str) -> int:
     return _numbers.setdefault((name, device_type), len(_numbers))
 
 
-def _native_policy(calls: Calls, bound: BoundPolicy, device_type: str) -> int:
-    """What the compiled kernels do under a policy."""
+def _native_policy(api: NativeApi, bound: BoundPolicy, device_type: str) -> int:
+    """Return the library's number of a policy: the actions of its compiled kernels."""
     actions = bytearray(len(_numbers))
     for name in bound.kernels:
         number = _number(name, device_type)
         actions.extend(bytes(max(0, number + 1 - len(actions))))
         actions[number] = _DELEGATE if name in bound.delegated else _REFERENCE
-    return calls.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
+    return api.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
 
 
 _DELEGATE, _REFERENCE = 1, 2  # the numbers of `Action` in `native/state.h`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NativeKernel:
-    """What was at an operation's autocast key before precast: PyTorch's compiled kernel, or a way past it."""
+class TorchKernel:
+    """The kernel at an operation's autocast key below precast's: PyTorch's compiled kernel, or a fallthrough."""
 
     op: Operation
     kernel: DispatcherKernel
     compiled: bool
     rule: Rule | None
-    """The rule that PyTorch's kernel follows; None where there is none, or it follows none we know."""
+    """The rule that PyTorch's kernel implements; None without a kernel, or if it is another rule."""
 
 
-def native_kernel(name: str, device_type: str) -> NativeKernel | None:
-    """What is at an operation's autocast key without precast; None for an operation that PyTorch does not have."""
-    known = _native_kernels.get((name, device_type))
-    if known is not None:
-        return known
+def torch_kernel(name: str, device_type: str) -> TorchKernel | None:
+    """Return the kernel at an operation's autocast key without precast's; None if PyTorch has no such operation."""
+    cached = _torch_kernels.get((name, device_type))
+    if cached is not None:
+        return cached
     overload = _torch.find_overload(name)
     if overload is None:
         return None
     compiled = _torch.has_autocast_kernel(name, device_type)
     kernel = (_torch.compiled_kernel if compiled else _torch.fallthrough)(overload, device_type)
-    entry = _torchs_table(device_type).get(name)
+    entry = _torch_table(device_type).get(name)
     rule = entry.rule if entry is not None and compiled else None
-    native = NativeKernel(Operation(name, device_type, overload), kernel, compiled, rule)
-    if compiled and native_engine.calls is not None:
-        native_engine.calls.take_native(*_in_dispatcher(native.op))
-    return _native_kernels.setdefault((name, device_type), native)
+    base = TorchKernel(Operation(name, device_type, overload), kernel, compiled, rule)
+    if compiled and native_engine.api is not None:
+        native_engine.api.record_torch_kernel(*_in_dispatcher(base.op))
+    return _torch_kernels.setdefault((name, device_type), base)
 
 
-def _register(native: NativeKernel) -> None:
-    """Puts one kernel for all policies at the operation's autocast key, once."""
-    key = native.op.name, native.op.device_type
+def _register(base: TorchKernel) -> None:
+    """Register one kernel for all policies at the operation's autocast key, once."""
+    key = base.op.name, base.op.device_type
     if key in _registered:
-        if key not in _watched_only:
-            _compile(native)  # the library may have come since
+        if key not in _watcher_kernels:
+            _compile(base)  # the library may have been loaded since
         return
-    if key in _watched_only:
-        _registered[key] = _watched_only[key]
+    if key in _watcher_kernels:
+        _registered[key] = _watcher_kernels[key]
         return
-    entry = _registered[key] = entry_point(native.op, native.kernel)
-    _put(_library(native.op.name), native, entry)
-    _compile(native)
+    entry = _registered[key] = entry_point(base.op, base.kernel)
+    _override(_library(base.op.name), base, entry)
+    _compile(base)
 
 
 _compiled: Final[set[int]] = set()
-"""The numbers of the operations that have a compiled kernel."""
+"""The numbers of the operations with a compiled kernel."""
 
 
-def _compile(native: NativeKernel) -> None:
-    """Puts a compiled kernel above the Python kernel of an operation, once there is a library."""
-    calls, op = native_engine.calls, native.op
+def _compile(base: TorchKernel) -> None:
+    """Register a compiled kernel above the Python kernel of an operation, if the library is loaded."""
+    api, op = native_engine.api, base.op
     number = _number(op.name, op.device_type)
-    if calls is None or number in _compiled:
+    if api is None or number in _compiled:
         return
     _compiled.add(number)
-    calls.register(
+    api.register(
         *_in_dispatcher(op),
         device_type=op.device_type,
         number=number,
-        takes_weights=native.rule is Rule.LOWER,
-        keeps_autocast_on=not native.compiled,
+        takes_weights=base.rule is Rule.LOWER,
+        keeps_autocast_on=not base.compiled,
     )
 
 
 def _in_dispatcher(op: Operation) -> tuple[str, str, str]:
-    """The name, overload and key under which the dispatcher knows an operation's kernel."""
+    """Return the name, overload and key of an operation's kernel in the dispatcher."""
     name, _, overload = op.name.partition(".")
     return name, overload, _torch.autocast_key(op.device_type)
 
@@ -512,8 +517,8 @@ def _library(name: str) -> Library:
     return _libraries.setdefault(namespace, Library(namespace, "IMPL"))
 
 
-def _put(library: Library, native: NativeKernel, entry: DispatcherKernel) -> None:
-    operation = native.op.name.partition("::")[2]
+def _override(library: Library, base: TorchKernel, entry: DispatcherKernel) -> None:
+    operation = base.op.name.partition("::")[2]
     with _torch.without_override_warning():
-        key = _torch.autocast_key(native.op.device_type)
+        key = _torch.autocast_key(base.op.device_type)
         library.impl(operation, entry, key, with_keyset=True)

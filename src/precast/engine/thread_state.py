@@ -1,14 +1,14 @@
-"""What each thread keeps about its regions: a stack of records, the policy in force, the weight cache.
+"""The state of each thread: its open regions, the policy in force, and the weight cache.
 
 Invariants:
 
-- PyTorch's own thread-local flags stay the one truth for *enabled* and *dtype*; precast adds only the policy;
-- every entry of a region pushes one record that holds all it replaced, so any nesting, re-entry or recursion of one
-  object restores what was there;
-- a region that the library entered in one step lies on the library's stack, above the records of here, until somebody
-  reads `regions.records`. What it has in force is a number in memory that C++ and Python share;
-- all of it is thread-local: a new thread starts with no region, as in PyTorch. All threads share only what `install`
-  put there, for the regions that PyTorch opens.
+- PyTorch's thread-local flags define *enabled* and *dtype*; precast adds the policy only;
+- every region entry pushes one record with everything that it replaced, so any nesting, re-entry or recursion of one
+  object restores the previous state;
+- a region that the library entered in one call is on the library's stack, above the records of this file, until
+  `regions.records` is read. Its policy is a number in memory that C++ and Python share;
+- everything is thread-local: a new thread starts outside of regions, as in PyTorch. Threads share only the installed
+  policy, which applies to PyTorch's regions.
 """
 
 from __future__ import annotations
@@ -26,72 +26,70 @@ import torch
 from precast._torch import in_pool_thread
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
-from precast.engine.native.calls import Calls
 from precast.policy.policy import Policy
+from precast.weights.native.engine import native_engine
 from precast.weights.weight_cache import WeightCache
 
 __all__ = [
     "BoundPolicy",
-    "Found",
-    "Group",
-    "Installed",
+    "InstalledPolicy",
     "Kernel",
-    "NativeEngine",
-    "Record",
-    "Records",
+    "RegionGroup",
+    "RegionRecord",
+    "RegionStack",
+    "RegionState",
     "Registration",
     "ThreadLocalState",
     "ThreadRegions",
     "ThreadState",
-    "a_region_is_open",
+    "any_region_open",
     "inherited_policy",
     "installed",
-    "native_engine",
     "regions",
     "thread_state",
     "write_guard_id",
 ]
 
 Kernel = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""One operation under one policy: called as ``kernel(keyset, args, kwargs)``."""
+"""The kernel of one operation with one policy, called as ``kernel(keyset, args, kwargs)``."""
 
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """The set of kernels that is on the dispatcher; `holds` turns False when they are taken off."""
+    """A set of kernels on the dispatcher; `holds` becomes False when they are removed."""
 
     holds: bool = True
     number: int = field(default_factory=itertools.count(1).__next__)
-    """What the library knows it by."""
+    """Identifies it in the library."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class BoundPolicy:
-    """A policy made ready for one device type: its kernel for each operation that needs one."""
+    """A policy prepared for one device type: a kernel for each operation that needs one."""
 
     policy: Policy
     kernels: Mapping[str, Kernel]
     registration: Registration
-    """The kernels on the dispatcher that look up `kernels`; the policy is bound anew when they have been taken off."""
-    pending: tuple[str, ...] = ()
+    """The kernels on the dispatcher that look up `kernels`. When they are removed, the policy has to be bound again."""
+    undefined_operations: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
-    is_pytorchs: bool = False
-    """Whether the policy says what PyTorch's own tables say, wherever PyTorch works."""
+    matches_torch: bool = False
+    """True if the policy is the same as PyTorch's tables, except for errors."""
 
-    meaning: str | None = None
-    """The policy's fingerprint; None where it is exactly PyTorch's, also in what raises an error."""
+    distinct_fingerprint: str | None = None
+    """The policy's fingerprint; None if it equals PyTorch's, including errors."""
 
     delegated: frozenset[str] = frozenset()
-    """The operations that compiled kernels do without the reference."""
+    """The operations that compiled kernels run without the reference."""
 
     native: int = 0
-    """What compiled kernels know what it says by, which other bound policies may say too; 0 where there are none."""
+    """The library's number of the policy, shared by bound policies with the same actions; 0 without the library."""
 
     number: int = field(default_factory=itertools.count(1).__next__)
-    """What this thread's memory says while it is in force."""
+    """Identifies the bound policy in the thread's shared memory while it is in force."""
 
-    shortcuts: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """How regions with this policy, outside of all others or inside one with it, are entered in one step."""
+    fast_entries: dict[tuple[object, ...], Any] = field(default_factory=dict)
+    """The recorded entries of regions with this policy, outside of others or inside one with this policy."""
 
     def __post_init__(self) -> None:
         number = self.number
@@ -102,8 +100,8 @@ _bound_policies: Final[dict[int, weakref.ref[BoundPolicy]]] = {}
 
 
 @dataclass(slots=True, eq=False, init=False)
-class Record:
-    """One entry of a region: whose it is, and what it replaced; empty until `fill`."""
+class RegionRecord:
+    """One region entry: the region, and the state that it replaced; empty until `fill`."""
 
     owner: object
     device_type: str
@@ -113,10 +111,10 @@ class Record:
     bound_policy: BoundPolicy | None
     optimizes_torchscript: bool
     nesting: list[int]
-    """PyTorch's count of open regions when this one was counted, and when it was no longer."""
+    """PyTorch's count of open regions after the entry and, once it has ended, after the exit."""
 
-    def fill(self, owner: object, found: Found, nesting: list[int]) -> None:
-        """Says whose entry it is, what it found, and how it was counted."""
+    def fill(self, owner: object, previous: RegionState, nesting: list[int]) -> None:
+        """Set the region, the state that it replaced, and the count of open regions."""
         self.owner, self.nesting = owner, nesting
         (
             self.device_type,
@@ -125,78 +123,60 @@ class Record:
             self.cache_enabled,
             self.bound_policy,
             self.optimizes_torchscript,
-        ) = found
+        ) = previous
 
 
-Found = tuple[str, bool, torch.dtype, bool, BoundPolicy | None, bool]
-"""What an entry found: the fields of `Record` from `device_type` to `optimizes_torchscript`."""
+RegionState = tuple[str, bool, torch.dtype, bool, BoundPolicy | None, bool]
+"""The replaced state: the fields of `RegionRecord` from `device_type` to `optimizes_torchscript`."""
 
-Group = tuple[object, list[tuple[Any, Record]]]
-"""Regions that were entered as one: the object that was, and each region with its record."""
+RegionGroup = tuple[object, list[tuple[Any, RegionRecord]]]
+"""An object that entered several regions as one, and each region with its record."""
 
 
-class Records(list[Record]):
+class RegionStack(list[RegionRecord]):
     """The open regions of one thread, outermost first."""
 
     __slots__ = ("__weakref__",)
 
 
-_threads: list[weakref.ref[Records]] = []
-
-
-class NativeEngine:
-    """The library of compiled kernels, once it is loaded: they look up in C++ what is in force in a thread."""
-
-    __slots__ = ("calls", "leave")
-
-    def __init__(self) -> None:
-        self.calls: Calls | None = None
-        self.leave: Callable[[object], int] = lambda _: 0
-        """`calls.leave`, which leaves no region while there is no library."""
-
-    def load(self, calls: Calls) -> None:
-        """Has the library in use, for as long as the process lives."""
-        self.calls, self.leave = calls, calls.leave
-
-
-native_engine: Final = NativeEngine()
+_threads: list[weakref.ref[RegionStack]] = []
 
 
 class ThreadRegions(threading.local):
-    """This thread's records, the regions entered as one, its weight cache, and the guard id for the compiler."""
+    """The open regions of this thread, those entered as one, its weight cache, and its guard id."""
 
     def __init__(self) -> None:
-        self._records = Records()
+        self._records = RegionStack()
         _threads.append(weakref.ref(self._records, _threads.remove))
-        self.groups: list[Group] = []
-        # A thread of PyTorch's own ends no region, so nothing would empty its cache.
+        self.groups: list[RegionGroup] = []
+        # A thread of PyTorch's own has no regions that end, so nothing would empty its cache.
         self.is_pytorchs = in_pool_thread()
         self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
         self._guard_id, self._written = c_int64(NO_GUARD_ID.number), c_int64(NO_GUARD_ID.number)
         self._lends, self._open = c_int64(), c_int64()
-        self.is_known = False
-        """Whether compiled kernels know this thread; until then its operations run on the reference."""
+        self.is_registered = False
+        """True once the compiled kernels know this thread; until then its operations run on the reference."""
 
     @property
-    def records(self) -> Records:
+    def records(self) -> RegionStack:
         """The open regions, outermost first."""
         if self._open.value:
-            self._take_over()
+            self._import_native_records()
         return self._records
 
     @property
     def depth(self) -> int:
-        """The number of open regions; this needs no records."""
+        """The number of open regions, without reading `records`."""
         return self._open.value + len(self._records)
 
     @property
     def is_open(self) -> bool:
-        """Whether a region is open; this needs no records."""
+        """True if a region is open, without reading `records`."""
         return bool(self._open.value or self._records)
 
     @property
     def guard_id(self) -> GuardId:
-        """The guard id of the policies that are in force."""
+        """The guard id of the policies in force."""
         return compile_guards.by_number[self._guard_id.value]
 
     @guard_id.setter
@@ -205,108 +185,108 @@ class ThreadRegions(threading.local):
 
     @property
     def written_guard_id(self) -> GuardId | None:
-        """The guard id that the flags hold; None while they are being changed."""
+        """The guard id in the flags; None while it is being changed."""
         return compile_guards.by_number.get(self._written.value)
 
     @written_guard_id.setter
     def written_guard_id(self, guard_id: GuardId | None) -> None:
         self._written.value = 0 if guard_id is None else guard_id.number
 
-    def note_lending(self) -> None:
-        """Notes that this thread has given its policies to PyTorch's own threads, as with every change of them."""
+    def record_lending(self) -> None:
+        """Record that this thread has passed its policies to PyTorch's own threads, as after each change."""
         self._lends.value = True
 
-    def _take_over(self) -> None:
-        """Takes the regions that the library has entered among the records."""
-        calls = native_engine.calls
-        assert calls is not None
+    def _import_native_records(self) -> None:
+        """Move the regions that the library has entered to the records."""
+        api = native_engine.api
+        assert api is not None
         for index in range(self._open.value):
-            calls.fill_record(index)
-        # One step that no signal interrupts: a region is on one of the two stacks.
-        self._records.extend(iter(calls.take_record, None))
+            api.fill_record(index)
+        # A single step that no signal interrupts: a region is on exactly one of the two stacks.
+        self._records.extend(iter(api.take_record, None))
 
-    def introduce(self) -> None:
-        """Tells compiled kernels whose thread this is, and what is in force in it."""
-        calls = native_engine.calls
-        if self.is_known or calls is None:
+    def register_thread(self) -> None:
+        """Register this thread in the library, with its state."""
+        api = native_engine.api
+        if self.is_registered or api is None:
             return
         for device_type, slot in list(_thread_states.items()):
-            slot.state.share(calls.bound_number(device_type))
-        before = self._guard_id, self._written, self._lends, self._open
-        numbers = tuple(calls.thread_numbers())
-        for number, known in zip(numbers, before, strict=True):
-            number.value = known.value
-        self._guard_id, self._written, self._lends, self._open = numbers
-        calls.this_thread(2 if self.is_pytorchs else 1)
-        self.is_known = True
+            slot.state.share(api.bound_number(device_type))
+        own_memory = self._guard_id, self._written, self._lends, self._open
+        shared_memory = tuple(api.thread_numbers())
+        for shared, own in zip(shared_memory, own_memory, strict=True):
+            shared.value = own.value
+        self._guard_id, self._written, self._lends, self._open = shared_memory
+        api.register_thread(2 if self.is_pytorchs else 1)
+        self.is_registered = True
 
 
 regions = ThreadRegions()
 
 
-def a_region_is_open() -> bool:
-    """Whether any thread is in a region of precast's own."""
-    calls = native_engine.calls
-    return any(map(_is_open, list(_threads))) or (calls is not None and bool(calls.any_open()))
+def any_region_open() -> bool:
+    """Return True if any thread is in a region of precast's own."""
+    api = native_engine.api
+    return any(map(_is_open, list(_threads))) or (api is not None and bool(api.any_open()))
 
 
-def _is_open(thread: weakref.ref[Records]) -> bool:
+def _is_open(thread: weakref.ref[RegionStack]) -> bool:
     return bool(thread())
 
 
 class ThreadState:
-    """What is in force in one thread for one device type."""
+    """The state of one thread for one device type."""
 
     __slots__ = ("_bound_policy", "_device_type", "attempts", "number", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._bound_policy: BoundPolicy | None = None
-        """What `follow` has put in force, so that it lives as long as it is."""
+        """The policy that `follow` put in force; the reference keeps it alive."""
         self.number = c_int64()
-        """The number of `bound_policy`, 0 for none, in memory that compiled code shares."""
+        """The number of `bound_policy`, 0 for none, in memory shared with compiled code."""
         self.attempts = 0
-        """How many operations are being tried as PyTorch would run them, with autocast on in what they call."""
+        """The number of operations that are being tried before promotion, with autocast on inside them."""
         self.uses = 0
-        """How many operations have taken weights since a held copy was last compared with its parameter."""
-        calls = native_engine.calls
-        if calls is not None and regions.is_known:
-            self.share(calls.bound_number(device_type))
+        """The number of operations that took weights since a held copy was last compared with its parameter."""
+        api = native_engine.api
+        if api is not None and regions.is_registered:
+            self.share(api.bound_number(device_type))
 
     @property
     def bound_policy(self) -> BoundPolicy | None:
-        """The policy of precast's innermost region; None outside of all regions. `follow` changes it."""
+        """The policy of the innermost region of precast's; None outside of all regions. `follow` changes it."""
         number = self.number.value
         if number == 0:
             return None
-        kept = self._bound_policy
-        return kept if kept is not None and kept.number == number else _bound_policies[number]()
+        bound = self._bound_policy
+        return bound if bound is not None and bound.number == number else _bound_policies[number]()
 
     def follow(self, bound: BoundPolicy | None) -> None:
-        """Has a policy in force, in compiled kernels too."""
+        """Put a policy in force, in compiled kernels too."""
         self._bound_policy = bound
         number = 0 if bound is None else bound.number
-        calls = native_engine.calls
-        if calls is not None:
+        api = native_engine.api
+        if api is not None:
             native = 0 if bound is None else bound.native
-            calls.put_in_force(calls.device(self._device_type), native, number)
+            api.put_in_force(api.device(self._device_type), native, number)
         self.number.value = number
 
     def share(self, number: c_int64) -> None:
-        """From now on the number of what is in force is in this memory, which compiled code reads and writes too."""
+        """Keep the policy's number in this memory from now on, which compiled code reads and writes too."""
         number.value, self.number = self.number.value, number
         self.follow(self.bound_policy)
 
-    def is_attempt(self) -> bool:
-        """Whether an operation is being tried, in Python or in compiled kernels."""
-        calls = native_engine.calls
+    def has_attempts(self) -> bool:
+        """Return True if an operation is being tried before promotion, in Python or in compiled kernels."""
+        api = native_engine.api
         return bool(
-            self.attempts or (calls is not None and calls.attempts(calls.device(self._device_type)))
+            self.attempts or (api is not None and api.attempts(api.device(self._device_type)))
         )
 
 
 class ThreadLocalState(threading.local):
-    """`ThreadState` of the thread that asks; one read of a thread-local value gives a kernel all it needs."""
+    """The thread-local `ThreadState`: a kernel gets everything that it needs by one thread-local read."""
 
     def __init__(self, device_type: str) -> None:
         self.state = ThreadState(device_type)
@@ -316,45 +296,47 @@ _thread_states: dict[str, ThreadLocalState] = {}
 
 
 def thread_state(device_type: str) -> ThreadLocalState:
-    """The thread-local slot for `device_type`; kernels hold on to it."""
+    """Return the thread-local slot for `device_type`; kernels keep a reference to it."""
     return _thread_states.get(device_type) or _thread_states.setdefault(
         device_type, ThreadLocalState(device_type)
     )
 
 
-class Installed:
-    """What holds in every thread for one device type, in regions of PyTorch's own outside of all of precast's."""
+class InstalledPolicy:
+    """The policy that applies in all threads on one device type, in regions of PyTorch's outside of precast's."""
 
     __slots__ = ("_device_type", "bound_policy")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self.bound_policy: BoundPolicy | None = None
-        """The installed policy, made ready; None where there is none. `follow` changes it."""
+        """The installed policy; None without one. `follow` changes it."""
 
     def follow(self, bound: BoundPolicy | None) -> None:
-        """Installs a policy, in compiled kernels too."""
+        """Install a policy, in compiled kernels too."""
         self.bound_policy = bound
-        calls = native_engine.calls
-        if calls is not None:
-            known = (0, 0) if bound is None else (bound.native, bound.number)
-            calls.install(calls.device(self._device_type), *known)
+        api = native_engine.api
+        if api is not None:
+            numbers = (0, 0) if bound is None else (bound.native, bound.number)
+            api.install(api.device(self._device_type), *numbers)
 
 
-_installed: dict[str, Installed] = {}
+_installed: dict[str, InstalledPolicy] = {}
 
 
-def installed(device_type: str) -> Installed:
-    """The slot for `device_type`; kernels hold on to it."""
-    return _installed.get(device_type) or _installed.setdefault(device_type, Installed(device_type))
+def installed(device_type: str) -> InstalledPolicy:
+    """Return the slot for `device_type`; kernels keep a reference to it."""
+    return _installed.get(device_type) or _installed.setdefault(
+        device_type, InstalledPolicy(device_type)
+    )
 
 
 def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
-    """Writes a guard id for this thread, and gives its policies to PyTorch's own threads that work for this one.
+    """Write a guard id for this thread, and pass its policies to PyTorch's own threads that work for it.
 
     Args:
         guard_id: the new guard id.
-        before: what `regions.written_guard_id` was.
+        before: the previous value of `regions.written_guard_id`.
     """
     regions.written_guard_id, regions.guard_id = None, guard_id
     slots = ((device, _thread_states.get(device)) for device, _ in guard_id.policies)
@@ -362,10 +344,10 @@ def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
         guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
     regions.written_guard_id = guard_id
-    regions.note_lending()
+    regions.record_lending()
 
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:
-    """What is in force for `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
-    bound_policy: BoundPolicy | None = (compile_guards.inherited() or {}).get(device_type)
+    """Return the policy in force on `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
+    bound_policy: BoundPolicy | None = (compile_guards.inherited_policies() or {}).get(device_type)
     return bound_policy

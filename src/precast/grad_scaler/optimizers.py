@@ -29,7 +29,7 @@ def step_given_scaler(
     scaler: Any, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> float | None:
     """Step an optimizer that takes the scaler, with PyTorch's deprecation warning."""
-    warnings.warn(_torch.warning_of_old_contract(), FutureWarning, stacklevel=callers_level())
+    warnings.warn(_torch.old_contract_warning(), FutureWarning, stacklevel=callers_level())
     result: float | None = optimizer.step(*args, **{**kwargs, "grad_scaler": scaler})
     return result
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from precast._torch import COPY_IN_DTYPE, CompiledKernel, kernel_of
+from precast._torch import COPY_IN_DTYPE, CompiledKernel, record_kernel
 from precast.optim import rounding
 from precast.optim.rounding import Rounding
 from precast.optim.step_recorder import RecordedStep, StepArgument, StepCall
@@ -98,7 +98,7 @@ class StepProgram:
 
     def with_kernel(self, tensors: Sequence[Tensor]) -> StepProgram:
         """Return a program that calls the kernel directly, if the bits are the same, for such `tensors`."""
-        kernel = kernel_of(self._compiled, self._samples(tensors), _SAMPLE_SIZE)
+        kernel = record_kernel(self._compiled, self._samples(tensors), _SAMPLE_SIZE)
         if kernel is None:
             return self
         expected, actual = self._samples(tensors), self._samples(tensors)

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._torch import DispatchMode, without_modes, writes_an_argument
+from precast._torch import DispatchMode, without_modes, writes_argument
 
 __all__ = ["NotElementwiseError", "RecordedStep", "StepCall", "StepRecorder"]
 
@@ -125,7 +125,7 @@ class StepRecorder(DispatchMode):
             raise NotElementwiseError(
                 f"its step calls {name}, which does not treat each number by itself"
             )
-        if not writes_an_argument(func):
+        if not writes_argument(func):
             return self._new(*self._add(name, args, kwargs))
         if "out" in kwargs:
             target = kwargs["out"]
@@ -142,7 +142,7 @@ class StepRecorder(DispatchMode):
         return target
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if writes_an_argument(func):
+        if writes_argument(func):
             self._originals += [
                 (t, t.clone()) for t in _tensors((*args, *kwargs.values())) if not t.is_meta
             ]

@@ -108,7 +108,7 @@ class ScalerObserver:
         return result
 
     def _add_step(self, scaler: Any, optimizer: Optimizer, seconds: float) -> None:
-        found_infs = _torch.found_infs_of(scaler, optimizer)
+        found_infs = _torch.found_inf_tensors(scaler, optimizer)
         scale = _torch.scale_of(scaler)
         if found_infs and scale is not None and not _torch.is_captured(scale):
             with _torch.without_dispatch():

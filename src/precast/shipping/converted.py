@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
-from precast.attachment.module_hooks import Applied, apply
+from precast.attachment.module_hooks import AppliedPlan, apply
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastWarning
 from precast.policy.module_names import name_of_each, named_tensors, unwrapped
@@ -234,7 +234,7 @@ def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: 
 
 
 @contextmanager
-def _with_rules(model: nn.Module, planned: Plan) -> Iterator[Applied]:
+def _with_rules(model: nn.Module, planned: Plan) -> Iterator[AppliedPlan]:
     """Apply the rules for the modules of a model in a block."""
     applied = apply(model, planned)
     try:

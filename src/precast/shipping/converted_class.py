@@ -184,7 +184,7 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ConvertedState = self.__dict__[_KEY]
         if is_dynamo_compiling():
-            with state.region.anew():
+            with state.region.region_for_trace():
                 return method(self, *args, **kwargs)
         models = inside.models
         if models and models[-1] is self:

@@ -30,7 +30,7 @@ from precast._internal import cures
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment import module_hooks
 from precast.autocast_mode.arguments import check_dtype, dtype_of
-from precast.autocast_mode.region import autocast, disable, rewriting_regions
+from precast.autocast_mode.region import autocast, disable, naming_policies
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
@@ -105,7 +105,7 @@ def export(
     lower = torch.get_autocast_dtype(device) if dtype is None else dtype_of(dtype)
     check_dtype(lower, device)
     state = RegionState(device, lower, True, policy)
-    with torch.no_grad(), _in_region(model, state), rewriting_regions():
+    with torch.no_grad(), _in_region(model, state), naming_policies():
         progress("recording the model")
         with _without_fused_transformers(), fake_as_real():
             recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
@@ -178,7 +178,7 @@ def _recorded(
     model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, strict: bool
 ) -> torch.export.ExportedProgram:
     try:
-        with _torch.log_of_what_succeeds():
+        with _torch.drop_log_on_error():
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict
             )

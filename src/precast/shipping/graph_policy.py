@@ -125,7 +125,7 @@ def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
     """
     name = overload.name()
     entry = _table(here.policy, here.device_type).get(name)
-    native = registration.native_kernel(name, here.device_type)
+    native = registration.torch_kernel(name, here.device_type)
     if native is None or (entry is None and not native.compiled):
         return Treatment(None, retries=False)
     rule = Rule.KEEP if entry is None else entry.rule

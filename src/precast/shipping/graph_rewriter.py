@@ -28,7 +28,7 @@ from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
-from precast.autocast_mode.region import policy_said
+from precast.autocast_mode.region import policy_of_region
 from precast.engine import reference_kernels
 from precast.engine.operation import is_eligible
 from precast.errors import ExportError
@@ -170,7 +170,7 @@ class GraphRewriter:
         if planned.retries and _is_mixed(here, (args, kwargs)):
             return self._retried(node, here, planned, writer, precisions)
         if planned.kernel is None:
-            if _torch.calls_within(overload):
+            if _torch.selects_operations_by_value(overload):
                 _check_writable(here, overload, (args, kwargs))
             return self._write_composite(node, overload, precisions)
         with writer:
@@ -191,7 +191,7 @@ class GraphRewriter:
         op = written_operation(here, overload, writer.run)
         if planned.kernel is not None:
             writer.finds_errors = True
-            kernel = reference_kernels.promoting(op, planned.kernel)
+            kernel = reference_kernels.with_promotion(op, planned.kernel)
             with writer:
                 return writer.nodes(kernel(None, args, kwargs))
         error = dtype_errors.error_of(overload, args, kwargs)
@@ -202,7 +202,7 @@ class GraphRewriter:
 
     def _write_composite(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         """Write an operation without a rule; if rules act on the operations that it calls, write these instead."""
-        if not _torch.calls_others(overload):
+        if not _torch.has_composite_kernel(overload):
             return self._copy_node(node)
         key = self._composite_key(node, overload)
         recording = (
@@ -250,7 +250,7 @@ class GraphRewriter:
             args, kwargs = _torch.tree_unflatten(filled, spec)
             return _torch.run_composite(overload, args, kwargs)
 
-        fake = _torch.without_numbers(self._fake_mode)
+        fake = _torch.fake_tensor_context(self._fake_mode)
         with in_regions(precisions), dtype_errors.fake_as_real(), fake:
             record = make_fx(calls, _WITHOUT_SYMBOLS, pre_dispatch=True)
             traced = record(*[leaf.meta["val"] for leaf in operands])
@@ -306,7 +306,7 @@ class GraphRewriter:
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
         old_value = place.meta.get("val")
         args, kwargs = filled((new.args, new.kwargs))
-        with _torch.without_numbers(self._fake_mode):
+        with _torch.fake_tensor_context(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(new.target, OpOverload) and dtype_errors.is_mixed((args, kwargs)):
             value = self._as_real(new.target, args, kwargs, value)
@@ -320,7 +320,7 @@ class GraphRewriter:
         real = dtype_errors.result_on_zeros(overload, args, kwargs)
         if isinstance(real, RuntimeError):  # the program will raise it
             return value
-        with _torch.without_numbers(self._fake_mode):
+        with _torch.fake_tensor_context(self._fake_mode):
             return dtype_errors.in_dtypes_of(real, value)
 
     def _has_same_dtypes(self, node: fx.Node) -> bool:
@@ -330,7 +330,7 @@ class GraphRewriter:
         """
         if "val" not in node.meta:
             return True
-        if _torch.calls_others(node.target) and not node.meta.get("unbacked_bindings"):
+        if _torch.has_composite_kernel(node.target) and not node.meta.get("unbacked_bindings"):
             return False
         old = node.all_input_nodes
         return all(
@@ -346,7 +346,7 @@ class GraphRewriter:
         name = f"{source.name}_{dtype_name(dtype)}"
         new = self.graph.create_node("call_function", CAST, (source, dtype), name=name)
         new.meta = {key: place.meta[key] for key in _COPIED if key in place.meta}
-        with _torch.without_numbers(self._fake_mode):
+        with _torch.fake_tensor_context(self._fake_mode):
             new.meta["val"] = source.meta["val"].to(dtype)
         self._casts[source, dtype] = new
         return new
@@ -477,7 +477,7 @@ def _inside_region(
 
     outer = precisions.get(device)
     lower = dtype or (outer.dtype if outer else torch.get_autocast_dtype(device))
-    policy = policy_said(policy_text) or (outer.policy if outer else Policy.load("torch"))
+    policy = policy_of_region(policy_text) or (outer.policy if outer else Policy.load("torch"))
     return {**precisions, device: RegionState(device, lower, enabled, policy)}
 
 

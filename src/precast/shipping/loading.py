@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
-from precast._torch import WithoutDraws
+from precast._torch import SkipMetaRandom
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError
 from precast.policy.module_names import named_tensors
@@ -112,7 +112,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     handle = register_module_parameter_registration_hook(moved)
     try:
-        with WithoutDraws():
+        with SkipMetaRandom():
             yield
     finally:
         handle.remove()

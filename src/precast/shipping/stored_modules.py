@@ -22,7 +22,7 @@ from torch import Tensor, is_autocast_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
-from precast._torch import convolved, innermost_transform
+from precast._torch import apply_convolution, innermost_transform
 from precast.engine.thread_state import thread_state
 from precast.shipping.function_calls import lowers
 from precast.shipping.stored_weights import StoredParameter
@@ -106,7 +106,7 @@ class _Convolution:
         ):
             try:
                 plain_bias = None if bias is None else bias.plain
-                result = convolved(self, input, weight.plain, plain_bias)
+                result = apply_convolution(self, input, weight.plain, plain_bias)
             except RuntimeError:
                 return base.forward(input)  # type: ignore[no-any-return]
             if result.dtype is weight.stored_dtype:

@@ -330,7 +330,7 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
 
 def _torch_policy(device_type: str) -> Any:
     bound = thread_state(device_type).state.bound_policy
-    return None if bound is None else bound.meaning
+    return None if bound is None else bound.distinct_fingerprint
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -279,5 +279,5 @@ def _no_gain_text(
     support = support_of(torch.device(program.device))
     return (
         f"{rule} saves nothing here: its products {verb} {ratio:.2f} times {amount} of {low} "
-        f"({support.way.value}: {support.reason})"
+        f"({support.method.value}: {support.reason})"
     )

@@ -1,1 +1,1 @@
-"""Weights in 16 and 8 bits: cast once, kept while they stay the same, checked for changes."""
+"""Low-precision copies of weights: cached for a region, or held between regions and checked for changes."""

@@ -1,6 +1,6 @@
-"""One entry of the weight cache: a copy, and what its source was like when the copy was made.
+"""One entry of the weight cache: a low-precision copy with a snapshot of its source.
 
-Invariant: the version is noted before the copy is made, so the next use sees what another thread writes meanwhile.
+Invariant: the version is read before the copy is made. A concurrent write by another thread then makes the entry stale.
 """
 
 from __future__ import annotations
@@ -9,52 +9,63 @@ import torch
 from torch import Tensor
 
 from precast._torch import counts_versions, version_of
-from precast.weights.freshness import is_at, is_fresh
+from precast.weights.freshness import has_same_memory, is_valid
 from precast.weights.held_copy import CopyHandle
 
 __all__ = ["CachedCast"]
 
 
 class CachedCast:
-    """One lower-precision copy, and what its source looked like when it was made.
+    """A low-precision copy with the version counter, data pointer, shape and strides of its source.
 
     Args:
-        source: what is cast.
-        plain: whether its numbers are in memory that it has an address of.
-        handle: the held copy that this one stands for, if it does.
+        source: the tensor to cast.
+        is_plain_tensor: True if the source stores its elements at a data pointer (no wrapper subclass).
+        handle: the held copy from which the cast was made, if any.
     """
 
-    __slots__ = ("__weakref__", "cast", "handle", "plain", "pointer", "shape", "stride", "version")
+    __slots__ = (
+        "__weakref__",
+        "cast",
+        "handle",
+        "is_plain_tensor",
+        "pointer",
+        "shape",
+        "stride",
+        "version",
+    )
 
     def __init__(
-        self, source: Tensor, *, plain: bool = True, handle: CopyHandle | None = None
+        self, source: Tensor, *, is_plain_tensor: bool = True, handle: CopyHandle | None = None
     ) -> None:
         self.cast: Tensor | None = None
-        self.plain = plain
+        self.is_plain_tensor = is_plain_tensor
         self.handle = handle
         self.version = version_of(source) if counts_versions(source) else 0
-        self.pointer = source.data_ptr() if plain else 0
+        self.pointer = source.data_ptr() if is_plain_tensor else 0
         self.shape, self.stride = source.shape, source.stride()
         if handle is not None:  # the copy was made earlier
             self.version, self.pointer = handle.version, handle.pointer
 
-    def stands_for(self, source: Tensor) -> bool:
-        """Whether the cast may be used for `source` as it is now.
+    def is_valid_for(self, source: Tensor) -> bool:
+        """Return True if the cast equals a cast of `source` in its present state.
 
-        A tensor that was made in inference mode counts no versions: there, the numbers are compared.
+        A tensor made in inference mode has no version counter. Its values are compared instead.
         """
         if self.cast is None or (self.handle is not None and not self.handle.is_current()):
             return False
         if not counts_versions(source):
-            return self._has_numbers_of(source, self.cast)
-        return is_fresh(self, source) if self.plain else self.version == version_of(source)
+            return self._has_values_of(source, self.cast)
+        return (
+            is_valid(self, source) if self.is_plain_tensor else self.version == version_of(source)
+        )
 
-    def _has_numbers_of(self, source: Tensor, cast: Tensor) -> bool:
-        if not self.plain or not is_at(self, source):
+    def _has_values_of(self, source: Tensor, cast: Tensor) -> bool:
+        if not self.is_plain_tensor or not has_same_memory(self, source):
             return False
         with torch.no_grad():
             return torch.equal(cast, source.to(cast.dtype))
 
     def evict(self, _: object = None) -> None:
-        """Drops the copy, because it is out of date."""
+        """Drop the copy, because its source has changed."""
         self.cast = None

@@ -1,10 +1,8 @@
-"""Whether a copy still stands for its weight: the condition that caches and held copies share.
+"""Staleness check for low-precision copies of weights.
 
-Invariants:
-
-- a copy notes the version counter, the address, the shape and the strides that its source had when it was cast;
-- it stands for its source while the source has all four. Compiled kernels ask the same (`engine/native/copies.h`), and
-  for the very storage, which Python watches by a reference.
+A copy is valid while its source tensor has the version counter, data pointer, shape and strides that were recorded
+when the copy was made. The C++ kernels apply the same check (`native/copies.h`) and also compare the storage.
+In Python a weak reference to the storage serves for that.
 """
 
 from __future__ import annotations
@@ -16,34 +14,37 @@ from torch import Tensor
 
 from precast._torch import version_of
 
-__all__ = ["SourceNotes", "has_geometry_of", "is_at", "is_fresh"]
+__all__ = ["SourceSnapshot", "has_same_layout", "has_same_memory", "is_valid"]
 
 
-class SourceNotes(Protocol):
-    """What a copy notes of its source when it is cast."""
+class SourceSnapshot(Protocol):
+    """Version counter, data pointer, shape and strides of a tensor at the time it was cast."""
 
     shape: torch.Size
     stride: tuple[int, ...]
 
     @property
     def version(self) -> int:
-        """The source's version counter."""
+        """The version counter."""
 
     @property
     def pointer(self) -> int:
-        """The source's address."""
+        """The data pointer."""
 
 
-def is_fresh(copy: SourceNotes, source: Tensor) -> bool:
-    """Whether the copy still stands for the source; the source must count its versions."""
-    return copy.version == version_of(source) and is_at(copy, source)
+def is_valid(snapshot: SourceSnapshot, source: Tensor) -> bool:
+    """Return True if `source` has not changed since `snapshot` was taken.
+
+    `source` must track versions (not an inference tensor).
+    """
+    return snapshot.version == version_of(source) and has_same_memory(snapshot, source)
 
 
-def is_at(copy: SourceNotes, source: Tensor) -> bool:
-    """Whether the source lies in the memory in which it was cast, with the same shape and strides."""
-    return copy.pointer == source.data_ptr() and has_geometry_of(copy, source)
+def has_same_memory(snapshot: SourceSnapshot, source: Tensor) -> bool:
+    """Return True if the data pointer, shape and strides are unchanged. Ignores the version counter."""
+    return snapshot.pointer == source.data_ptr() and has_same_layout(snapshot, source)
 
 
-def has_geometry_of(copy: SourceNotes, source: Tensor) -> bool:
-    """Whether the source has the shape and the strides that it had when it was cast."""
-    return copy.shape == source.shape and copy.stride == source.stride()
+def has_same_layout(snapshot: SourceSnapshot, source: Tensor) -> bool:
+    """Return True if the shape and strides are unchanged."""
+    return snapshot.shape == source.shape and snapshot.stride == source.stride()

@@ -1,17 +1,16 @@
-"""Held weights: lower-precision copies of the parameters of attached models, which outlive regions.
+"""Held weights: low-precision copies of the parameters of attached models, which outlive regions.
 
 Invariants:
 
-- there is one copy of a parameter for each 16-bit dtype, and for each way of scaling in 8 bits, whoever attached it and
-  whichever thread uses it. It is made at the first use, and from then on written in place, or into new memory while
-  somebody reads the old;
-- it is used only while the parameter has the version, the memory and the geometry that were copied. A copy that is out
-  of date is renewed by itself on the CPU, elsewhere with all others of its device and dtype in one fused operation;
-- the copies carry no gradient: `held_gradients` makes a cast that does, for one region;
-- parameters are held weakly, and no module has the copies: no state dict, pickle or deepcopy contains them;
-- on a device with streams, a stream that uses a copy which another stream wrote waits for that write;
-- a CUDA graph is replayed without any of this. A capture therefore uses the copies of frozen parameters only, and a
-  parameter whose optimizer's step is captured is no longer held.
+- a parameter has one copy per 16-bit dtype and per way of scaling in 8 bits, shared by all attachments and threads. It
+  is made at the first use and later updated in place, or in new memory while the old values are in use;
+- a copy is used only while the parameter has the version, memory and layout that were recorded. On the CPU a stale
+  copy is updated alone; on other devices with all stale copies of its device and dtype, in one fused operation;
+- copies carry no gradient: `held_gradients` makes a cast with one, for one region;
+- parameters are referenced weakly, and no module owns the copies: they are in no state dict, pickle or deepcopy;
+- on a device with streams, a stream that uses a copy waits for the write by another stream;
+- a CUDA graph is replayed without this code. A capture therefore uses the copies of frozen parameters only, and a
+  parameter is no longer held once its optimizer's step is captured.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ from precast._torch import (
     without_torch_function,
 )
 from precast.errors import StaleWeightError
-from precast.weights.held_copy import Copy, CopyHandle, lock, unless_python_ends
+from precast.weights.held_copy import Copy, CopyHandle, lock, unless_finalizing
 from precast.weights.held_float8 import QuantisedCopy
 from precast.weights.held_gradients import free_temporaries
 from precast.weights.held_parameter import (
     CopyKey,
     HeldParameter,
     MemoryRange,
-    compared_in_turn,
-    held_in_memory_of,
+    comparison_queue,
     held_parameters,
+    held_parameters_overlapping,
 )
-from precast.weights.native_copies import native
-from precast.weights.possible_writes import may_have_been_written, note_circumstances
+from precast.weights.native.engine import native_engine
+from precast.weights.possible_writes import needs_recast, record_usage
 
 __all__ = [
     "MIN_ELEMENTS_FOR_NODE",
@@ -58,53 +57,52 @@ __all__ = [
     "HeldParameter",
     "attached",
     "before_next_region",
-    "compared_in_turn",
+    "comparison_queue",
     "handle_of",
     "held_parameters",
     "hold",
+    "invalidate_after_step",
     "leave_to_cuda_graphs",
     "lend",
     "lock",
-    "note_unversioned_writes",
     "parameter_freed_hooks",
     "reason_not_held",
+    "record_unversioned_writes",
     "release",
     "renew",
     "stale_message",
-    "stepped",
     "suspend",
 ]
 
 MIN_ELEMENTS_FOR_NODE: Final = 16384
-"""From how many numbers on a cast is dearer than a node of its own in the graph: 128x128 (2-core CPU, torch 2.13)."""
-
+"""From this number of elements on, a cast costs more than a graph node: 128x128 (2-core CPU, torch 2.13)."""
 
 attached: Final[list[Any]] = []
-"""The attachments that hold weights; while there are some, each entry of a region checks for writes."""
+"""The attachments that hold weights. While there are any, region entries search for unversioned writes."""
 
 parameter_freed_hooks: Final[list[Callable[[], None]]] = []
-"""Who is told that a held parameter is gone while its model lives, which may have another in its place."""
+"""Called when a held parameter is freed while its model lives: the model may have a new one in its place."""
 
 before_next_region: Final[dict[int, Callable[[], None]]] = {}
-"""What has to be done before copies are used again, by the `id` of who asked for it."""
+"""Work to do before copies are used again, by the `id` of the object that requested it."""
 
 
 def reason_not_held(parameter: Tensor) -> str | None:
-    """Why a parameter cannot be held; None where it can."""
+    """Return the reason why a parameter cannot be held; None if it can."""
     if isinstance(parameter, UninitializedParameter):
-        return None  # a lazy module's: it gets its numbers in place
+        return None  # of a lazy module: it is filled in place later
     if not is_plain(type(parameter)):
         return f"it is a {type(parameter).__name__}, which casts itself"
     if parameter.dtype is not torch.float32:
-        return f"it is {parameter.dtype}: only what is cast from torch.float32 is held"
+        return f"it is {parameter.dtype}: only torch.float32 parameters are held"
     if parameter.layout is not torch.strided:
         return f"its layout is {parameter.layout}"
     if not counts_versions(parameter):
-        return "it was made in inference mode, where no writes are counted"
+        return "it was made in inference mode, so its writes are not counted"
     if parameter.device.type == "meta":
-        return "it has no numbers yet (meta device)"
+        return "it has no data yet (meta device)"
     if _in_graphs.get(id(parameter)) is parameter:
-        return "a CUDA graph writes it, unseen"
+        return "a CUDA graph writes it without moving its version counter"
     return None
 
 
@@ -112,24 +110,24 @@ _in_graphs: Final[weakref.WeakValueDictionary[int, Tensor]] = weakref.WeakValueD
 
 
 def leave_to_cuda_graphs(parameters: Iterable[Tensor]) -> None:
-    """Ends the holding of these parameters, because a CUDA graph writes them."""
+    """Stop holding these parameters, because a CUDA graph writes them."""
     _in_graphs.update((id(parameter), parameter) for parameter in parameters)
 
 
 def hold(name: str, parameter: Parameter) -> HeldParameter:
-    """Holds a parameter, once more if it is held already."""
+    """Hold a parameter. Calls are counted; each needs one `release`."""
     with lock:
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is None:
             held_parameter = HeldParameter(name, parameter, _forget)
             held_parameters[id(parameter)] = held_parameter
-            _tell_kernels(held_parameter, is_held=True)
+            _inform_kernels(held_parameter, is_held=True)
         held_parameter.attachments += 1
         return held_parameter
 
 
 def release(held_parameter: HeldParameter) -> None:
-    """Ends one hold; the last one ends the copies."""
+    """End one hold. The last one drops the copies."""
     with lock:
         held_parameter.attachments -= 1
         if held_parameter.attachments:
@@ -141,10 +139,10 @@ def release(held_parameter: HeldParameter) -> None:
 
 
 def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
-    """The copy of a parameter in 16 or 8 bits, up to date; None where it is not held.
+    """Return the up-to-date copy of a parameter in 16 or 8 bits; None if it is not held.
 
     Raises:
-        StaleWeightError: the parameter was written, and its version counter did not move.
+        StaleWeightError: the parameter was written without moving its version counter.
     """
     with lock:
         held_parameter = held_parameters.get(id(parameter))
@@ -160,11 +158,11 @@ def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
             copy.take_back()
         if (
             copy is not None
-            and copy.is_fresh_for(parameter)
-            and may_have_been_written(held_parameter, copy, parameter)
+            and copy.is_valid_for(parameter)
+            and needs_recast(held_parameter, copy, parameter)
         ):
             copy.invalidate()
-        current = copy is not None and copy.is_fresh_for(parameter)
+        current = copy is not None and copy.is_valid_for(parameter)
         if current and held_parameter.stale:
             leave_process_groups()
             raise StaleWeightError(stale_message(held_parameter.name, key))
@@ -172,7 +170,7 @@ def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
             return _captured(copy) if copy and current and not parameter.requires_grad else None
         if copy is None or not current:
             return _renewed(held_parameter, parameter, key).new_handle()
-        copy.join(stream_of(parameter.device))
+        copy.wait_for_write(stream_of(parameter.device))
         return copy.new_handle()
 
 
@@ -182,99 +180,99 @@ def _captured(copy: Copy) -> CopyHandle:
 
 
 def renew(copies: Iterable[Copy]) -> None:
-    """Writes all parameters into their copies, whatever their versions say; one fused copy for each dtype."""
+    """Write all parameters into their copies regardless of versions, with one fused copy per dtype and device."""
     by_dtype: dict[tuple[torch.dtype, torch.device], list[tuple[Copy, Tensor]]] = {}
     with lock:
         for copy in copies:
             parameter = copy.parameter
-            if parameter is not None and copy.fits(parameter):
+            if parameter is not None and copy.is_compatible(parameter):
                 key = copy.tensor.dtype, copy.tensor.device
                 by_dtype.setdefault(key, []).append((copy, parameter))
         for pairs in by_dtype.values():
             _write(pairs, in_use=False)
 
 
-def stepped(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Invalidates the copies of what an optimizer has written, whatever version counters say."""
-    steps = _steps_of(optimizer)
+def invalidate_after_step(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Invalidate the copies of the parameters that an optimizer has stepped, regardless of version counters."""
+    reference = _reference_to(optimizer)
     with lock:
         for parameter in parameters:
             for held_parameter in _sharing_memory_with(parameter):
-                held_parameter.optimizer = steps
-                held_parameter.stepped()
+                held_parameter.optimizer = reference
+                held_parameter.invalidate_after_step()
 
 
-def _steps_of(optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer]:
-    """What parameters know their optimizer by; when it is gone, kernels ask for the copies again."""
-    known = _optimizers.get(id(optimizer))
-    if known is None or known() is not optimizer:
-        key = id(optimizer)
-        known = weakref.ref(optimizer, unless_python_ends(lambda gone: _optimizer_gone(key, gone)))
-        _optimizers[key] = known
-    return known
+def _reference_to(optimizer: torch.optim.Optimizer) -> weakref.ref[torch.optim.Optimizer]:
+    """Return a shared weak reference to an optimizer. When it dies, kernels no longer update the copies themselves."""
+    key = id(optimizer)
+    reference = _optimizers.get(key)
+    if reference is None or reference() is not optimizer:
+        on_freed = unless_finalizing(lambda dead: _on_optimizer_freed(key, dead))
+        reference = _optimizers[key] = weakref.ref(optimizer, on_freed)
+    return reference
 
 
 _optimizers: Final[dict[int, weakref.ref[torch.optim.Optimizer]]] = {}
 
 
-def _optimizer_gone(key: int, gone: weakref.ref[torch.optim.Optimizer]) -> None:
-    if _optimizers.get(key) is gone:
+def _on_optimizer_freed(key: int, reference: weakref.ref[torch.optim.Optimizer]) -> None:
+    if _optimizers.get(key) is reference:
         del _optimizers[key]
     for held_parameter in list(held_parameters.values()):
-        if held_parameter.optimizer is gone:
+        if held_parameter.optimizer is reference:
             held_parameter.take_back()
 
 
 def lend(handle: CopyHandle, parameter: Tensor) -> None:
-    """Lets kernels renew the copy of a weight that is trained by themselves, where they know all that it takes.
+    """Let compiled kernels update the copy of a trained weight after each optimizer step, without Python.
 
-    They know it if an observed optimizer steps the weight, and no other tensor shares its memory. Whoever changes one
-    of these takes the copy back.
+    That requires that an observed optimizer steps the weight, and that no other held parameter shares its memory. A
+    change of either takes the copy back.
     """
     with lock:
         held_parameter, copy = held_parameters.get(id(parameter)), handle.copy
-        copy.take_back()  # another thread may have lent it to its own kernels meanwhile
+        copy.take_back()  # another thread may have lent it to its own kernels since
         if (
             held_parameter is not None
             and parameter.is_cpu
             and handle.is_current()
             and handle.writes == copy.writes
             and list(held_parameter.copies.values()) == [copy]
-            and copy.circumstances is not None
-            and copy.circumstances.trains
+            and copy.usage is not None
+            and copy.usage.trains
             and not (held_parameter.overlapping or held_parameter.suspended or held_parameter.stale)
-            and held_parameter.is_stepped()
+            and held_parameter.has_observed_optimizer()
         ):
             copy.lend(parameter)
 
 
-def note_unversioned_writes(tensors: Iterable[Tensor]) -> None:
-    """Invalidates the copies of all parameters in the memory of these tensors, which were written."""
+def record_unversioned_writes(tensors: Iterable[Tensor]) -> None:
+    """Invalidate the copies of all parameters in the memory of these tensors, which were written."""
     with lock:
         for tensor in tensors:
-            for held_parameter in held_in_memory_of(tensor):
+            for held_parameter in held_parameters_overlapping(tensor):
                 held_parameter.invalidate(at_once=True)
 
 
 def _sharing_memory_with(parameter: Tensor) -> Iterable[HeldParameter]:
     held_parameter = held_parameters.get(id(parameter))
     if held_parameter is None:
-        return held_in_memory_of(parameter)
+        return held_parameters_overlapping(parameter)
     place = held_parameter.memory_range
     if place is not None and place.start == parameter.data_ptr():
-        return (held_parameter,)  # it knows the others
+        return (held_parameter,)  # its `overlapping` lists the others
     if held_parameter.is_alone(parameter):
         return (held_parameter,)
-    others = tuple(held_in_memory_of(parameter))
+    others = tuple(held_parameters_overlapping(parameter))
     if not others:
-        held_parameter.note_alone(parameter)
+        held_parameter.record_alone(parameter)
     return (held_parameter, *others)
 
 
-def suspend(some: Iterable[HeldParameter], change: int) -> None:
-    """Opens (1) or closes (-1) a block that may write these parameters; inside no copy of them is used."""
+def suspend(parameters: Iterable[HeldParameter], change: int) -> None:
+    """Open (1) or close (-1) a block that may write these parameters. Their copies are not used inside."""
     with lock:
-        for held_parameter in some:
+        for held_parameter in parameters:
             held_parameter.suspended += change
             held_parameter.take_back()
             for copy in held_parameter.copies.values():
@@ -282,7 +280,7 @@ def suspend(some: Iterable[HeldParameter], change: int) -> None:
 
 
 def stale_message(name: str, key: CopyKey) -> str:
-    """The error message for a parameter that was written without a new version."""
+    """Return the error message for a parameter that was written without moving its version counter."""
     return (
         f"The parameter {name!r} was written in a way that PyTorch does not count (through .data, or by "
         f"a library that does), so its held copy in {key} is out of date. Write it under "
@@ -293,40 +291,40 @@ def stale_message(name: str, key: CopyKey) -> str:
 
 def _renewed(held_parameter: HeldParameter, parameter: Tensor, key: CopyKey) -> Copy:
     copy = held_parameter.copies.get(key)
-    if copy is None or not copy.fits(parameter):
+    if copy is None or not copy.is_compatible(parameter):
         copy = held_parameter.new_copy(parameter, key)
-        if held_parameter not in compared_in_turn:
-            compared_in_turn.append(held_parameter)
+        if held_parameter not in comparison_queue:
+            comparison_queue.append(held_parameter)
         _write([(copy, parameter)], in_use=True)
-    elif not copy.is_fresh_for(parameter):
-        # On the CPU a copy is best made just before it is used: then it is still in the processor's cache.
-        one = parameter.device.type == "cpu"
-        pairs = [(copy, parameter)] if one else list(_out_of_date(key, parameter.device))
+    elif not copy.is_valid_for(parameter):
+        # On the CPU, make the copy just before its use, while it is still in the processor's cache.
+        only_this = parameter.device.type == "cpu"
+        pairs = [(copy, parameter)] if only_this else list(_out_of_date(key, parameter.device))
         _write(pairs, in_use=True)
     return copy
 
 
 def _out_of_date(key: CopyKey, device: torch.device) -> Iterator[tuple[Copy, Tensor]]:
-    here = stream_of(device)
+    stream = stream_of(device)
     for held_parameter in list(held_parameters.values()):
         copy, parameter = held_parameter.copies.get(key), held_parameter.parameter()
-        if copy is None or parameter is None or held_parameter.suspended or copy.stream != here:
-            continue  # of another stream this one knows neither what it writes nor what it reads
+        if copy is None or parameter is None or held_parameter.suspended or copy.stream != stream:
+            continue  # the pending reads and writes of another stream are unknown here
         if (
             copy.tensor.device == device
-            and copy.fits(parameter)
-            and not copy.is_fresh_for(parameter)
+            and copy.is_compatible(parameter)
+            and not copy.is_valid_for(parameter)
         ):
             yield copy, parameter
 
 
 def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
-    # Versions first: what is written meanwhile by another thread is then found out of date at the next use.
-    seen = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
+    # Versions first: a concurrent write by another thread then makes the copy stale at the next use.
+    snapshots = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
     stream = stream_of(pairs[0][0].tensor.device)
     for copy, parameter in pairs:
-        copy.join(stream)
-        copy.make_room(parameter)
+        copy.wait_for_write(stream)
+        copy.prepare_memory(parameter)
     with without_torch_function(), torch.inference_mode(False), torch.no_grad():
         casts = []
         for copy, parameter in pairs:
@@ -336,31 +334,31 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
                 casts.append((copy.tensor, parameter.detach()))
         if casts:
             fused_copy([target for target, _ in casts], [source for _, source in casts])
-    for (copy, parameter), what in zip(pairs, seen, strict=True):
-        moved = copy.pointer != what[1]
-        copy.written(parameter, *what, stream)
+    for (copy, parameter), (version, pointer) in zip(pairs, snapshots, strict=True):
+        moved = copy.pointer != pointer
+        copy.record_write(parameter, version, pointer, stream)
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is not None:
             held_parameter.stale = False
-            held_parameter.leave_to_regions(False)
+            held_parameter.set_cast_per_region(False)
             if moved:
                 held_parameter.set_memory_range(MemoryRange.of(parameter))
-            note_circumstances(held_parameter, copy, parameter, in_use=in_use)
+            record_usage(held_parameter, copy, parameter, in_use=in_use)
 
 
-def _tell_kernels(held_parameter: HeldParameter, *, is_held: bool) -> None:
-    if native.copies is not None and held_parameter.source:
-        native.copies.hold(held_parameter.source, is_held)
+def _inform_kernels(held_parameter: HeldParameter, *, is_held: bool) -> None:
+    if native_engine.api is not None and held_parameter.source:
+        native_engine.api.hold(held_parameter.source, is_held)
     if not is_held:
-        held_parameter.source = 0  # another parameter may have that address from now on
+        held_parameter.source = 0  # another parameter may get that address
 
 
 def _end(held_parameter: HeldParameter) -> None:
-    _tell_kernels(held_parameter, is_held=False)
+    _inform_kernels(held_parameter, is_held=False)
     held_parameter.drop()
     held_parameter.set_memory_range(None)
-    if held_parameter in compared_in_turn:
-        compared_in_turn.remove(held_parameter)
+    if held_parameter in comparison_queue:
+        comparison_queue.remove(held_parameter)
     if not held_parameters:
         free_temporaries()
 
@@ -369,5 +367,5 @@ def _forget(key: int) -> None:
     held_parameter = held_parameters.pop(key, None)
     if held_parameter is not None:
         _end(held_parameter)
-        for tell in parameter_freed_hooks:
-            tell()
+        for hook in parameter_freed_hooks:
+            hook()

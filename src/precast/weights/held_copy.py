@@ -1,13 +1,13 @@
-"""One held copy: a parameter in a lower precision, and who uses it.
+"""A held copy: a parameter in a lower precision, with its users and its last write.
 
 Invariants:
 
-- it has the parameter's shape, and its strides where these leave neither gaps nor overlaps;
-- what stands for it in the caches of all threads ends when it does, whichever thread ends it: Python's entries ask
-  for its epoch at each use, those of compiled kernels are dropped;
-- each user gets a tensor of its own on the copy's memory, so the use count of the storage says how many there are;
-- memory that somebody can still read is never written: the copy is then written into new memory, and the old memory
-  lives as long as its readers. Only what a CUDA graph reads is always written in place.
+- a copy has the parameter's shape, and its strides if these have no gaps or overlaps;
+- evicting a copy invalidates the cache entries of all threads: Python entries compare its epoch at each use, entries
+  of compiled kernels are removed;
+- each user gets a separate tensor on the copy's memory, so the use count of the storage tells whether it is in use;
+- memory in use is never overwritten: the new values go to new memory, and the old memory is freed by its last user.
+  The exception is a copy that a CUDA graph reads: it is always written in place.
 """
 
 from __future__ import annotations
@@ -25,69 +25,81 @@ from torch import Tensor
 
 from precast._internal.locks import survives_fork
 from precast._torch import impl_address, is_shared, version_of, without_torch_function
-from precast.weights.freshness import has_geometry_of, is_fresh
+from precast.weights.freshness import has_same_layout, is_valid
 from precast.weights.held_gradients import GradientMemory
-from precast.weights.held_record import Circumstances, HeldRecord, Owner
-from precast.weights.native_copies import Evicted, Use, native
+from precast.weights.native.engine import native_engine
+from precast.weights.native.shared_data import CopyLifetime, Eviction, HeldRecord, Owner
 
-__all__ = ["Copy", "CopyHandle", "lock", "unless_python_ends"]
+__all__ = ["Copy", "CopyHandle", "UsageContext", "lock", "unless_finalizing"]
 
 _numbers: Final = itertools.count(1)
 lock: Final = survives_fork(threading.RLock())
-"""Taken to create, end, hand out or write copies; an entry in a thread's cache is used without it."""
+"""Held while copies are created, dropped, handed out or written; not needed to use an entry of a thread's cache."""
 
 
 class CopyHandle(NamedTuple):
-    """What one user gets of a copy: a tensor, and what its parameter was like when it was copied."""
+    """A copy as handed to one user: a tensor, and the state of its parameter when it was written."""
 
     copy: Copy
     tensor: Tensor
-    """A tensor of its own on the copy's memory."""
+    """A separate tensor on the copy's memory."""
     version: int
     pointer: int
     writes: int
-    """How often the copy had been written."""
+    """`Copy.writes` at that time."""
     epoch: int
-    """How often it had been taken out of all caches."""
+    """`Copy.epoch` at that time."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of a copy in 8 bits: by what the parameter was multiplied, and by what these numbers are."""
+    """For 8 bits: the scale that the parameter was multiplied by, and the inverse for the copy's values."""
 
     def is_current(self) -> bool:
-        """Whether the copy has not been taken out of all caches since."""
+        """Return True if the copy has not been evicted since."""
         return self.epoch == self.copy.epoch
 
 
-def unless_python_ends(act: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`act` as a callback of a weak reference, which is called late in the end of a process, too.
+class UsageContext(NamedTuple):
+    """The use of a parameter and its gradients at one moment, to decide whether it may have been written since."""
 
-    What modules define is None by then: this knows the one function that it needs.
+    trains: bool
+    """True if the copy is used where gradients are recorded for it."""
+    is_trainable: bool
+    received: int
+    """The number of gradients that were computed through held casts."""
+    has_gradient: bool
+    versions: tuple[int, ...]
+    """The version counters of the other parameters in its memory."""
+
+
+def unless_finalizing(callback: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap a callback of a weak reference so that it does nothing while the interpreter shuts down.
+
+    Module globals may be None by then, so the wrapper keeps the one function that it needs.
     """
-    ends = sys.is_finalizing
+    is_finalizing = sys.is_finalizing
 
-    def called(reference: Any) -> None:
-        if not ends():
-            act(reference)
+    def wrapper(reference: Any) -> None:
+        if not is_finalizing():
+            callback(reference)
 
-    return called
+    return wrapper
 
 
 class Copy:
     """A parameter in one lower precision.
 
     Attributes:
-        tensor: the copy, without gradient; of the parameter's shape and layout.
-        shape: the parameter's shape, which never changes while this copy is used.
-        stride: the parameter's strides, likewise.
-        number: its own, for the caches of compiled kernels.
-        epoch: how often it has been taken out of all caches.
+        tensor: the values, without gradient; of the parameter's shape and layout.
+        shape: the parameter's shape, fixed for this copy.
+        stride: the parameter's strides, fixed for this copy.
+        number: identifies the copy in the caches of compiled kernels.
+        epoch: incremented by each eviction.
         gradient: memory for the parameter's gradient.
-        stream: the stream that wrote it last; None where the device has none.
-        is_in_graphs: whether a CUDA graph may read it, which knows its address alone.
+        stream: the stream of the last write; None if the device has none.
+        is_in_graphs: True if a CUDA graph may read the copy by its address.
     """
 
     __slots__ = (
         "__weakref__",
-        "_circumstances",
         "_dtype",
         "_event",
         "_native",
@@ -95,6 +107,7 @@ class Copy:
         "_read_elsewhere",
         "_source",
         "_storage",
+        "_usage",
         "epoch",
         "gradient",
         "is_in_graphs",
@@ -111,95 +124,102 @@ class Copy:
         self._source, self._dtype = impl_address(parameter), dtype
         self.number = next(_numbers)
         self.epoch = 0
-        self._native = None if native.copies is None else native.copies.new_held(self.number)
+        self._native = (
+            None if native_engine.api is None else native_engine.api.new_held(self.number)
+        )
         self.gradient = GradientMemory(self._native)
         self.stream: Any = None
         self._event: Any = None
         self._read_elsewhere = False
-        self._circumstances: Circumstances | None = None
+        self._usage: UsageContext | None = None
         self.is_in_graphs = False
         self.shape, self.stride = parameter.shape, parameter.stride()
         self.tensor = _memory_for(parameter, dtype)
 
     @property
     def parameter(self) -> Tensor | None:
-        """What it is a copy of, while that is alive."""
+        """The parameter, or None if it has been freed."""
         return self._parameter()
 
     @property
     def record(self) -> HeldRecord:
-        """What compiled kernels share of it."""
+        """The fields that Python shares with compiled kernels."""
         return self.gradient.record
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
-        """Of a copy in 8 bits: by what the parameter was multiplied, and by what the copy's numbers are."""
+        """For 8 bits: the scale of the parameter, and its inverse."""
         return None
 
     @property
     def version(self) -> int:
-        """The parameter's version counter when it was copied; -1 where it has to be renewed."""
+        """The parameter's version counter at the last write; -1 if the copy must be rewritten."""
         return self.record.version
 
     @property
     def pointer(self) -> int:
-        """The parameter's address when it was copied."""
+        """The parameter's data pointer at the last write."""
         return self.record.pointer
 
     @property
     def writes(self) -> int:
-        """How often it was written."""
+        """The number of writes."""
         return self.record.writes
 
     @property
-    def circumstances(self) -> Circumstances | None:
-        """Those in which it was written; None before."""
+    def usage(self) -> UsageContext | None:
+        """The usage context of the last write; None before the first."""
         record = self.record
         if (
-            record.is_kernels
-        ):  # they write where a gradient is recorded, and nothing else lies in that memory
-            return Circumstances(True, True, record.received_then, bool(record.had_gradient), ())
-        return self._circumstances
+            record.written_by_kernels
+        ):  # kernels write only while gradients are recorded, for memory that is not shared
+            return UsageContext(
+                True, True, record.received_at_write, bool(record.had_gradient_at_write), ()
+            )
+        return self._usage
 
-    @circumstances.setter
-    def circumstances(self, noted: Circumstances) -> None:
-        self._circumstances, record = noted, self.record
-        record.received_then, record.had_gradient = noted.received, noted.has_gradient
-        record.is_kernels = False
+    @usage.setter
+    def usage(self, context: UsageContext) -> None:
+        self._usage, record = context, self.record
+        record.received_at_write, record.had_gradient_at_write = (
+            context.received,
+            context.has_gradient,
+        )
+        record.written_by_kernels = False
 
     def lend(self, parameter: Tensor) -> None:
-        """Lets this thread's kernels use the copy and renew it by themselves; the caller has the lock."""
+        """Let this thread's kernels use and update the copy without Python. Needs the lock."""
         if self._native is not None:
             self._native.lend(parameter, self.tensor)
 
     def take_back(self) -> bool:
-        """Ends that, as before each change by Python; whether it was lent."""
+        """End `lend`, as before each change by Python; return True if the copy was lent."""
         record = self.record
         if record.owner == Owner.PYTHON or self._native is None:
             return False
         while not self._native.take_back():
-            time.sleep(0)  # another thread's kernels use it at this moment
+            time.sleep(0)  # a kernel of another thread is using it
         return True
 
-    def is_fresh_for(self, parameter: Tensor) -> bool:
-        """Whether the contents are still what was copied, and lie in memory as they did."""
-        return is_fresh(self, parameter)
+    def is_valid_for(self, parameter: Tensor) -> bool:
+        """Return True if the parameter has the version, memory and layout that were copied."""
+        return is_valid(self, parameter)
 
     def new_handle(self) -> CopyHandle:
-        """The copy for one more user; the caller has the lock."""
+        """Return a handle for one more user. Needs the lock."""
         with without_torch_function():
             tensor = self.tensor.detach()
-        seen = self.version, self.pointer, self.writes, self.epoch
-        return CopyHandle(self, tensor, *seen, self.scales)
+        snapshot = self.version, self.pointer, self.writes, self.epoch
+        return CopyHandle(self, tensor, *snapshot, self.scales)
 
     def count_gradient(self) -> None:
-        """Notes that the parameter has got a gradient through this copy."""
+        """Count a gradient of the parameter that was computed through this copy."""
         self.record.received += 1
 
     def invalidate(self, *, at_once: bool = False) -> None:
-        """Has the copy written before its next use, whatever version counters say.
+        """Make the next use rewrite the copy, regardless of version counters.
 
-        Regions that have used it may use what they have, as PyTorch's do, unless it is to hold `at_once`.
+        Regions that have already used it may continue to use their casts, as in PyTorch, unless `at_once`.
         """
         with lock:
             self.take_back()
@@ -207,12 +227,12 @@ class Copy:
             if at_once:
                 self.evict()
             else:
-                self._drop(Evicted.PERSISTENT)
+                self._drop(Eviction.PERSISTENT)
 
-    def stepped(self) -> None:
-        """Has the copy written before its next use, because its optimizer has stepped its parameter.
+    def invalidate_after_step(self) -> None:
+        """Make the next use rewrite the copy, because its optimizer has stepped the parameter.
 
-        Kernels that it is lent to may do that.
+        If the copy is lent to kernels, they rewrite it.
         """
         with lock:
             if self._native is not None and self._native.step():
@@ -220,87 +240,89 @@ class Copy:
             else:
                 self.invalidate(at_once=True)
 
-    def make_room(self, parameter: Tensor) -> None:
-        """Has memory for the next write that nobody reads; the caller has the lock.
+    def prepare_memory(self, parameter: Tensor) -> None:
+        """Provide memory for the next write that has no users. Needs the lock.
 
-        No thread can begin to read an evicted copy, so no user comes after the users have been counted.
+        The copy is evicted first, so no user can be added after the users have been counted.
         """
         self.take_back()
-        self._drop(Evicted.PERSISTENT_AND_OLDER, version_of(parameter))
+        self._drop(Eviction.PERSISTENT_AND_OLDER, version_of(parameter))
         if self.is_in_graphs or not (self._read_elsewhere or self._is_read()):
             return
         self._read_elsewhere = False
         self.tensor = _memory_for(parameter, self.tensor.dtype)
 
-    def written(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
-        """Notes that a stream has been given a write to do: what the parameter was then."""
+    def record_write(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
+        """Record a write that was issued to a stream, with the parameter's version and data pointer before it."""
         record = self.record
         if pointer != record.pointer:
-            # An address is given out again when its storage is freed.
-            forget = _forgetting_address(weakref.ref(self))
-            self._storage = weakref.ref(parameter.untyped_storage(), forget)
+            # After the storage is freed, its address may be reused: forget it then.
+            forget_address = _forgetting_address(weakref.ref(self))
+            self._storage = weakref.ref(parameter.untyped_storage(), forget_address)
         record.version, record.pointer = version, pointer
         record.writes += 1
         self.stream = stream
         self._event = None if stream is None else stream.record_event()
 
-    def has_run(self) -> bool:
-        """Whether the last write is done, so that any stream may read the copy."""
+    def is_written(self) -> bool:
+        """Return True if the last write has finished, so that any stream may read the copy."""
         if self._event is not None and self._event.query():
             self._event = None
         return self._event is None
 
-    def join(self, stream: Any) -> None:
-        """Has a stream wait for the last write, and the memory, once it is free, for the stream."""
+    def wait_for_write(self, stream: Any) -> None:
+        """Make a stream wait for the last write, and the memory's reuse wait for the stream."""
         if self.stream is None or self.stream == stream:
             return
-        if not self.has_run():
+        if not self.is_written():
             stream.wait_event(self._event)
         self.tensor.record_stream(stream)
-        self._read_elsewhere = True  # perhaps after whoever asked for it is gone
+        self._read_elsewhere = True  # the stream may read it after the user has released it
 
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether the parameter, as it is now, can be copied into it."""
+    def is_compatible(self, parameter: Tensor) -> bool:
+        """Return True if the parameter can be copied into this memory in its present state."""
         return (
             parameter.dtype is torch.float32
             and parameter.device == self.tensor.device
-            and has_geometry_of(self, parameter)
+            and has_same_layout(self, parameter)
         )
 
-    def keep_for_kernels(self, source: Tensor, cast: Tensor, handle: CopyHandle, use: Use) -> None:
-        """Has compiled kernels of this thread use a cast that was made from a handle, unless that is out of date."""
+    def keep_for_kernels(
+        self, source: Tensor, cast: Tensor, handle: CopyHandle, lifetime: CopyLifetime
+    ) -> None:
+        """Put a cast of a handle into the table of this thread's kernels, unless it is out of date."""
         with lock:
             is_old = (handle.version, handle.writes) != (self.version, self.writes)
             if (
-                native.copies is None
+                native_engine.api is None
                 or not handle.is_current()
-                or (is_old and use is Use.PERSISTENT)
+                or (is_old and lifetime is CopyLifetime.PERSISTENT)
             ):
                 return
-            native.copies.keep(
+            native_engine.api.keep(
                 source,
                 cast,
-                use=use,
+                lifetime=lifetime,
                 held=self.number,
                 version=handle.version,
                 pointer=handle.pointer,
             )
 
     def evict(self) -> None:
-        """Takes the copy out of all caches."""
+        """Remove the copy from all caches."""
         with lock:
             self.take_back()
             self.epoch += 1
-            self._drop(Evicted.ALL)
+            self._drop(Eviction.ALL)
 
     def _is_read(self) -> bool:
         return (
             is_shared(self.tensor) if self._native is None else self._native.is_shared(self.tensor)
         )
 
-    def _drop(self, which: Evicted, version: int = 0) -> None:
-        if native.copies is not None:
-            native.copies.evict(self._source, self._dtype, self.number, which, version)
+    def _drop(self, which: Eviction, version: int = 0) -> None:
+        if native_engine.api is not None:
+            native_engine.api.evict(self._source, self._dtype, self.number, which, version)
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -310,8 +332,8 @@ def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forgetting_address(copy: weakref.ref[Copy]) -> Callable[[Any], None]:
     def forget(_: Any) -> None:
-        it = copy()
-        if it is not None:
-            it.record.pointer = -1
+        target = copy()
+        if target is not None:
+            target.record.pointer = -1
 
     return forget

@@ -1,11 +1,11 @@
-"""A held copy in 8 bits: the numbers and scales of a weight that float8 rules multiply with, quantised once a step.
+"""Held copies in 8 bits: the values and scales of weights with float8 rules, quantised once per step.
 
 Invariants:
 
-- it is a held copy like any other: the same rules renew, invalidate and compare it;
-- a weight has one for each way in which it is scaled. With one scale for the whole weight, forward and backward share
-  it; with scales for rows, backward has its own, with scales for columns;
-- kernels are never lent it, and a step in one pass does not write it: the next use quantises the weight again.
+- they are held copies: updated, invalidated and compared like those in 16 bits;
+- a weight has one copy per `Scaling`. With one scale per matrix, forward and backward share a copy; with row scales,
+  backward has a second one, with column scales;
+- they are never lent to kernels: the next use after a step quantises the weight again.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class QuantisedCopy(Copy):
     """A parameter in 8 bits, with its scales.
 
     Attributes:
-        scaling: the format, and which numbers share a scale.
-        scale: float32; the parameter was multiplied by it.
-        inverse: float32; the copy's numbers are multiplied by it.
+        scaling: the format, and the elements that share a scale.
+        scale: float32 factor of the parameter.
+        inverse: float32 factor of the copy's values.
     """
 
     __slots__ = ("inverse", "scale", "scaling")
@@ -39,22 +39,22 @@ class QuantisedCopy(Copy):
         self.scaling = scaling
 
     def quantise(self, source: Tensor) -> None:
-        """Writes the numbers of the parameter, given without gradient, into the memory that there is for it."""
+        """Quantise the parameter, which must be detached, into the copy's memory."""
         scale = scale_of(source, self.scaling)
         self.tensor.copy_(with_scale(source, scale, self.scaling.dtype))
-        if self.is_in_graphs:  # which know the addresses alone
+        if self.is_in_graphs:  # a graph knows the addresses only
             self.scale.copy_(scale)
             self.inverse.copy_(scale.reciprocal())
-        else:  # who reads the old numbers reads the old scales
+        else:  # users of the old values need the old scales
             self.scale, self.inverse = scale, scale.reciprocal()
 
     @property
     def scales(self) -> tuple[Tensor, Tensor]:
-        """By what the parameter was multiplied, and by what the copy's numbers are."""
+        """The scale of the parameter, and its inverse."""
         return self.scale, self.inverse
 
-    def agrees(self, numbers: Tensor, scale: Tensor, source: Tensor, rows: slice) -> Tensor:
-        """Whether some rows of the copy are those of the parameter, as a tensor that may not be computed yet."""
+    def matches(self, values: Tensor, scale: Tensor, source: Tensor, rows: slice) -> Tensor:
+        """Return a bool tensor, possibly not computed yet: True if these rows of the copy match the parameter."""
         scales = scale[rows] if self.scaling.dim == -1 else scale
-        wanted = with_scale(source[rows], scales, self.scaling.dtype)
-        return (wanted.view(torch.uint8) == numbers[rows].view(torch.uint8)).all()
+        expected = with_scale(source[rows], scales, self.scaling.dtype)
+        return (expected.view(torch.uint8) == values[rows].view(torch.uint8)).all()

@@ -1,12 +1,11 @@
-"""Gradients of held weights: in float32 and in the parameter's layout, in memory that is used again.
+"""Gradients of held weights: float32, in the parameter's layout, in reused memory.
 
 Invariants:
 
-- gradients are float32, but for those that `lower_gradients` has stay as they are until an optimizer's step;
-- each region has a node of its own in the graph, so gradients of several regions are added in float32, as PyTorch adds
-  them;
-- compiled kernels have a node and a memory of their own, which do the same (`engine/native/held.cpp`);
-- memory is used again only when no tensor shares it, so a gradient that a program keeps is never written.
+- gradients are float32, unless the parameter's `grad_dtype` is the copy's dtype;
+- each region adds a separate graph node, so the gradients of several regions are summed in float32, as in PyTorch;
+- compiled kernels have an equivalent node with separate memory (`native/held.cpp`);
+- memory is reused only if no other tensor shares it, so a gradient that the program keeps is never overwritten.
 """
 
 from __future__ import annotations
@@ -25,29 +24,30 @@ from precast._torch import (
     outside_inference_mode,
     without_torch_function,
 )
-from precast.weights.held_record import HeldRecord
-from precast.weights.native_copies import NativeHeld, native
+from precast.weights.native.api import NativeHeldCopy
+from precast.weights.native.engine import native_engine
+from precast.weights.native.shared_data import HeldRecord
 
-__all__ = ["GradientMemory", "free_temporaries", "see_modes", "with_gradient"]
+__all__ = ["GradientMemory", "free_temporaries", "set_mode_counter", "with_gradient"]
 
 
-def see_modes(count: Callable[[], int]) -> None:
-    """Has this file ask `count` for dispatch modes: one that only watches must change nothing."""
-    global dispatch_modes  # noqa: PLW0603 -- another function, not a question at each use
+def set_mode_counter(count: Callable[[], int]) -> None:
+    """Replace the function that counts dispatch modes: a mode that only observes must have no effect here."""
+    global dispatch_modes  # noqa: PLW0603 -- replaced as a whole, to avoid a test at each use
     dispatch_modes = count
 
 
 def with_gradient(parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
-    """The copy as a cast of the parameter: its gradient is the parameter's, in float32 and in its layout."""
+    """Return the copy as a cast of the parameter, whose gradient flows to the parameter in float32."""
     with outside_inference_mode(), without_torch_function():
-        if memory.native is not None and native.is_used:
+        if memory.native is not None and native_engine.is_used:
             return memory.native.cast_of(parameter, copy)
-        cast: Tensor = _Cast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
+        cast: Tensor = _HeldCast.apply(parameter, copy, memory)  # type: ignore[no-untyped-call]
     return cast
 
 
-class _Cast(torch.autograd.Function):
-    """The cast of a parameter, whose result is there already."""
+class _HeldCast(torch.autograd.Function):
+    """The cast of a parameter, whose result already exists."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, copy: Tensor, memory: GradientMemory) -> Tensor:
@@ -66,33 +66,33 @@ class _Cast(torch.autograd.Function):
 
 
 class GradientMemory:
-    """Memory of one parameter's gradient on the CPU, used again once the gradient of the last step is gone.
+    """Reusable CPU memory for the gradient of one parameter.
 
-    What a process gets back from the system page by page costs more than the arithmetic of a small batch. A gradient
-    that is added to what is there needs memory for that moment alone: parameters of one shape take it in turns.
+    Fresh memory from the system costs more (page by page) than the arithmetic of a small batch. A gradient that is
+    added to an existing one needs its memory only briefly: parameters of one shape share it.
 
     Args:
-        native: what compiled kernels know of the copy, where there is a library: they have memory of their own.
+        native: the copy as the library knows it; the library manages the memory itself.
     """
 
     __slots__ = ("_own", "_record", "native")
 
-    def __init__(self, native: NativeHeld | None = None) -> None:
+    def __init__(self, native: NativeHeldCopy | None = None) -> None:
         self._own: list[Tensor] = []
         self.native = native
         self._record = HeldRecord() if native is None else None
 
     @property
     def record(self) -> HeldRecord:
-        """Counts the gradients that have come."""
+        """The record of the copy, which counts its gradients."""
         if self._record is not None:
             return self._record
         assert self.native is not None
         return self.native.record
 
     def like(self, gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor of that layout and dtype, for the shape of `gradient`."""
-        own = _taken(self._own)
+        """Return an uninitialised tensor of this layout and dtype, with the shape of `gradient`."""
+        own = _pop_or_none(self._own)
         if (
             own is None
             or own.dtype is not dtype
@@ -101,40 +101,40 @@ class GradientMemory:
         ):
             own = gradient.new_empty_strided(gradient.shape, layout, dtype=dtype)
         if not is_shared(own):
-            given = own.detach()
+            result = own.detach()
             self._own.append(own)
-            return given
+            return result
         self._own.append(own)
         return _temporary(gradient, layout, dtype)
 
 
-def _taken(some: list[Tensor]) -> Tensor | None:
-    """One of them, taken out, so that two threads never get the same."""
+def _pop_or_none(tensors: list[Tensor]) -> Tensor | None:
+    """Take a tensor out of a list in one step, so that two threads never get the same one."""
     try:
-        return some.pop()
+        return tensors.pop()
     except IndexError:
         return None
 
 
-_Kind = tuple[torch.Size, tuple[int, ...], torch.dtype]
-_temporaries: Final[defaultdict[_Kind, list[Tensor]]] = defaultdict(list)
+_MemoryKind = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_temporaries: Final[defaultdict[_MemoryKind, list[Tensor]]] = defaultdict(list)
 
 
 def _temporary(gradient: Tensor, layout: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    spare = _temporaries[gradient.shape, layout, dtype]
-    free = _taken(spare)
-    if free is None or is_shared(free):
-        free = gradient.new_empty_strided(gradient.shape, layout, dtype=dtype)
-    given = free.detach()
-    spare[:] = [free]
-    return given
+    spares = _temporaries[gradient.shape, layout, dtype]
+    spare = _pop_or_none(spares)
+    if spare is None or is_shared(spare):
+        spare = gradient.new_empty_strided(gradient.shape, layout, dtype=dtype)
+    result = spare.detach()
+    spares[:] = [spare]
+    return result
 
 
 def free_temporaries() -> None:
-    """Gives back what parameters take in turns."""
+    """Free the memory that the gradients of several parameters share."""
     _temporaries.clear()
-    if native.copies is not None:
-        native.copies.free_temporaries()
+    if native_engine.api is not None:
+        native_engine.api.free_temporaries()
 
 
 def _in_layout(
@@ -144,7 +144,7 @@ def _in_layout(
     if is_recorded or gradient.layout is not torch.strided:
         return gradient.to(dtype)
     if gradient.stride() != layout and dtype is not gradient.dtype:
-        # Two steps: to cast and move at once takes 0.66 ms for 512x512 transposed, this 0.37 (2.13, 2-core CPU).
+        # Two steps: casting and transposing 512x512 at once takes 0.66 ms, in two steps 0.37 (2.13, 2-core CPU).
         gradient = gradient.new_empty_strided(gradient.shape, layout).copy_(gradient)
     if not gradient.is_cpu:
         return gradient.to(dtype)

@@ -1,9 +1,9 @@
-"""What is held of one parameter: its copies, its optimizer, and the other parameters in the same memory.
+"""A held parameter: its copies, its optimizer, and the other held parameters in the same memory.
 
 Invariants:
 
-- a parameter is held weakly; it has at most one copy for each 16-bit dtype, and for each way of scaling in 8 bits;
-- parameters whose memory overlaps know each other: a write to one changes the others, but moves one counter only.
+- a parameter is referenced weakly; it has at most one copy per 16-bit dtype and per `Scaling`;
+- parameters with overlapping memory reference each other: a write to one changes the others, but moves one counter.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch.nn import Parameter
 
 from precast._torch import impl_address, is_plain
 from precast.weights.float8.formats import Scaling
-from precast.weights.held_copy import Copy, unless_python_ends
+from precast.weights.held_copy import Copy, unless_finalizing
 from precast.weights.held_float8 import QuantisedCopy
-from precast.weights.native_copies import native
+from precast.weights.native.engine import native_engine
 
 __all__ = [
     "CopyKey",
     "HeldParameter",
     "MemoryRange",
-    "compared_in_turn",
-    "held_in_memory_of",
+    "comparison_queue",
     "held_parameters",
+    "held_parameters_overlapping",
 ]
 
 
 CopyKey = torch.dtype | Scaling
-"""What tells the copies of one parameter apart: the 16-bit dtype, or how it is scaled in 8 bits."""
+"""Identifies a copy of a parameter: the 16-bit dtype, or the scaling in 8 bits."""
 
 
 class MemoryRange(NamedTuple):
-    """Where a tensor lies: its storage, and the addresses from its first number to behind its last one."""
+    """The storage of a tensor, with the addresses of its first element and of the end of its last one."""
 
     storage: int
     start: int
@@ -46,26 +46,26 @@ class MemoryRange(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> MemoryRange:
-        """That of a tensor with numbers in memory."""
+        """Return the memory range of a plain tensor."""
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         span = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
         start = tensor.data_ptr()
         return cls(tensor.untyped_storage().data_ptr(), start, start + span * tensor.element_size())
 
     def overlaps(self, other: MemoryRange) -> bool:
-        """Whether a number may be in both."""
+        """Return True if the ranges share an address."""
         return self.start < other.end and other.start < self.end
 
 
 class HeldParameter:
-    """What is held of one parameter: its name for messages, its copies, and how many attachments hold it."""
+    """A parameter that attachments hold: its copies, its name for messages, and the number of attachments."""
 
     __slots__ = (
         "__weakref__",
         "_alone",
         "attachments",
         "copies",
-        "is_left_to_regions",
+        "is_cast_per_region",
         "memory_range",
         "name",
         "optimizer",
@@ -81,30 +81,29 @@ class HeldParameter:
         key = id(parameter)
         self.name = name
         self.source = impl_address(parameter)
-        """The address of the parameter's TensorImpl, by which compiled kernels know it; 0 when it is held no longer."""
-        self.parameter = weakref.ref(parameter, unless_python_ends(lambda _: forget(key)))
+        """The address of the parameter's TensorImpl, which identifies it in compiled kernels; 0 when no longer held."""
+        self.parameter = weakref.ref(parameter, unless_finalizing(lambda _: forget(key)))
         self.copies: Mapping[CopyKey, Copy] = {}
-        """By dtype, or by how they are scaled in 8 bits; exchanged and never changed, so that another thread may go
-        through them meanwhile."""
+        """By `CopyKey`. Replaced and never changed, so that another thread may iterate over it."""
         self.attachments = 0
         self.stale = False
-        """Whether a write was found that no version counter saw, at the end of a region that could not raise."""
-        self.is_left_to_regions = False
-        """What `leave_to_regions` has said last."""
+        """True after an unversioned write was detected at a place that could not raise the error."""
+        self.is_cast_per_region = False
+        """The last argument of `set_cast_per_region`."""
         self._alone: object = None
         self.suspended = 0
-        """How many blocks of `Attachment.writing` are open."""
+        """The number of open `Attachment.writing` blocks."""
         self.threads: set[int] = set()
-        """The threads that have used a copy, by their `ident`."""
+        """The `ident` of each thread that has used a copy."""
         self.optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-        """The optimizer of PyTorch's kind that steps it, whose steps are listened to; None while none has."""
+        """The last optimizer whose step on this parameter was observed."""
         self.memory_range: MemoryRange | None = None
-        """Where the parameter lay when a copy of it was written."""
+        """The parameter's memory when a copy was last written."""
         self.overlapping: tuple[HeldParameter, ...] = ()
-        """The others whose parameters lie there too."""
+        """The other held parameters in the same memory."""
 
     def new_copy(self, parameter: Tensor, key: CopyKey) -> Copy:
-        """A copy that has yet to be written, in place of the one of that key, if there is one."""
+        """Add a copy that has yet to be written, in place of the one with that key, if any."""
         if key in self.copies:
             self.copies[key].evict()
         self.take_back()
@@ -114,60 +113,60 @@ class HeldParameter:
         self.copies = {**self.copies, key: copy}
         return copy
 
-    def drop_unfit(self) -> None:
-        """Forgets copies that the parameter, as it is now, cannot be copied into."""
+    def drop_incompatible(self) -> None:
+        """Drop copies that no longer match the parameter's device, dtype or layout."""
         parameter = self.parameter()
-        self._keep(lambda copy: parameter is not None and copy.fits(parameter))
+        self._drop_unless(lambda copy: parameter is not None and copy.is_compatible(parameter))
 
     def drop(self) -> None:
-        """Forgets all copies."""
-        self._keep(lambda _: False)
+        """Drop all copies."""
+        self._drop_unless(lambda _: False)
 
     def invalidate(self, *, at_once: bool = False) -> None:
-        """Has the copies, and those of parameters in the same memory, written before they are used again."""
+        """Make the next use rewrite the copies, and those of parameters in the same memory."""
         for held_parameter in (self, *self.overlapping):
             for copy in held_parameter.copies.values():
-                if at_once or copy.version >= 0:  # else that has been said
+                if at_once or copy.version >= 0:  # otherwise it is invalid already
                     copy.invalidate(at_once=at_once)
 
-    def stepped(self) -> None:
-        """Has the copies, and those of parameters in the same memory, written before they are used again."""
+    def invalidate_after_step(self) -> None:
+        """Make the next use rewrite the copies, and those of parameters in the same memory, after an optimizer step."""
         for held_parameter in (self, *self.overlapping):
             for copy in held_parameter.copies.values():
-                copy.stepped()
+                copy.invalidate_after_step()
 
     def take_back(self) -> None:
-        """Has kernels ask for its copies, and for those of parameters in the same memory, from now on."""
+        """End the lending of its copies to kernels, and of those of parameters in the same memory."""
         for held_parameter in (self, *self.overlapping):
             for copy in held_parameter.copies.values():
                 copy.take_back()
-            held_parameter.leave_to_regions(False)
+            held_parameter.set_cast_per_region(False)
 
-    def leave_to_regions(self, is_left: bool) -> None:
-        """Says whether kernels cast it in each region, as if it were not held, where its gradient is recorded."""
-        if native.copies is not None and self.is_left_to_regions is not is_left:
-            native.copies.leave_to_regions(self.source, is_left)
-            self.is_left_to_regions = is_left
+    def set_cast_per_region(self, is_cast_per_region: bool) -> None:
+        """Set whether kernels cast it once per region where its gradient is recorded, as if it were not held."""
+        if native_engine.api is not None and self.is_cast_per_region is not is_cast_per_region:
+            native_engine.api.set_cast_per_region(self.source, is_cast_per_region)
+            self.is_cast_per_region = is_cast_per_region
 
-    def is_stepped(self) -> bool:
-        """Whether an optimizer steps it whose steps are listened to; all in its memory, where there are several."""
+    def has_observed_optimizer(self) -> bool:
+        """Return True if an observed optimizer steps this parameter and all others in its memory."""
         return all(
             h.optimizer is not None and h.optimizer() is not None for h in (self, *self.overlapping)
         )
 
-    def note_alone(self, parameter: Tensor) -> None:
-        """Notes that no copied parameter lies where this one, of which there is no copy, lies now."""
+    def record_alone(self, parameter: Tensor) -> None:
+        """Record that no copied parameter shares this one's memory, while this one has no copy."""
         self._alone = _place_of(parameter)
 
     def is_alone(self, parameter: Tensor) -> bool:
-        """Whether that still holds, as neither it nor a copied parameter has moved since."""
+        """Return True if `record_alone` still holds: neither this nor any copied parameter has moved since."""
         return self._alone == _place_of(parameter)
 
     def set_memory_range(self, place: MemoryRange | None) -> None:
-        """Notes where the parameter lies, and who else lies there; to be asked with the lock."""
+        """Set the parameter's memory, and find the other held parameters there. Needs the lock."""
         if place == self.memory_range:
             return
-        _Places.changes += 1
+        _Placements.changes += 1
         for other in self.overlapping:
             other.overlapping = tuple(h for h in other.overlapping if h is not self)
         if self.memory_range is not None:
@@ -178,44 +177,44 @@ class HeldParameter:
         self.memory_range, self.overlapping = place, ()
         if place is None:
             return
-        there = _by_storage[place.storage]
+        neighbours = _by_storage[place.storage]
         self.overlapping = tuple(
-            h for h in there if h.memory_range is not None and h.memory_range.overlaps(place)
+            h for h in neighbours if h.memory_range is not None and h.memory_range.overlaps(place)
         )
-        there.append(self)
+        neighbours.append(self)
         for other in self.overlapping:
             other.overlapping = (*other.overlapping, self)
             for copy in other.copies.values():
-                copy.invalidate()  # what stands for it looks at one version counter alone
+                copy.invalidate()  # cache entries compare one version counter only
 
-    def _keep(self, wanted: Callable[[Copy], bool]) -> None:
-        before, self.copies = self.copies, {d: c for d, c in self.copies.items() if wanted(c)}
+    def _drop_unless(self, condition: Callable[[Copy], bool]) -> None:
+        before, self.copies = self.copies, {d: c for d, c in self.copies.items() if condition(c)}
         for dtype in before.keys() - self.copies.keys():
             before[dtype].evict()
 
 
 held_parameters: Final[dict[int, HeldParameter]] = {}
-"""``id(parameter)`` -> what is held of it; the hot path of a kernel asks whether a key is here."""
+"""``id(parameter)`` -> its `HeldParameter`; kernels look up each weight here."""
 
-compared_in_turn: Final[list[HeldParameter]] = []
-"""Those whose copies are compared in turns; empty where nothing is to be looked for."""
+comparison_queue: Final[list[HeldParameter]] = []
+"""The parameters whose copies are compared in turn with their values, to find unversioned writes."""
 
 
-class _Places:
+class _Placements:
     changes = 0
-    """How often a place has changed of parameters that were copied."""
+    """The number of times that the memory of a copied parameter has changed."""
 
 
 def _place_of(parameter: Tensor) -> object:
-    return parameter.data_ptr(), parameter.shape, parameter.stride(), _Places.changes
+    return parameter.data_ptr(), parameter.shape, parameter.stride(), _Placements.changes
 
 
 _by_storage: Final[defaultdict[int, list[HeldParameter]]] = defaultdict(list)
-"""The held parameters that have a place, by the address of its storage."""
+"""The held parameters with a memory range, by the address of the storage."""
 
 
-def held_in_memory_of(tensor: Tensor) -> Iterator[HeldParameter]:
-    """Those whose parameters lie where a tensor lies, that parameter's own too; to be asked with the lock."""
+def held_parameters_overlapping(tensor: Tensor) -> Iterator[HeldParameter]:
+    """Yield the held parameters whose memory overlaps that of a tensor, its own included. Needs the lock."""
     if is_plain(type(tensor)) and tensor.layout is torch.strided and _by_storage:
         place = MemoryRange.of(tensor)
         for held_parameter in list(_by_storage.get(place.storage, ())):

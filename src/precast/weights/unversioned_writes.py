@@ -1,17 +1,16 @@
-"""The search for writes to held weights that PyTorch's version counters do not record (`p.data.mul_(2)`).
+"""Search for writes to held weights that PyTorch's version counters do not record (`p.data.mul_(2)`).
 
 Invariants:
 
-- every `ENTRIES_BETWEEN_CHECKS`-th entry of a region compares a part of one held copy with its parameter: the next
-  copy each time and, when all have been compared, their next part. So does every `USES_BETWEEN_CHECKS`-th operation
-  that takes weights, because a server may never leave its region;
-- a write that was found is reported until the copies are renewed;
+- every `ENTRIES_BETWEEN_CHECKS`-th region entry compares a part of one held copy with its parameter: the next copy
+  each time and, after all copies, their next part. Every `USES_BETWEEN_CHECKS`-th operation that takes weights does
+  the same, because a server may never leave its region;
+- a detected write is reported until the copies are rewritten;
 - nothing is compared while operations are recorded or transformed;
-- a region raises the error at its entry, in a thread that uses the weight. If another thread finds the write, the next
-  use of the weight raises the error;
-- a write that another thread is in the middle of is no error: PyTorch moves the version counter when the operation
-  ends;
-- on devices other than the CPU the result of a comparison is read at the next entry, when it has long been computed.
+- a region entry raises the error, in a thread that uses the weight. If another thread detects the write, the next use
+  of the weight raises it;
+- a write that another thread is still executing is no error: PyTorch increments the version counter at its end;
+- on devices other than the CPU a result is read at the next entry, when it has long been computed.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from precast.weights.held import (
     CopyKey,
     HeldParameter,
     before_next_region,
-    compared_in_turn,
+    comparison_queue,
     lock,
     stale_message,
 )
 from precast.weights.held_float8 import QuantisedCopy
-from precast.weights.possible_writes import invalidate_after_graphs, may_have_been_written
+from precast.weights.possible_writes import invalidate_after_graphs, needs_recast
 
 __all__ = [
     "ENTRIES_BETWEEN_CHECKS",
@@ -56,70 +55,70 @@ __all__ = [
 ]
 
 LONGEST_WRITE: Final = 1.0
-"""Seconds after which an operation that another thread has begun is taken to be done: on many GiB it takes less."""
+"""Seconds after which a concurrent operation is assumed to have ended. Writing many GiB takes less."""
 
 ENTRIES_BETWEEN_CHECKS: Final = 8
-"""How many entries of regions share one comparison.
+"""Region entries per comparison.
 
-A comparison takes 0.2 to 0.3 ms after a network has emptied the processor's caches, mostly in the calls and not in the
-numbers, and a decoder of 13 million parameters takes 3 to 6 ms for a token (2 cores, torch 2.13): at each entry the
-search took 3 to 6 per cent of the time, at every eighth it takes less than one.
+A comparison takes 0.2 to 0.3 ms when a network has emptied the processor's caches, mostly for the calls. A decoder of
+13 million parameters takes 3 to 6 ms per token (2 cores, torch 2.13): comparing at each entry took 3 to 6 per cent of
+the time, at every eighth entry it takes less than one.
 """
 
 USES_BETWEEN_CHECKS: Final = 256
-"""How many operations that take weights run between two comparisons; a comparison takes as long as two of them."""
+"""Operations that take weights per comparison. A comparison takes as long as two of them."""
 
 _PART: Final = 16384
-"""How many numbers one comparison reads: 64 KiB of float32, a few microseconds."""
+"""Elements per comparison: 64 KiB of float32, read in a few microseconds."""
 
 
 def check_at_entry() -> None:
-    """What a region does when it is entered while weights are held.
+    """Search for unversioned writes at the entry of a region, while weights are held.
 
     Raises:
-        StaleWeightError: a parameter was written and its version counter did not move. Every entry raises it until
-            the copies are renewed.
+        StaleWeightError: a parameter was written without moving its version counter. Every entry raises it until the
+            copies are rewritten.
     """
     _prepare()
-    found = _find_unversioned_write(compare=_is_due())
-    if found is None:
+    write = _find_unversioned_write(compare=_is_due())
+    if write is None:
         return
-    parameter = found[0].parameter()
+    parameter = write[0].parameter()
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-        _mark_stale(*found)  # its next use may renew the copy anyway, so the entry raises nothing
+        _mark_stale(*write)  # its next use may rewrite the copy anyway, so the entry raises nothing
     else:
         leave_process_groups()
-        raise StaleWeightError(stale_message(found[0].name, found[1]))
+        raise StaleWeightError(stale_message(write[0].name, write[1]))
 
 
 def check_at_exit() -> None:
-    """The same for regions of PyTorch's, when they end: they cannot raise, so the next use of the weight does."""
+    """Search at the end of a region of PyTorch's. It cannot raise, so the next use of the weight does."""
     _prepare()
     _check_without_raising(compare=_is_due())
 
 
 def check_within_region() -> None:
-    """The same between two operations of a region, which may never be left; the caller counts the operations."""
+    """Search between two operations of a region, which may never be left. The caller counts the operations."""
     _prepare()
     _check_without_raising(compare=True)
 
 
 def _prepare() -> None:
-    """Does what has to be done before copies are used again, at every entry."""
+    """Do the work that is due before copies are used again, at every entry."""
     invalidate_after_graphs()
     for key in list(before_next_region):
-        if (act := before_next_region.pop(key, None)) is not None:
-            act()
+        if (task := before_next_region.pop(key, None)) is not None:
+            task()
 
 
 def _check_without_raising(*, compare: bool) -> None:
-    found = _find_unversioned_write(compare=compare)
-    if found is not None:
-        _mark_stale(*found)
+    write = _find_unversioned_write(compare=compare)
+    if write is not None:
+        _mark_stale(*write)
 
 
 def _mark_stale(held_parameter: HeldParameter, key: CopyKey) -> None:
-    """Has the next use of a weight raise the error."""
+    """Make the next use of a weight raise the error."""
     held_parameter.stale = True
     held_parameter.take_back()
     if (copy := held_parameter.copies.get(key)) is not None:
@@ -127,30 +126,30 @@ def _mark_stale(held_parameter: HeldParameter, key: CopyKey) -> None:
 
 
 class _Comparison(NamedTuple):
-    """A comparison of a copy with its parameter, whose result may not be computed yet."""
+    """A comparison of a copy with its parameter. The result may not be computed yet."""
 
     held_parameter: HeldParameter
     key: CopyKey
     copy: Copy
     writes: int
-    agrees: Tensor | None
-    """None where the copy agrees for certain."""
-    asked: float
-    """When it was asked for, in seconds of the monotonic clock."""
+    matches: Tensor | None
+    """The result; None if they are equal."""
+    requested_at: float
+    """Time of the comparison on the monotonic clock, in seconds."""
 
     def shows_unversioned_write(self) -> bool:
-        """Whether the parameter was written, and nothing has been seen of that write since."""
+        """Return True if the values differ and the copy has not been rewritten, invalidated or dropped since."""
         copy = self.copy
-        still = self.held_parameter.copies.get(self.key) is copy and copy.writes == self.writes
+        is_present = self.held_parameter.copies.get(self.key) is copy and copy.writes == self.writes
         parameter = copy.parameter
-        if not still or self.held_parameter.suspended or parameter is None:
+        if not is_present or self.held_parameter.suspended or parameter is None:
             return False
-        if _will_be_renewed(self.held_parameter, copy, parameter):
+        if _will_be_rewritten(self.held_parameter, copy, parameter):
             return False
-        return self.agrees is not None and not self.agrees
+        return self.matches is not None and not self.matches
 
-    def still_shows_unversioned_write(self) -> bool:
-        """The same, once no thread can be in the middle of that write."""
+    def confirms_unversioned_write(self) -> bool:
+        """Return the same, after waiting until no thread can still be executing that write."""
         while self.shows_unversioned_write():
             if threading.active_count() == 1 or self.is_old():
                 return True
@@ -158,110 +157,108 @@ class _Comparison(NamedTuple):
         return False
 
     def is_old(self) -> bool:
-        """Whether an operation that was writing when the comparison was asked for has ended."""
-        return time.monotonic() - self.asked > LONGEST_WRITE
+        """Return True if an operation that was running at the time of the comparison has ended."""
+        return time.monotonic() - self.requested_at > LONGEST_WRITE
 
 
-class _Search:
-    """How far the search has come, for all threads together."""
+class _SearchState:
+    """The progress of the search, shared by all threads."""
 
     entries = 0
-    """How many regions were entered or left since the last comparison."""
+    """Regions entered or left since the last comparison."""
     turn = 0
-    """Which of `compared_in_turn` is next."""
+    """The index of the next parameter in `comparison_queue`."""
     rounds = 0
-    """How often all have been compared; it chooses the part that is compared next."""
+    """Completed passes over the queue. Selects the part of each copy that is compared."""
     comparisons: ClassVar[list[_Comparison]] = []
-    """Those whose result is to be read, or to be reported again."""
+    """Comparisons whose result is to be read, or reported again."""
 
 
 def _is_due() -> bool:
-    """Counts an entry; whether it is one that compares."""
-    _Search.entries += 1
-    if _Search.entries < ENTRIES_BETWEEN_CHECKS:
+    """Count an entry; return True if it should compare."""
+    _SearchState.entries += 1
+    if _SearchState.entries < ENTRIES_BETWEEN_CHECKS:
         return False
-    _Search.entries = 0
+    _SearchState.entries = 0
     return True
 
 
 def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] | None:
-    """Reads the results that have come, and if asked makes one more comparison; gives the weight that was written."""
-    if not (compare or _Search.comparisons) or not compared_in_turn:
+    """Read the available results, after one more comparison if `compare`; return the weight that was written."""
+    if not (compare or _SearchState.comparisons) or not comparison_queue:
         return None
     if dispatch_modes() or not is_real() or is_capturing():
         return None
     with without_torch_function():
-        ready, _Search.comparisons = _Search.comparisons, []
+        ready, _SearchState.comparisons = _SearchState.comparisons, []
         if compare:
             for comparison in _next_comparisons():
-                agrees = comparison.agrees
-                if agrees is not None:
-                    (ready if agrees.is_cpu else _Search.comparisons).append(comparison)
+                matches = comparison.matches
+                if matches is not None:
+                    (ready if matches.is_cpu else _SearchState.comparisons).append(comparison)
         for comparison in ready:
-            if (found := _judged(comparison)) is not None:
-                return found
+            if (write := _report_or_defer(comparison)) is not None:
+                return write
     return None
 
 
 def _next_comparisons() -> Iterator[_Comparison]:
-    """Those of the next held parameter, one for each of its copies."""
-    waiting, turn = tuple(compared_in_turn), _Search.turn
-    if turn >= len(waiting):
-        turn, _Search.rounds = 0, _Search.rounds + 1
-    _Search.turn = turn + 1
-    if waiting:
-        yield from _compared(waiting[turn], _Search.rounds)
+    """Yield one comparison for each copy of the next parameter in the queue."""
+    queue, turn = tuple(comparison_queue), _SearchState.turn
+    if turn >= len(queue):
+        turn, _SearchState.rounds = 0, _SearchState.rounds + 1
+    _SearchState.turn = turn + 1
+    if queue:
+        yield from _comparisons_of(queue[turn], _SearchState.rounds)
 
 
-def _judged(comparison: _Comparison) -> tuple[HeldParameter, CopyKey] | None:
-    """What a comparison has found, if this thread is to raise the error; otherwise it is kept or passed on."""
+def _report_or_defer(comparison: _Comparison) -> tuple[HeldParameter, CopyKey] | None:
+    """Return the weight if this thread is to raise the error. Otherwise keep the result, or mark the weight stale."""
     held_parameter, key = comparison.held_parameter, comparison.key
     if threading.get_ident() in held_parameter.threads:
-        if comparison.still_shows_unversioned_write():
-            _Search.comparisons.append(comparison)  # until the copies are renewed
+        if comparison.confirms_unversioned_write():
+            _SearchState.comparisons.append(comparison)  # until the copies are rewritten
             return held_parameter, key
     elif comparison.shows_unversioned_write():
         if comparison.is_old():
             _mark_stale(held_parameter, key)
-        elif all(other.copy is not comparison.copy for other in _Search.comparisons):
-            _Search.comparisons.append(comparison)  # until the write has ended
+        elif all(other.copy is not comparison.copy for other in _SearchState.comparisons):
+            _SearchState.comparisons.append(comparison)  # until the write has ended
     return None
 
 
-def _compared(held_parameter: HeldParameter, part: int) -> Iterator[_Comparison]:
+def _comparisons_of(held_parameter: HeldParameter, part: int) -> Iterator[_Comparison]:
     parameter = held_parameter.parameter()
     if parameter is None or held_parameter.suspended:
         return
     for key, copy in list(held_parameter.copies.items()):
         with lock:
-            if _will_be_renewed(held_parameter, copy, parameter):
+            if _will_be_rewritten(held_parameter, copy, parameter):
                 continue
-            # Before the comparison: a write that begins after this is not taken for one that came before it.
+            # Before the comparison: a write that begins later must not count as one that came before it.
             handle = copy.new_handle()
-        if copy.stream == stream_of(parameter.device) or copy.has_run():
-            agrees = _agrees(handle, parameter, part)
-            yield _Comparison(held_parameter, key, copy, handle.writes, agrees, time.monotonic())
+        if copy.stream == stream_of(parameter.device) or copy.is_written():
+            matches = _matches(handle, parameter, part)
+            yield _Comparison(held_parameter, key, copy, handle.writes, matches, time.monotonic())
 
 
-def _will_be_renewed(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
-    """Whether the copy will be written again before it is used, so that it does not matter what it holds now."""
-    return not copy.is_fresh_for(parameter) or may_have_been_written(
-        held_parameter, copy, parameter
-    )
+def _will_be_rewritten(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
+    """Return True if the copy will be rewritten before its next use, so that its present values do not matter."""
+    return not copy.is_valid_for(parameter) or needs_recast(held_parameter, copy, parameter)
 
 
-def _agrees(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor | None:
-    """Compare part of a copy with its parameter; None says that they agree, without a tensor."""
+def _matches(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor | None:
+    """Compare a part of a copy with its parameter. None means that they are equal."""
     copy = handle.tensor
     with torch.inference_mode(False), torch.no_grad():
         source = parameter.detach()
         if source.shape != copy.shape:
-            return None  # given another shape by another thread, meanwhile
+            return None  # another thread has changed the shape
         if isinstance(handle.copy, QuantisedCopy):
             assert handle.scales is not None
             rows = _rows(source.shape, part)
-            same = handle.copy.agrees(copy, handle.scales[0], source, rows)
-            return None if same.is_cpu and same else same
+            equal = handle.copy.matches(copy, handle.scales[0], source, rows)
+            return None if equal.is_cpu and equal else equal
         as_in_memory = copy.stride() == source.stride()
         held, source = (_part(t, part, as_in_memory) for t in (copy, source))
         cast = source.to(held.dtype)
@@ -271,7 +268,7 @@ def _agrees(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor | None:
 
 
 def _rows(shape: torch.Size, part: int) -> slice:
-    """Some of a matrix' rows; others in each part, until all had their turn."""
+    """Return some rows of a matrix; successive parts cover all rows in turn."""
     count = max(1, _PART // shape[1])
     parts = -(-shape[0] // count)
     start = part % parts * count
@@ -279,7 +276,7 @@ def _rows(shape: torch.Size, part: int) -> slice:
 
 
 def _part(tensor: Tensor, part: int, as_in_memory: bool) -> Tensor:
-    """Some of a tensor's numbers, neighbours in memory if possible; others in each part, until all had their turn."""
+    """Return some elements of a tensor, adjacent in memory if possible; successive parts cover all elements in turn."""
     dense = as_in_memory and _is_dense(tensor)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
     parts = max(1, -(-flat.numel() // _PART))

@@ -1,6 +1,6 @@
-"""Views of held copies: a view of a weight is, in lower precision, the same view of the weight's copy.
+"""Views of held copies. In lower precision, a view of a weight is the same view of the weight's copy.
 
-Nothing is stored here: the view is made from the copy at each use, and shares its memory.
+Nothing is cached: each use makes the view, which shares the copy's memory.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ __all__ = ["is_dense", "same_view"]
 
 
 def same_view(copy: Tensor, base: Tensor, view: Tensor) -> Tensor | None:
-    """The part of `copy` that `view` is of `base`, or None where no view of the copy is what a cast would give.
+    """Return the view of `copy` that corresponds to `view` of `base`; None if a cast would give another result.
 
-    A cast keeps the strides of a tensor without gaps, and no others: with other strides another kernel may compute.
-    The base may have got other data since the view was made, or be a part of more than was copied.
+    A cast keeps the strides of a tensor without gaps only, and other strides may select another kernel. `base` may have
+    got other data since `view` was made, and may be a part of a larger storage.
     """
     offset = view.storage_offset() - base.storage_offset()
     if (
@@ -30,7 +30,7 @@ def same_view(copy: Tensor, base: Tensor, view: Tensor) -> Tensor | None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor lie side by side in memory, each once, in any order of dimensions."""
+    """Return True if the elements of a tensor fill a block of memory, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

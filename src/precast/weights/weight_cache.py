@@ -1,22 +1,22 @@
-"""The weight cache: lower-precision copies of float32 weights, made once a region and never staler than PyTorch's.
+"""The weight cache: low-precision copies of float32 weights, made once per region.
 
 Invariants:
 
-- it keeps from one use to the next what PyTorch's cache keeps, and nothing else: leaves that require grad, are no views
-  and not managed by CUDA-graph trees, outside of inference mode. A write through `.data` or NumPy moves no counter, so
-  a copy that PyTorch does not keep could be staler than PyTorch. Attaching the model keeps more copies;
-- an entry is used only while its source has the same version counter and the same storage as when it was cast, so an
-  in-place update or `p.data = other` is seen, which PyTorch does not see;
-- entries are kept by target dtype: regions of two dtypes never share a copy;
-- a copy carries its source's gradient, under `no_grad` too, so it is right in what follows. It holds its source through
-  its graph, as PyTorch's does, so while there is a copy no other tensor has the source's `id`;
-- no weak reference to a tensor outlives the copies: PyTorch exchanges no tensors that are referenced weakly
-  (`torch.utils.swap_tensors`). Those to held parameters are the attachment's;
-- a weight that PyTorch would keep and this cache cannot is cast here all the same, so that PyTorch's never has it;
-- while `torch.jit.trace` records, each use is a cast of its own: a copy would be a constant of the graph;
-- under a dispatch mode (a checkpoint that selects what it saves, a tracer) only copies made under that very mode
-  are used: what it records is then the same whenever it runs again;
-- what an attachment holds stands here for its parameter, and for views of it, while that is as it was copied.
+- it keeps the copies that PyTorch's cache keeps, and no others: of leaves that require grad, are not views and not
+  managed by CUDA-graph trees, outside of inference mode. Writes through `.data` or NumPy do not move version counters,
+  so another copy could be out of date where PyTorch's result is not. Attaching the model keeps more copies;
+- an entry is used only while its source has the same version counter and storage as when it was cast. So in-place
+  updates and `p.data = other` are noticed, which PyTorch does not do;
+- entries are keyed by target dtype: regions of two dtypes never share a copy;
+- a copy carries its source's gradient, under `no_grad` too, so that it is right for later uses. It references its
+  source through the graph, as in PyTorch, so while the copy lives no other tensor gets the source's `id`;
+- no weak reference to a tensor outlives the copies, because `torch.utils.swap_tensors` refuses tensors with weak
+  references. References to held parameters belong to the attachment;
+- a weight that PyTorch would keep and this cache cannot is cast here all the same, so that PyTorch never caches it;
+- while `torch.jit.trace` records, each use is a separate cast, because a copy would be a constant of the graph;
+- under a dispatch mode (a selective checkpoint, a tracer) only copies made under the same mode are used, so the mode
+  records the same operations whenever it runs again;
+- a valid held copy is used in place of its parameter, and of views of the parameter.
 """
 
 from __future__ import annotations
@@ -52,26 +52,27 @@ from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import QuantisedWeight
 from precast.weights.float8.quantise import Quantised
 from precast.weights.held_gradients import with_gradient
-from precast.weights.native_copies import Use, native
+from precast.weights.native.engine import native_engine
+from precast.weights.native.shared_data import CopyLifetime
 from precast.weights.view_cache import same_view
 
-__all__ = ["WeightCache", "see_modes"]
+__all__ = ["WeightCache", "set_mode_functions"]
 
 _float32: Final = torch.float32
 
 
-def see_modes(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
-    """Replaces the questions about dispatch modes: a mode that only observes must not change what is cached."""
+def set_mode_functions(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
+    """Replace the functions that read dispatch modes: a mode that only observes must not change what is cached."""
     global dispatch_modes, innermost_dispatch_mode
     dispatch_modes, innermost_dispatch_mode = count, innermost
 
 
 class WeightCache:
-    """Copies by target dtype and source; lives as long as the outermost region of its thread.
+    """Copies by source and target dtype, kept until the outermost region of the thread ends.
 
     Args:
-        holds: whether it keeps copies; one that does not leaves every weight to what runs below.
-        is_threads: whether it is its thread's own, which shares its copies with compiled kernels where there are any.
+        holds: keep copies. If False, every weight is left to PyTorch's kernels.
+        is_threads: True for the thread's main cache, which shares its copies with compiled kernels.
     """
 
     __slots__ = ("__weakref__", "_entries", "_holds", "_is_threads", "_modes", "_storages")
@@ -82,36 +83,36 @@ class WeightCache:
         self._entries: dict[tuple[int, torch.dtype], CachedCast] = {}
         """By ``id(source)`` and target dtype."""
         self._storages: dict[tuple[int, torch.dtype], Any] = {}
-        """A reference to the storage of each source: an address is given out again when it is freed."""
+        """A weak reference to the storage of each source, because the address of a freed storage may be reused."""
         self._modes: weakref.WeakKeyDictionary[Any, WeightCache] | None = None
 
     def clear(self) -> None:
-        """Drops every copy that does not outlive regions."""
+        """Drop the copies that do not outlive regions."""
         self._storages.clear()
         self._entries.clear()
         self._modes = None
-        if self._is_threads and native.copies is not None:
-            native.copies.clear()
+        if self._is_threads and native_engine.api is not None:
+            native_engine.api.clear()
 
     def __len__(self) -> int:
-        """How many copies there are in this thread, those that outlive regions too."""
-        kept = sum(entry.cast is not None for entry in self._entries.values())
-        return kept + (native.copies.count() if self._is_threads and native.copies else 0)
+        """Return the number of copies in this thread, held ones included."""
+        count = sum(entry.cast is not None for entry in self._entries.values())
+        return count + (native_engine.api.count() if self._is_threads and native_engine.api else 0)
 
     def invalidate(self, parameters: Collection[Tensor], dtype: torch.dtype | None = None) -> None:
-        """Makes the copies of these leaves, in one dtype or in all, anew at their next use."""
+        """Drop the copies of these leaves, in one dtype or in all."""
         if self._entries:
-            written = set(map(id, parameters))
-            known = [key for key in self._entries if key[0] in written and dtype in (None, key[1])]
-            for key in known:
+            sources = set(map(id, parameters))
+            stale = [key for key in self._entries if key[0] in sources and dtype in (None, key[1])]
+            for key in stale:
                 del self._entries[key]
         for cache in () if self._modes is None else list(self._modes.values()):
             cache.invalidate(parameters, dtype)
-        if self._is_threads and native.copies is not None:
-            native.copies.invalidate(parameters, dtype)
+        if self._is_threads and native_engine.api is not None:
+            native_engine.api.invalidate(parameters, dtype)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
-        """The copy of `tensor` in `dtype`, made now if need be; None where each use casts it."""
+        """Return the copy of `tensor` in `dtype`, cached or new; None if the caller should cast it for this use."""
         if type(tensor) is not Parameter and not isinstance(tensor, Tensor):
             return None
         if tensor.dtype is not _float32 or not self._holds or not is_on(device_type)(tensor):
@@ -121,7 +122,7 @@ class WeightCache:
         if not _is_kept_by_pytorch(tensor):
             return None
         if is_tracing():
-            return _once(tensor, dtype)
+            return _uncached_cast(tensor, dtype)
         if not dispatch_modes():
             return self._leaf(tensor, dtype)
         if self._modes is None:
@@ -129,23 +130,23 @@ class WeightCache:
         return self._modes.setdefault(innermost_dispatch_mode(), WeightCache())._leaf(tensor, dtype)
 
     def has(self, leaf: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the next use of a leaf in this region casts nothing, as there is a copy."""
+        """Return True if the next use of a leaf in this region finds a copy."""
         held_parameter = held.held_parameters.get(id(leaf)) if held.held_parameters else None
         if held_parameter is not None and not held_parameter.suspended:
             copy = held_parameter.copies.get(dtype)
-            if copy is not None and copy.is_fresh_for(leaf):
+            if copy is not None and copy.is_valid_for(leaf):
                 return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
         return self._find(leaf, dtype) is not None and _is_kept_by_pytorch(leaf)
 
     def quantised(
         self, weight: Tensor, recipe: Recipe, *, backward: bool
     ) -> QuantisedWeight | None:
-        """What an attachment holds of a weight in 8 bits; None where each use quantises it.
+        """Return a weight in 8 bits, as held by an attachment; None if it is not held.
 
         Args:
             weight: the weight, a matrix.
-            recipe: how it is scaled.
-            backward: whether the gradient of what it is multiplied with will be asked for.
+            recipe: its formats and scales.
+            backward: True if the gradient of the other operand will be computed.
         """
         if not (held.held_parameters and self._holds) or _is_transformed():
             return None
@@ -155,35 +156,42 @@ class WeightCache:
         forward = held.handle_of(weight, recipe.weight)
         if forward is None:
             return None
-        same = recipe.weight_for_input == recipe.weight
-        other = held.handle_of(weight, recipe.weight_for_input) if backward and not same else None
-        numbers = _numbers(forward)
-        assert numbers is not None
-        kept = (numbers if same else _numbers(other)) if backward else None
-        return QuantisedWeight(numbers, kept, forward.copy.count_gradient)
+        is_shared = recipe.weight_for_input == recipe.weight
+        other = None
+        if backward and not is_shared:
+            other = _quantised(held.handle_of(weight, recipe.weight_for_input))
+        values = _quantised(forward)
+        assert values is not None
+        return QuantisedWeight(
+            values, values if backward and is_shared else other, forward.copy.count_gradient
+        )
 
     def _find(self, leaf: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """The copy that stands for a leaf in this region, if there is one."""
+        """Return the valid copy of a leaf in this region, if any."""
         entry = self._entries.get((id(leaf), dtype))
-        if entry is not None and entry.stands_for(leaf):
+        if entry is not None and entry.is_valid_for(leaf):
             return entry.cast
-        return native.copies.find(leaf, dtype) if self._is_threads and native.copies else None
+        return (
+            native_engine.api.find(leaf, dtype) if self._is_threads and native_engine.api else None
+        )
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What an attachment holds of a parameter, or of a view of one."""
+        """Return the held copy of a parameter, or the corresponding view of one."""
         if _is_transformed():
             return None
         held_parameter = held.held_parameters.get(id(tensor))
         if held_parameter is None:
             return _held_view(tensor, dtype)
-        if held_parameter.suspended:  # it may be written unseen between two uses
+        if (
+            held_parameter.suspended
+        ):  # it may be written between two uses without moving its counter
             return cast_without_torch_function(tensor, dtype)
         needs_grad = _needs_grad(tensor)
         if needs_grad and tensor.numel() < held.MIN_ELEMENTS_FOR_NODE:
             if held_parameter.copies:
-                held_parameter.invalidate()  # they are for evaluation, and training may write it unseen
+                held_parameter.invalidate()  # they are for evaluation, and training may write the weight unnoticed
             if self._uses_kernels() and not held_parameter.overlapping:
-                held_parameter.leave_to_regions(True)
+                held_parameter.set_cast_per_region(True)
             return None
         handle = held.handle_of(tensor, dtype)
         if handle is None:
@@ -195,10 +203,10 @@ class WeightCache:
             self._uses_kernels()
             and not (lasts and held_parameter.overlapping)
             and not is_captured(tensor)
-            and handle.copy.has_run()
+            and handle.copy.is_written()
         ):
-            use = Use.PERSISTENT if lasts else Use.PER_REGION
-            handle.copy.keep_for_kernels(tensor, handle.tensor, handle, use)
+            lifetime = CopyLifetime.PERSISTENT if lasts else CopyLifetime.PER_REGION
+            handle.copy.keep_for_kernels(tensor, handle.tensor, handle, lifetime)
         return handle.tensor
 
     def _with_gradient(
@@ -207,13 +215,13 @@ class WeightCache:
         tensor: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The cast that stands for a held copy in this region's graph."""
-        known = self._find(tensor, dtype)
-        if known is not None:
-            return known
+        """Return the cast of a held copy in this region's graph."""
+        existing = self._find(tensor, dtype)
+        if existing is not None:
+            return existing
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         if self._uses_kernels():
-            handle.copy.keep_for_kernels(tensor, cast, handle, Use.LEAF)
+            handle.copy.keep_for_kernels(tensor, cast, handle, CopyLifetime.LEAF)
             held.lend(handle, tensor)
         else:
             entry = self._entries[id(tensor), dtype] = CachedCast(tensor, handle=handle)
@@ -221,26 +229,35 @@ class WeightCache:
         return cast
 
     def _uses_kernels(self) -> bool:
-        """Whether compiled kernels use the copies of this thread."""
-        return self._is_threads and native.is_used
+        """Return True if compiled kernels use the copies of this thread."""
+        return self._is_threads and native_engine.is_used
 
     def _leaf(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-        plain = is_plain(type(tensor))
+        is_plain_tensor = is_plain(type(tensor))
         key = id(tensor), dtype
-        known = self._entries.get(key)
-        if known is not None:
-            if known.stands_for(tensor):
-                return known.cast
-            known.evict()
-        if not _holdable(tensor, plain):
-            return _once(tensor, dtype)
-        if plain and counts_versions(tensor) and self._uses_kernels() and native.copies is not None:
-            return native.copies.copy_of(tensor, dtype)
-        entry = CachedCast(tensor, plain=plain)  # before the cast: see there
+        entry = self._entries.get(key)
+        if entry is not None:
+            if entry.is_valid_for(tensor):
+                return entry.cast
+            entry.evict()
+        if not _is_cacheable(tensor, is_plain_tensor):
+            return _uncached_cast(tensor, dtype)
+        if (
+            is_plain_tensor
+            and counts_versions(tensor)
+            and self._uses_kernels()
+            and native_engine.api is not None
+        ):
+            return native_engine.api.copy_of(tensor, dtype)
+        entry = CachedCast(
+            tensor, is_plain_tensor=is_plain_tensor
+        )  # before the cast, see `CachedCast`
         cast = entry.cast = _graph_cast(tensor, dtype)
-        if type(cast) is Tensor or type(cast) is type(tensor):  # else a tracer's, no use outside
+        if type(cast) is Tensor or type(cast) is type(
+            tensor
+        ):  # otherwise a tracer's, which is of no use later
             self._entries[key] = entry
-            if plain:
+            if is_plain_tensor:
                 self._storages[key] = weakref.ref(tensor.untyped_storage(), entry.evict)
         return cast
 
@@ -248,7 +265,9 @@ class WeightCache:
 def _is_kept_by_pytorch(tensor: Tensor) -> bool:
     return (
         tensor.requires_grad
-        and not is_view(tensor)  # before the next: of a view whose base was written, that may raise
+        and not is_view(
+            tensor
+        )  # first, because `is_leaf` may raise for a view whose base was written
         and tensor.is_leaf
         and not is_inference_mode_enabled()
         and not is_in_graph_tree(tensor)
@@ -256,7 +275,7 @@ def _is_kept_by_pytorch(tensor: Tensor) -> bool:
 
 
 def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The same view of what an attachment holds of a parameter."""
+    """Return the corresponding view of a held copy, for a view of a held parameter."""
     base = base_of(tensor)
     if base is None or id(base) not in held.held_parameters or _needs_grad(tensor):
         return None
@@ -265,12 +284,11 @@ def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _is_transformed() -> bool:
-    """Whether operations are recorded or transformed, so that what is held may not stand for its parameter."""
+    """Return True if operations are recorded or transformed. Held copies are not used then."""
     return is_tracing() or dispatch_modes() > 0 or is_functorch_active() or in_forward_mode()
 
 
-def _numbers(handle: held.CopyHandle | None) -> Quantised | None:
-    """What a held copy in 8 bits is multiplied as."""
+def _quantised(handle: held.CopyHandle | None) -> Quantised | None:
     if handle is None or handle.scales is None:
         return None
     return Quantised(handle.tensor, handle.scales[1])
@@ -280,17 +298,17 @@ def _needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and is_grad_enabled()
 
 
-def _holdable(tensor: Tensor, plain: bool) -> bool:
-    # Under a functorch transform tensors are wrappers of one call; a wrapper that cannot be flattened is a tracer's.
+def _is_cacheable(tensor: Tensor, is_plain_tensor: bool) -> bool:
+    # Under a functorch transform tensors are wrappers of one call. A subclass that cannot be flattened is a tracer's.
     return (
         tensor.layout is torch.strided
         and not is_functorch_active()
-        and (plain or hasattr(type(tensor), "__tensor_flatten__"))
+        and (is_plain_tensor or hasattr(type(tensor), "__tensor_flatten__"))
     )
 
 
-def _once(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A copy for this call; None for a functorch wrapper, which PyTorch holds for as long as its transform runs."""
+def _uncached_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Cast for this use only; None for a functorch wrapper, which PyTorch caches while its transform runs."""
     return None if is_functorch_wrapper(tensor) else cast_without_torch_function(tensor, dtype)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
 from precast.engine import registration
-from precast.engine.native import library
-from precast.engine.native.library import Library, Unavailable
+from precast.weights.native import library
+from precast.weights.native.library import Library, Unavailable
 
 LIBRARY = Library(Path("there.so"), None, None)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import torch
 
 from precast.diagnostics.hardware import float8
 from precast.diagnostics.hardware.float8 import RULES, Float8Report, Float8Speed, float8_on
-from precast.weights.float8.support import Support, Way, pretended, support_of
+from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def here() -> Float8Report:
 
 def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
     support = support_of(CPU)
-    assert (here.device, here.way, here.reason) == ("cpu", support.way.value, support.reason)
+    assert (here.device, here.way, here.reason) == ("cpu", support.method.value, support.reason)
     assert [speed.rule for speed in here.speeds] == list(RULES)
     assert all(speed.ratio is not None and speed.ratio > 0 for speed in here.speeds)
     assert "emulates float8" in here.verdict
@@ -44,16 +44,18 @@ def test_what_is_measured_is_what_the_rules_run(monkeypatch: pytest.MonkeyPatch)
     ways = set()
     plain = float8.linear
 
-    def watched(x: torch.Tensor, w: torch.Tensor, recipe: object, way: Way) -> torch.Tensor:
+    def watched(
+        x: torch.Tensor, w: torch.Tensor, recipe: object, way: ProductMethod
+    ) -> torch.Tensor:
         ways.add(way)
         return plain(x, w, recipe, way)  # type: ignore[arg-type]
 
     monkeypatch.setattr(float8, "linear", watched)
     float8_on(CPU)
-    assert ways == {Way.EMULATED}
-    with pretended(Support(Way.KERNEL, "a kernel")):
+    assert ways == {ProductMethod.EMULATED}
+    with override_support(Support(ProductMethod.KERNEL, "a kernel")):
         found = float8_on(CPU)
-    assert ways == {Way.EMULATED, Way.KERNEL}
+    assert ways == {ProductMethod.EMULATED, ProductMethod.KERNEL}
     assert found.way == "kernel"
 
 
@@ -62,7 +64,7 @@ def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.Mon
         raise RuntimeError("no such kernel\nat a line")
 
     monkeypatch.setattr(float8, "linear", refused)
-    with pretended(Support(Way.KERNEL, "compute capability 9.9")):
+    with override_support(Support(ProductMethod.KERNEL, "compute capability 9.9")):
         found = float8_on(CPU)
     assert [speed.error for speed in found.speeds] == ["no such kernel"] * len(RULES)
     assert (

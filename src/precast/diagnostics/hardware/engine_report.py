@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import interleaved_seconds
 from precast.engine import registration
-from precast.engine.native import library
+from precast.weights.native import library
 
 __all__ = ["EngineCost", "EngineReport", "engine_here"]
 

@@ -24,8 +24,8 @@ from precast import _torch
 from precast.diagnostics.hardware.machine import interleaved_seconds, times
 from precast.engine.float8_kernels import RECIPES
 from precast.weights.float8.formats import Recipe
-from precast.weights.float8.linear import linear, on_device
-from precast.weights.float8.support import Support, Way, reason_impossible, support_of
+from precast.weights.float8.linear import linear, recipe_for_device
+from precast.weights.float8.support import ProductMethod, Support, reason_unsupported, support_of
 
 __all__ = ["RULES", "Float8Report", "Float8Speed", "float8_on"]
 
@@ -75,7 +75,7 @@ class Float8Report:
         """A sentence on the use of the rules on this device."""
         if self.way == "none":
             return f"{self.device} cannot run the float8 rules: {self.reason}."
-        if self.way == Way.EMULATED.value:
+        if self.way == ProductMethod.EMULATED.value:
             return (
                 f"{self.device} emulates float8, as {self.reason}: {self._measured}. The rules show here what a model "
                 "loses, and save no time."
@@ -111,7 +111,7 @@ class Float8Report:
 
 def float8_on(device: torch.device) -> Float8Report:
     """Report on a device, with a measurement of a second or less."""
-    impossible = reason_impossible(device.type)
+    impossible = reason_unsupported(device.type)
     if impossible is not None:
         return Float8Report(str(device), "none", impossible)
     support = support_of(device)
@@ -122,13 +122,13 @@ def float8_on(device: torch.device) -> Float8Report:
         speeds = tuple(_speed(rule, device, side, support) for rule in RULES)
     finally:
         torch.set_num_threads(threads)
-    return Float8Report(str(device), support.way.value, support.reason, side, speeds)
+    return Float8Report(str(device), support.method.value, support.reason, side, speeds)
 
 
 def _speed(rule: str, device: torch.device, side: int, support: Support) -> Float8Speed:
     recipes = {name.value: recipe for name, recipe in RECIPES.items()}
-    recipe = on_device(recipes[rule], support.without_negative_zero)
-    runs = [partial(_layer, side, device, product) for product in _products(recipe, support.way)]
+    recipe = recipe_for_device(recipes[rule], support.without_negative_zero)
+    runs = [partial(_layer, side, device, product) for product in _products(recipe, support.method)]
     ours, plain = (run() for run in runs)
     try:
         ours()
@@ -139,7 +139,7 @@ def _speed(rule: str, device: torch.device, side: int, support: Support) -> Floa
     return Float8Speed(rule, min(in_8_bits), min(in_16_bits))
 
 
-def _products(recipe: Recipe, way: Way) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+def _products(recipe: Recipe, way: ProductMethod) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
     """Return the product of a rule, and the product in bfloat16."""
     return (
         lambda x, w: linear(x, w, recipe, way),

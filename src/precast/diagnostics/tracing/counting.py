@@ -68,8 +68,8 @@ class RuleCounter(OperationListener):
         if decision.rule is None:  # only another policy has a rule for it
             return policy, None, None
         count, rule = self.counts[decision.op, device, decision.rule], Rule(decision.rule)
-        is_pytorchs = op.name in reasons.rows_of(reasons.torchs_policy(), device)
-        if rule is Rule.PROMOTE and policy.mixed == "promote" and not is_pytorchs:
+        matches_torch = op.name in reasons.rows_of(reasons.torchs_policy(), device)
+        if rule is Rule.PROMOTE and policy.mixed == "promote" and not matches_torch:
             return policy, count, None  # it casts only where the operation raises
         casts = {Rule.LOWER: self._lowered, Rule.FP32: _raised, Rule.PROMOTE: _promoted}
         return policy, count, casts.get(rule)

@@ -83,7 +83,7 @@ def _around_kernel(
 ) -> Any:
     """Run a kernel at an autocast key, and report it to the listeners of the thread."""
     listeners = _thread.listeners or _torch.inherited_tls(_INHERITED) or ()
-    if not listeners or _torch.writes_graph():
+    if not listeners or _torch.runs_on_fake_tensors():
         return run()
     guards = [each.failures.caller(args, kwargs) for each in listeners]
     started = [
@@ -141,5 +141,5 @@ def _count_modes(change: int) -> None:
             if _mode_count
             else (_torch.dispatch_modes, _torch.innermost_dispatch_mode)
         )
-        weight_cache.see_modes(count, innermost)
-        held_gradients.see_modes(count)
+        weight_cache.set_mode_functions(count, innermost)
+        held_gradients.set_mode_counter(count)

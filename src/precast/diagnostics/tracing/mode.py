@@ -83,7 +83,7 @@ class OperationMode(_torch.ObservingMode):
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = args, kwargs or {}
         guarded = self._listener.failures.caller(*call)
-        kind = None if _torch.writes_graph() else guarded(func, kind_of, func)
+        kind = None if _torch.runs_on_fake_tensors() else guarded(func, kind_of, func)
         if kind is None or not kind.is_operation:
             return _torch.call_below_python(func, *call)
         opening = guarded(func, self._opening, kind, call)

@@ -38,6 +38,7 @@ from precast.diagnostics.tracing.mode import OperationListener
 from precast.diagnostics.tracing.reasons import ModuleRuleTexts, RuleDecision
 from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TraceTally
 from precast.diagnostics.tracing.trials import TrialCall
+from precast.engine.annotations import take_annotation
 from precast.engine.operation import Operation, is_eligible
 from precast.engine.operator_kinds import (
     Cast,
@@ -46,7 +47,6 @@ from precast.engine.operator_kinds import (
     kind_of,
     tensors_of,
 )
-from precast.engine.remarks import take_remark
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 from precast.report.explanation import LineageStep
 from precast.report.schema import TraceTotals
@@ -147,7 +147,7 @@ class TraceRecorder(OperationListener):
     def end(self, result: Any) -> None:
         """Record the results of an operation with a rule."""
         d = self._applications.pop()
-        remark = take_remark()
+        remark = take_annotation()
         if remark:
             op, rule, reason = d.decision
             d.decision = RuleDecision(op, rule, f"{reason}; {remark}")
@@ -174,7 +174,7 @@ class TraceRecorder(OperationListener):
     def fail(self, error: BaseException) -> None:
         """Record an error of an operation with a rule. A checkpoint ends its repetition by an error, too."""
         d = self._applications.pop()
-        take_remark()  # of an inner call that did not raise
+        take_annotation()  # of an inner call that did not raise
         self._count(d, [])
         call = TrialCall(d.op.overload, *d.call)
         attempt = FailedCall(call, d.op.device_type, d.policy, is_in_region=True)

@@ -23,7 +23,7 @@ import torch
 
 from precast import _torch
 from precast._internal.locks import survives_fork
-from precast.attachment.found_models import FoundModels, Rules
+from precast.attachment.called_models import CalledModels, RuleStatus
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, installed
 from precast.errors import PrecastWarning
@@ -45,8 +45,8 @@ class Installation:
     def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
         self.policy = policy
         self.replaces_scalers = replaces_scalers
-        self._models: FoundModels | None = None
-        self._rules = Rules({}, ())
+        self._models: CalledModels | None = None
+        self._rules = RuleStatus({}, ())
 
     def __enter__(self) -> Installation:
         return self
@@ -60,14 +60,14 @@ class Installation:
                 _put_in_force()
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RuleStatus:
         """The effect of the policy's rules for modules: the models they act on, and the rules without effect."""
         return self._rules if self._models is None else self._models.rules()
 
     def _find_models(self, enabled: bool) -> None:
         """Start or stop applying the policy's rules to the models that are called."""
         if enabled and self._models is None and self.policy.modules:
-            self._models = FoundModels(self.policy, self._refused)
+            self._models = CalledModels(self.policy, self._refused)
         elif not enabled and self._models is not None:
             self._rules = self._models.rules()
             self._models.close()
@@ -141,7 +141,7 @@ def _put_in_force() -> None:
     before = _meanings()
     for device in filter(_torch.has_device, DEVICE_TYPES):
         installed(device).follow(None if policy is None else registration.bind(policy, device))
-    has_pending = any(bound and bound.pending for bound in _bound_policies())
+    has_pending = any(bound and bound.undefined_operations for bound in _bound_policies())
     ours = {unversioned_writes.check_at_exit: policy is not None, _bind_again: has_pending}
     hooks = registration.cache_clear_hooks
     hooks[:] = [act for act in hooks if act not in ours]
@@ -162,14 +162,14 @@ def _bound_policies() -> list[BoundPolicy | None]:
 
 def _meanings() -> list[str | None]:
     """Return the key of compiled graphs for each device type; None for PyTorch's own policy."""
-    return [None if bound is None else bound.meaning for bound in _bound_policies()]
+    return [None if bound is None else bound.distinct_fingerprint for bound in _bound_policies()]
 
 
 def _replace_names() -> None:
     replaces_scalers = _installations[-1].replaces_scalers
     for module, stand_ins in [*FUNCTIONS, *(SCALERS if replaces_scalers else ())]:
         _replaced.append(_torch.replace_names(module.__name__, **stand_ins))
-    if not all(bound is None or bound.is_pytorchs for bound in _bound_policies()):
+    if not all(bound is None or bound.matches_torch for bound in _bound_policies()):
         _replaced.append(_torch.replace_regions(_enter, _exit))
     let_be_pickled(installed=replaces_scalers)
 

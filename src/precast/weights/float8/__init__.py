@@ -1,1 +1,1 @@
-"""Products of matrices in 8-bit floating point: formats and scales, the product with its gradients, who has kernels."""
+"""Matrix products in 8-bit floating point: formats, scales, the product with its gradients, and device support."""

@@ -1,10 +1,10 @@
-"""What a float8 rule means in numbers: the formats of the operands, how they share scales, and which product is which.
+"""Recipes of the float8 rules: the format of each operand, and the elements that share a scale.
 
 Invariants:
 
-- these are values; nothing here looks at tensors;
-- the three kinds of scales and formats are those of torchao's recipes `tensorwise`, `rowwise` and `rowwise_with_gw_hp`,
-  whose numbers the tests compare with these.
+- these are plain values; no tensor is read;
+- the three recipes are those of torchao (`tensorwise`, `rowwise` and `rowwise_with_gw_hp`). The tests compare the
+  results with torchao's.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = [
 ]
 
 E4M3: Final = torch.float8_e4m3fn
-"""4 bits of exponent, 3 of mantissa: up to 448, no infinities."""
+"""4 exponent bits, 3 mantissa bits: values up to 448, no infinities."""
 E5M2: Final = torch.float8_e5m2
-"""5 bits of exponent, 2 of mantissa: up to 57344; for gradients, which differ more in size."""
+"""5 exponent bits, 2 mantissa bits: values up to 57344. For gradients, which have a wider range."""
 
 
 class Scaling(NamedTuple):
-    """How a matrix becomes 8-bit numbers and scales.
+    """The format of a quantised matrix, and the elements that share a scale.
 
     Attributes:
         dtype: the 8-bit dtype.
-        dim: the dimension along which numbers share a scale: -1 gives each row its own, 0 each column; None gives the
-            whole matrix one.
-        powers_of_two: whether scales are rounded down to powers of two, so that scaling rounds no number.
+        dim: the dimension along which elements share a scale: -1 for one scale per row, 0 for one per column, None for
+            one per matrix.
+        powers_of_two: round scales down to powers of two, so that scaling is exact.
     """
 
     dtype: torch.dtype
@@ -47,7 +47,7 @@ class Scaling(NamedTuple):
 
     @property
     def transposed(self) -> Scaling:
-        """The same for the transposed matrix."""
+        """Return the scaling of the transposed matrix."""
         return self if self.dim is None else Scaling(self.dtype, -1 - self.dim, self.powers_of_two)
 
     def __str__(self) -> str:
@@ -66,15 +66,15 @@ _WITHOUT_NEGATIVE_ZERO: Final = {E4M3: torch.float8_e4m3fnuz, E5M2: torch.float8
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How `x @ w.T` and its gradients are computed in 8 bits.
+    """Formats and scales with which `x @ w.T` and its gradients are computed in 8 bits.
 
     Attributes:
-        by_row: whether the operands of forward have a scale for each row (of `x`, and of `w`), or one for all.
-        powers_of_two: whether scales are powers of two.
-        gradient: the format of the gradient that comes from above.
-        exact_weight_gradient: whether the gradient of `w` is computed from the 16-bit operands; the gradient of `x` is
-            then computed with one scale for all of `w`.
-        without_negative_zero: whether the formats are those of GPUs of AMD's MI300 series, which end in `fnuz`.
+        by_row: use one scale per row of `x` and of `w` in the forward product; otherwise one per matrix.
+        powers_of_two: round scales down to powers of two.
+        gradient: the format of the incoming gradient.
+        exact_weight_gradient: compute the gradient of `w` from the 16-bit operands. The gradient of `x` is then
+            computed with one scale for all of `w`.
+        without_negative_zero: use the `fnuz` formats of AMD's MI300 GPUs.
     """
 
     by_row: bool = False
@@ -85,32 +85,32 @@ class Recipe:
 
     @property
     def input(self) -> Scaling:
-        """That of `x` (m, k) in `x @ w.T`."""
+        """Scaling of `x` (m, k) in `x @ w.T`."""
         return self._scaling(E4M3, -1)
 
     @property
     def weight(self) -> Scaling:
-        """That of `w` (n, k) in `x @ w.T`."""
+        """Scaling of `w` (n, k) in `x @ w.T`."""
         return self._scaling(E4M3, -1)
 
     @property
     def gradient_for_input(self) -> Scaling:
-        """That of `g` (m, n) in `g @ w`."""
+        """Scaling of `g` (m, n) in `g @ w`."""
         return self._scaling(self.gradient, -1)
 
     @property
     def weight_for_input(self) -> Scaling:
-        """That of `w` (n, k) in `g @ w`."""
+        """Scaling of `w` (n, k) in `g @ w`."""
         return self._scaling(E4M3, None if self.exact_weight_gradient else 0)
 
     @property
     def gradient_for_weight(self) -> Scaling:
-        """That of `g` (m, n) in `g.T @ x`."""
+        """Scaling of `g` (m, n) in `g.T @ x`."""
         return self._scaling(self.gradient, 0)
 
     @property
     def input_for_weight(self) -> Scaling:
-        """That of `x` (m, k) in `g.T @ x`."""
+        """Scaling of `x` (m, k) in `g.T @ x`."""
         return self._scaling(E4M3, 0)
 
     def _scaling(self, dtype: torch.dtype, dim: int | None) -> Scaling:

@@ -1,9 +1,9 @@
-"""How a device multiplies matrices in 8 bits: by a kernel, by an emulation, or not at all.
+"""Support for 8-bit matrix products by device: a kernel, an emulation, or none.
 
 Invariants:
 
 - `support_of` alone decides;
-- a device of which nothing is known is emulated, which is right anywhere and fast nowhere.
+- the product is emulated on unknown devices. The emulation is correct everywhere, and slow.
 """
 
 from __future__ import annotations
@@ -18,70 +18,68 @@ import torch
 
 from precast import _torch
 
-__all__ = ["Support", "Way", "pretended", "reason_impossible", "support_of"]
+__all__ = ["ProductMethod", "Support", "override_support", "reason_unsupported", "support_of"]
 
 _FIRST_CAPABILITY: Final = (8, 9)
-"""The first compute capability of NVIDIA's with products of float8 matrices (Ada)."""
+"""The first compute capability of NVIDIA's GPUs with float8 matrix products (Ada)."""
 _AMD: Final = ("gfx942", "gfx950", "gfx1200", "gfx1201")
-"""AMD's architectures for which PyTorch has the kernel (2.13)."""
+"""AMD architectures for which PyTorch has the kernel (2.13)."""
 _WITHOUT_NEGATIVE_ZERO: Final = ("gfx940", "gfx941", "gfx942")
-"""Those that compute in the formats `float8_e4m3fnuz` and `float8_e5m2fnuz`."""
-_IMPOSSIBLE: Final = {
-    "mps": "it has neither float8 nor float64 numbers",
-}
+"""AMD architectures with the formats `float8_e4m3fnuz` and `float8_e5m2fnuz`."""
+_UNSUPPORTED: Final = {"mps": "it has neither float8 nor float64 numbers"}
 
 
-class Way(enum.Enum):
-    """How a product is computed."""
+class ProductMethod(enum.Enum):
+    """The implementation of a float8 product."""
 
     KERNEL = "kernel"
     EMULATED = "emulated"
 
 
 class Support(NamedTuple):
-    """How a device multiplies matrices in 8 bits.
+    """The implementation of 8-bit matrix products on a device.
 
     Attributes:
-        way: by a kernel, or emulated.
-        reason: a few words on why.
-        without_negative_zero: whether its formats are those that end in `fnuz`.
+        method: the kernel, or its emulation.
+        reason: a few words for reports.
+        without_negative_zero: True if the device has the `fnuz` formats.
     """
 
-    way: Way
+    method: ProductMethod
     reason: str
     without_negative_zero: bool = False
 
 
-_pretended: list[Support] = []
+_overrides: list[Support] = []
 
 
 def support_of(device: torch.device) -> Support:
-    """How products of float8 matrices on a device are computed."""
-    if _pretended:
-        return _pretended[-1]
+    """Return the implementation of float8 matrix products on a device."""
+    if _overrides:
+        return _overrides[-1]
     if device.type != "cuda":
         return _of_type(device.type)
     return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def reason_impossible(device_type: str) -> str | None:
-    """Why tensors on a device type cannot be in 8 bits; None where they can."""
-    return _IMPOSSIBLE.get(device_type)
+def reason_unsupported(device_type: str) -> str | None:
+    """Return the reason why a device type has no 8-bit tensors; None if it has."""
+    return _UNSUPPORTED.get(device_type)
 
 
 @contextmanager
-def pretended(support: Support) -> Iterator[None]:
-    """Takes every device for one with this support; for tests, as the CPU of PyTorch 2.13 can call the kernel."""
-    _pretended.append(support)
+def override_support(support: Support) -> Iterator[None]:
+    """Make `support_of` return this support for every device; for tests: CPU builds can call the kernel (2.13)."""
+    _overrides.append(support)
     try:
         yield
     finally:
-        _pretended.remove(support)
+        _overrides.remove(support)
 
 
 @functools.cache
 def _of_type(device_type: str) -> Support:
-    return Support(Way.EMULATED, f"{device_type} has no kernel for 8 bits")
+    return Support(ProductMethod.EMULATED, f"{device_type} has no kernel for 8 bits")
 
 
 @functools.cache
@@ -90,11 +88,12 @@ def _of_gpu(index: int) -> Support:
     if vendor == "amd":
         if architecture in _AMD:
             has_fnuz = architecture in _WITHOUT_NEGATIVE_ZERO
-            return Support(Way.KERNEL, f"AMD {architecture}", has_fnuz)
-        return Support(Way.EMULATED, f"AMD {architecture} has no kernel for 8 bits")
+            return Support(ProductMethod.KERNEL, f"AMD {architecture}", has_fnuz)
+        return Support(ProductMethod.EMULATED, f"AMD {architecture} has no kernel for 8 bits")
     major, _, minor = architecture.partition(".")
     if (int(major), int(minor)) >= _FIRST_CAPABILITY:
-        return Support(Way.KERNEL, f"compute capability {architecture}")
+        return Support(ProductMethod.KERNEL, f"compute capability {architecture}")
     return Support(
-        Way.EMULATED, f"compute capability {architecture} is below 8.9, the first with 8 bits"
+        ProductMethod.EMULATED,
+        f"compute capability {architecture} is below 8.9, the first with 8 bits",
     )

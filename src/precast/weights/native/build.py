@@ -1,10 +1,10 @@
-"""Compiles the library of the native engine, and puts it where the loader finds it.
+"""Compilation of the native engine's library.
 
 Invariants:
-    - What is installed of PyTorch is its headers and libraries; neither PyTorch nor Python's headers are loaded for it.
-    - A library appears in the folder in one step, complete and on the disk, after it was loaded and probed in a process
-      of its own: one that would crash never gets there. Whatever fails leaves no other file behind than the log.
-    - Two processes that build at once do it one after the other, and the second finds what the first has made.
+    - PyTorch's headers and libraries are used; PyTorch is not imported, and Python's headers are not needed.
+    - A library is moved into its folder atomically, after it was loaded and probed in a separate process, so a library
+      that crashes never gets there. A failure leaves no file but the log.
+    - Processes that build at the same time run one after the other, and the later ones use the first one's library.
     - Every failure is a `BuildError` of one line.
 """
 
@@ -27,10 +27,17 @@ from pathlib import Path
 from typing import Final
 
 from precast._internal import atomic_write, torch_versions
-from precast.engine.native import library_file
 from precast.errors import BuildError, OutputError
+from precast.weights.native import library_file
 
-__all__ = ["Built", "Compiler", "Torch", "build", "find_compiler", "installed_torch"]
+__all__ = [
+    "BuildResult",
+    "Compiler",
+    "TorchInstallation",
+    "build",
+    "find_compiler",
+    "installed_torch",
+]
 
 _COMPILERS: Final = ("c++", "g++", "clang++")
 _STANDARD: Final = "c++20"
@@ -38,46 +45,46 @@ LOG: Final = "build.log"
 
 
 @dataclass(frozen=True)
-class Torch:
-    """A PyTorch to compile for: its version, and the folder of the package `torch`."""
+class TorchInstallation:
+    """The PyTorch to compile for: its version, and the folder of the package `torch`."""
 
     version: str
     folder: Path
 
     @property
     def standard(self) -> str:
-        """The C++ that its headers need, which PyTorch's own builder of extensions says."""
+        """The C++ standard that its headers need, from PyTorch's own builder of extensions."""
         with contextlib.suppress(OSError):
             text = (self.folder / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
-            named = re.findall(r"-std=(c\+\+\d+)", text)
-            return max(named, default=_STANDARD)
+            standards = re.findall(r"-std=(c\+\+\d+)", text)
+            return max(standards, default=_STANDARD)
         return _STANDARD
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: the words of its command, and what it says of its version."""
+    """A C++ compiler: its command, and its version text."""
 
     command: tuple[str, ...]
     version: str
 
     @property
     def key(self) -> str:
-        """Eight digits that tell it from another compiler."""
+        """Eight hexadecimal digits that identify the compiler."""
         return library_file.fingerprint([" ".join(self.command).encode(), self.version.encode()])[
             :8
         ]
 
 
 @dataclass(frozen=True)
-class Built:
-    """What `build` gives.
+class BuildResult:
+    """The result of `build`.
 
     Attributes:
         path: the library.
-        torch: the version of PyTorch it is for.
-        compiler: what the compiler says of its version; None where none was needed.
-        is_new: False where it was there already.
+        torch: the version of PyTorch.
+        compiler: the compiler's version text; None if no compiler was needed.
+        is_new: False if the library already existed.
     """
 
     path: Path
@@ -86,20 +93,20 @@ class Built:
     is_new: bool
 
 
-Advance = Callable[[str, int, int], None]
-"""Told what is done next, how many steps are done, and of how many."""
+BuildProgress = Callable[[str, int, int], None]
+"""Called with the next step, the number of finished steps, and their total."""
 
 
-def installed_torch() -> Torch:
-    """The PyTorch that this Python would import, found without importing it.
+def installed_torch() -> TorchInstallation:
+    """Return the PyTorch that this Python would import, without importing it.
 
     Raises:
-        BuildError: there is none, or one without headers.
-        TorchVersionError: it is older than precast can run on.
+        BuildError: PyTorch is not installed, or has no headers.
+        TorchVersionError: it is older than precast supports.
     """
     try:
         spec = importlib.util.find_spec("torch")
-    except ValueError:  # `sys.modules` has something by that name that is no module of a file
+    except ValueError:  # the entry of `sys.modules` is not a module with a file
         spec = None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         torch = torch_in(Path(folder))
@@ -110,11 +117,11 @@ def installed_torch() -> Torch:
     )
 
 
-def torch_in(folder: Path) -> Torch:
-    """The PyTorch whose package is in a folder.
+def torch_in(folder: Path) -> TorchInstallation:
+    """Return the PyTorch whose package is in a folder.
 
     Raises:
-        BuildError: its version or its headers are not there.
+        BuildError: its version or its headers are missing.
     """
     try:
         text = (folder / "version.py").read_text(encoding="utf-8")
@@ -127,25 +134,25 @@ def torch_in(folder: Path) -> Torch:
         raise BuildError(
             f"the PyTorch in {folder} has no headers to compile with; install it from a wheel of pip's"
         )
-    return Torch(version[1], folder)
+    return TorchInstallation(version[1], folder)
 
 
 def find_compiler() -> Compiler | None:
-    """The compiler that `CXX` names, else the first of `c++`, `g++` and `clang++` that is there; None without any.
+    """Return the compiler named by `CXX`, else the first of `c++`, `g++` and `clang++`; None if there is none.
 
     Raises:
-        BuildError: `CXX` names one that is not there, or that does not run.
+        BuildError: the compiler named by `CXX` does not exist, or does not run.
     """
     try:
-        asked = shlex.split(os.environ.get("CXX", ""))
+        command = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         raise BuildError(f"CXX is {os.environ['CXX']!r}, which is no command: {error}") from error
-    if asked:
-        if shutil.which(asked[0]) is None:
+    if command:
+        if shutil.which(command[0]) is None:
             raise BuildError(
                 f"CXX is {os.environ['CXX']!r}, and there is no such compiler; unset it or name another"
             )
-        return _compiler(asked)
+        return _compiler(command)
     for name in _COMPILERS:
         if shutil.which(name) is not None:
             return _compiler([name])
@@ -163,7 +170,7 @@ def _compiler(command: Sequence[str]) -> Compiler:
         ) from error
     if done.returncode:
         raise BuildError(
-            f"the compiler {shlex.join(command)} does not work: --version {_ended(done.returncode)}"
+            f"the compiler {shlex.join(command)} does not work: --version {_exit_text(done.returncode)}"
         )
     return Compiler(tuple(command), done.stdout.strip().partition("\n")[0])
 
@@ -171,22 +178,22 @@ def _compiler(command: Sequence[str]) -> Compiler:
 def build(
     folder: Path | None = None,
     *,
-    torch: Torch | None = None,
+    torch: TorchInstallation | None = None,
     compiler: Compiler | None = None,
     check: bool = True,
-    advance: Advance = lambda *_: None,
-) -> Built:
-    """Compiles the library, or finds that it is there already.
+    progress: BuildProgress = lambda *_: None,
+) -> BuildResult:
+    """Compile the library, unless it exists already.
 
     Args:
-        folder: where it shall be; by default the user's cache, unless the package has one that works.
-        torch: what it is for; by default the one that is installed.
-        compiler: by default the one that `find_compiler` finds.
-        check: whether it is loaded and probed in a process of its own, which needs `torch` to be the installed one.
-        advance: told of each step before it begins.
+        folder: the target folder; by default the user's cache, unless the package has a working library.
+        torch: the PyTorch to compile for; by default the installed one.
+        compiler: by default the result of `find_compiler`.
+        check: load and probe the library in a separate process, for which `torch` must be the installed one.
+        progress: called before each step.
 
     Raises:
-        BuildError: there is no compiler, it failed, or what it made does not work; one line, and where the log is.
+        BuildError: there is no compiler, it failed, or the library does not work; one line with the path of the log.
         OutputError: the folder cannot be written.
     """
     if sys.platform == "win32":
@@ -196,7 +203,7 @@ def build(
     torch = torch or installed_torch()
     shipped = _in_package(torch, check) if folder is None else None
     if shipped is not None:
-        return Built(shipped, torch.version, None, is_new=False)
+        return BuildResult(shipped, torch.version, None, is_new=False)
     compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError(
@@ -204,36 +211,39 @@ def build(
             "or go on without: the reference engine runs"
         )
     folder = folder or library_file.cache_folder()
-    job = _Job(folder, torch, compiler, check, advance)
-    with _locked(folder, lambda: advance("waiting for another process that builds", 0, 1)):
-        found = job.find()
-        return Built(found or job.make(), torch.version, compiler.version, is_new=found is None)
+    job = _BuildJob(folder, torch, compiler, check, progress)
+    with _locked(folder, lambda: progress("waiting for another process that builds", 0, 1)):
+        existing = job.find()
+        path = existing or job.make()
+        return BuildResult(path, torch.version, compiler.version, is_new=existing is None)
 
 
-def _in_package(torch: Torch, check: bool) -> Path | None:
-    """The library of the package, if it has one that works."""
+def _in_package(torch: TorchInstallation, check: bool) -> Path | None:
+    """Return the package's library, if it has a working one."""
     for path in library_file.candidates(library_file.COMPILED, torch.version):
-        if _wrong(path, torch, check) is None:
+        if _defect(path, torch, check) is None:
             return path
     return None
 
 
-def _wrong(path: Path, torch: Torch, check: bool) -> str | None:
-    """What is wrong with a library; with `check` it is loaded too, in a process that it may end."""
-    refused = library_file.refusal(path, torch.version)
-    if refused is not None or not check:
-        return refused
-    command = [sys.executable, "-P", "-m", "precast.engine.native.library", str(path)]
+def _defect(path: Path, torch: TorchInstallation, check: bool) -> str | None:
+    """Return the defect of a library, if any; with `check` it is also loaded, in a separate process."""
+    defect = library_file.refusal(path, torch.version)
+    if defect is not None or not check:
+        return defect
+    command = [sys.executable, "-P", "-m", "precast.weights.native.library", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
         return None
-    told = done.stderr.strip().rpartition("\n")[2]
-    return told if done.returncode == 1 and told else f"loading it {_ended(done.returncode)}"
+    message = done.stderr.strip().rpartition("\n")[2]
+    return (
+        message if done.returncode == 1 and message else f"loading it {_exit_text(done.returncode)}"
+    )
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Lets one process at a time build in a folder. The lock of a process that was killed is free."""
+    """Let one process at a time build in a folder. The lock of a killed process is free."""
     import fcntl  # not on Windows
 
     path = folder / ".lock"
@@ -256,25 +266,25 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _cannot_write(folder: Path, error: OSError) -> OutputError:
-    refused = OutputError(error.errno, error.strerror or str(error), str(folder))
-    refused.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
-    return refused
+    output_error = OutputError(error.errno, error.strerror or str(error), str(folder))
+    output_error.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
+    return output_error
 
 
 @dataclass(frozen=True)
-class _Job:
+class _BuildJob:
     folder: Path
-    torch: Torch
+    torch: TorchInstallation
     compiler: Compiler
     check: bool
-    advance: Advance
+    progress: BuildProgress
 
     def find(self) -> Path | None:
-        """The library, if it is there and works; one that does not is removed."""
+        """Return the library if it exists and works; one that does not work is removed."""
         start = f"{library_file.prefix(self.torch.version)}{library_file.source_hash()}-{self.compiler.key}-"
         for path in library_file.candidates(self.folder, self.torch.version):
             if path.name.startswith(start):
-                if _wrong(path, self.torch, self.check) is None:
+                if _defect(path, self.torch, self.check) is None:
                     return path
                 path.unlink(missing_ok=True)
         return None
@@ -283,48 +293,48 @@ class _Job:
         try:
             with tempfile.TemporaryDirectory(prefix="precast-build-") as work:
                 name, content = self._make_in(Path(work))
-        except OSError as error:  # of the temporary folder, or a compiler that has made nothing
+        except OSError as error:  # of the temporary folder, or of a missing output file
             raise BuildError(f"the library could not be made: {error}") from error
-        kept = self.folder / name
-        atomic_write.replace(kept, content, 0o755)
+        target = self.folder / name
+        atomic_write.replace(target, content, 0o755)
         with contextlib.suppress(OSError):
-            (self.folder / LOG).unlink()  # of a compiler that has failed before
-        return kept
+            (self.folder / LOG).unlink()  # of an earlier failure
+        return target
 
     def _make_in(self, work: Path) -> tuple[str, bytes]:
-        """Compiles, links and checks; the library's name and content."""
+        """Compile, link and check; return the library's name and content."""
         objects = sorted(work / f"{path.stem}.o" for path in library_file.SOURCES.glob("*.cpp"))
         steps = len(objects) + 2
-        self.advance("compiling", 0, steps)
+        self.progress("compiling", 0, steps)
         with ThreadPoolExecutor(_cores()) as pool:
             for done, _ in enumerate(pool.map(self._compile, objects), 1):
-                self.advance("compiling", done, steps)
-        self.advance("linking", steps - 2, steps)
-        made = work / "library.so"
+                self.progress("compiling", done, steps)
+        self.progress("linking", steps - 2, steps)
+        output = work / "library.so"
         inputs = [*map(str, objects), *self._libraries()]
-        self._run([*self.compiler.command, *_LINK, "-o", str(made), *inputs])
-        self.advance("checking", steps - 1, steps)
-        content = made.read_bytes()
+        self._run([*self.compiler.command, *_LINK, "-o", str(output), *inputs])
+        self.progress("checking", steps - 1, steps)
+        content = output.read_bytes()
         name = library_file.file_name(self.torch.version, self.compiler.key, content)
-        wrong = _wrong(made.rename(work / name), self.torch, self.check)
-        if wrong:
-            raise BuildError(f"what {self.compiler.version} has made does not work: {wrong}")
+        defect = _defect(output.rename(work / name), self.torch, self.check)
+        if defect:
+            raise BuildError(f"the library of {self.compiler.version} does not work: {defect}")
         return name, content
 
     def _compile(self, target: Path) -> None:
         include = self.torch.folder / "include"
-        key, made_of = library_file.torch_key(self.torch.version), library_file.source_hash()
+        key, source_hash = library_file.torch_key(self.torch.version), library_file.source_hash()
         self._run(
             [
                 *self.compiler.command,
                 *library_file.FLAGS,
                 f"-std={self.torch.standard}",
-                "-D_GLIBCXX_USE_CXX11_ABI=1",  # the only one that PyTorch's wheels have
+                "-D_GLIBCXX_USE_CXX11_ABI=1",  # that of all PyTorch wheels
                 f'-DPRECAST_TORCH_KEY="{key}"',
-                f'-DPRECAST_SOURCES="{made_of}"',
-                f"-ffile-prefix-map={include}=torch",  # or messages name folders of this machine
+                f'-DPRECAST_SOURCES="{source_hash}"',
+                f"-ffile-prefix-map={include}=torch",  # messages must not name folders of this machine
                 f"-ffile-prefix-map={library_file.SOURCES}=precast",
-                "-isystem",  # warnings about PyTorch's headers are not ours to mend
+                "-isystem",  # no warnings about PyTorch's headers
                 str(include),
                 "-isystem",
                 str(include / "torch" / "csrc" / "api" / "include"),
@@ -338,7 +348,7 @@ class _Job:
     def _libraries(self) -> list[str]:
         if sys.platform == "darwin":
             return ["-undefined", "dynamic_lookup"]
-        # Found by name when it is loaded, since PyTorch is loaded by then: no folder of this machine is written down.
+        # PyTorch is loaded before the library, so these are found by name: the file contains no folder of this machine.
         return [f"-L{self.torch.folder / 'lib'}", "-ltorch_cpu", "-lc10"]
 
     def _run(self, command: Sequence[str]) -> None:
@@ -350,7 +360,7 @@ class _Job:
                 text=True,
                 errors="replace",
                 check=False,
-                env={**os.environ, "LC_ALL": "C"},  # its errors are found by the English word
+                env={**os.environ, "LC_ALL": "C"},  # errors are recognised by the English word
             )
         except OSError as error:
             raise BuildError(
@@ -359,24 +369,24 @@ class _Job:
         if done.returncode:
             log = self._log(f"{shlex.join(command)}\n{done.stdout}")
             raise BuildError(
-                f"{self.compiler.command[0]} {_ended(done.returncode)}{_first_error(done.stdout)}; {log}"
+                f"{self.compiler.command[0]} {_exit_text(done.returncode)}{_first_error(done.stdout)}; {log}"
             )
 
     def _log(self, text: str) -> str:
-        """Keeps what the compiler has said; says where."""
+        """Save the compiler's output; return the words that say where."""
         path = self.folder / LOG
         try:
             atomic_write.replace(path, text.encode())
         except OutputError as error:
             return str(error)
-        return f"all that it said is in {path}"
+        return f"its whole output is in {path}"
 
 
 _LINK: Final = ("-shared", "-Wl,--no-undefined") if sys.platform == "linux" else ("-shared",)
 
 
-def _ended(code: int) -> str:
-    """How a process ended, as the end of a sentence."""
+def _exit_text(code: int) -> str:
+    """Return the end of a sentence about how a process ended."""
     if code > 0:
         return f"failed with code {code}"
     try:
@@ -386,13 +396,13 @@ def _ended(code: int) -> str:
     return f"was killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
 
 
-def _first_error(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     first = next(
         (line for line in lines if re.search(r"\berror\b|undefined reference", line, re.I)), None
     )
     first = first or (lines[0] if lines else None)
-    return f": {first}" if first else " and said nothing"
+    return f": {first}" if first else " without a message"
 
 
 def _cores() -> int:

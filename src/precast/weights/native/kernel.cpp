@@ -1,4 +1,4 @@
-// What the kernels at the Autocast keys do; see kernel.h.
+// The kernels at the Autocast keys; see kernel.h.
 #include "kernel.h"
 
 #include "torch_api.h"
@@ -13,8 +13,8 @@
 namespace precast {
 namespace {
 
-// Keys of which one says that a call is traced, transformed or recorded, or that a tensor is of a subclass.
-constexpr c10::DispatchKeySet kStrange{
+// A call with one of these keys is traced, transformed or recorded, or has a tensor of a subclass.
+constexpr c10::DispatchKeySet kUnsupportedKeys{
     c10::DispatchKey::Python,
     c10::DispatchKey::PythonTLSSnapshot,
     c10::DispatchKey::Tracer,
@@ -30,39 +30,40 @@ constexpr c10::DispatchKeySet kStrange{
     c10::DispatchKey::PreDispatch,
     c10::DispatchKey::PythonDispatcher};
 
-bool is_strange(c10::DispatchKeySet keys) {
-  return !(keys & kStrange).empty() || !(c10::impl::tls_local_dispatch_key_set().included_ & kStrange).empty();
+bool has_unsupported_keys(c10::DispatchKeySet keys) {
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  return !((keys | included) & kUnsupportedKeys).empty();
 }
 
-// Whether Python has to say what is in force in a thread that has no policy of its own: it is new here, or one of
-// PyTorch's own that works for a thread that has one.
-bool asks_python(const ThreadState& here) {
-  return here.kind == Thread::Unknown ||
-      (here.kind == Thread::PyTorchs && at::impl::ThreadLocalPythonObjects::contains(kInherited));
+// True if Python has to find the policy for a thread without one: the thread is not registered, or one of PyTorch's
+// that works for a thread with a policy.
+bool needs_python(const ThreadState& here) {
+  return here.kind == ThreadKind::Unknown ||
+      (here.kind == ThreadKind::PyTorch && at::impl::ThreadLocalPythonObjects::contains(kInherited));
 }
 
-// What PyTorch's cache keeps, and so ours: see `weights/weight_cache.py`.
+// True if PyTorch's cache would keep the weight, as in `weights/weight_cache.py`.
 bool is_kept_by_pytorch(const at::Tensor& tensor) {
   return tensor.is_leaf() && !tensor.is_view() && !at::caching::is_cached_tensor(tensor);
 }
 
-// The copy that Python gives for a weight: of what is held, or of a kind that this table does not keep; or nothing,
-// where each use casts it. `registration.py` has the function.
+// Python's cast of a weight that is held, or that this table does not store; nothing if each use casts it. Implemented
+// in `registration.py`.
 std::optional<at::Tensor> copy_from_python(const at::Tensor& source, at::ScalarType dtype, c10::DeviceType device) {
   static const auto ask =
       c10::Dispatcher::singleton()
-          .findSchemaOrThrow("precast_native::ask", "")
+          .findSchemaOrThrow("precast_native::cast_in_python", "")
           .typed<std::optional<at::Tensor>(const at::Tensor&, at::ScalarType, c10::string_view)>();
   return ask.call(source, dtype, c10::DeviceTypeName(device, true));
 }
 
-// Looks for the copies of weights, for one call.
-class Search {
+// Finds the casts of weights for one call.
+class WeightSearch {
  public:
-  Search(ThreadState& here, c10::DeviceType device)
+  WeightSearch(ThreadState& here, c10::DeviceType device)
       : here_(here),
         device_(device),
-        is_on_(at::autocast::is_autocast_cache_enabled() && here.kind != Thread::PyTorchs),
+        is_on_(at::autocast::is_autocast_cache_enabled() && here.kind != ThreadKind::PyTorch),
         is_held_(HeldSources::any()),
         is_inference_(c10::InferenceMode::is_enabled()),
         records_(c10::GradMode::is_enabled()) {
@@ -72,8 +73,8 @@ class Search {
     }
     dtype_ = at::autocast::get_autocast_dtype(device);
     if (is_held_ && device != c10::DeviceType::CPU) {
-      const auto asks = Process::is_capturing.load();
-      captures_ = asks != nullptr && asks() != 0;  // a graph keeps what it is given, whatever becomes of the weights
+      const auto is_capturing = Process::is_capturing.load();
+      captures_ = is_capturing != nullptr && is_capturing() != 0;  // a graph keeps its inputs even if the weights change
     }
   }
 
@@ -85,7 +86,7 @@ class Search {
     return is_held_;
   }
 
-  // The copy of an argument; undefined where it is to be passed as it is.
+  // The cast of an argument; undefined if the argument is passed unchanged.
   at::Tensor copy_for(const at::Tensor& tensor) {
     const c10::TensorImpl& source = *tensor.unsafeGetTensorImpl();
     if (source.dtype() != caffe2::TypeMeta::Make<float>() || source.device_type() != device_) {
@@ -100,13 +101,15 @@ class Search {
       return ask(tensor);
     }
     if (is_held_) {
-      const Use use = !records_ ? Use::Persistent : trains ? Use::Leaf : Use::PerRegion;
-      at::Tensor copy = here_.copies.find_held(source, dtype_, use);
+      const CopyLifetime lifetime = !records_ ? CopyLifetime::Persistent
+          : trains                            ? CopyLifetime::Leaf
+                                              : CopyLifetime::PerRegion;
+      at::Tensor copy = here_.copies.find_held(source, dtype_, lifetime);
       if (copy.defined()) {
         return copy;
       }
       if (HeldSource* held = here_.held.find(&source)) {
-        copy = use == Use::Leaf ? trained(tensor, *held) : at::Tensor();
+        copy = lifetime == CopyLifetime::Leaf ? trained(tensor, *held) : at::Tensor();
         return copy.defined() ? copy : ask(tensor);
       }
       if (tensor.is_view() && here_.held.find(tensor._base().unsafeGetTensorImpl()) != nullptr) {
@@ -124,7 +127,7 @@ class Search {
     return is_plain ? new_plain_copy_of(here_, tensor, dtype_) : new_copy_of(here_, tensor, dtype_);
   }
 
-  // The same for an argument of any kind: what has a copy is replaced.
+  // Replaces an argument of any kind by its cast, if it has one.
   void replace(c10::IValue& value) {
     if (value.isTensor()) {
       const at::Tensor& tensor = value.toTensor();
@@ -139,13 +142,13 @@ class Search {
   }
 
  private:
-  // The copy of a held weight where gradients are recorded, if these kernels have it or may make it.
+  // The cast of a held weight while gradients are recorded, if these kernels have it or may make it.
   at::Tensor trained(const at::Tensor& tensor, HeldSource& held) {
     at::Tensor copy = here_.copies.find(*tensor.unsafeGetTensorImpl(), dtype_, records_);
     if (copy.defined()) {
       return copy;
     }
-    if (held.is_left_to_regions && is_kept_by_pytorch(tensor)) {
+    if (held.is_cast_per_region && is_kept_by_pytorch(tensor)) {
       return new_copy_of(here_, tensor, dtype_);
     }
     const auto lent = held.copy_in(dtype_);
@@ -190,30 +193,30 @@ struct Attempt {
   }
 };
 
-// Puts what `make` gives into the table; `alive` is what the copy itself has to keep alive.
+// Adds the result of `make` to the table; the entry keeps `alive` alive.
 template <class Make>
 at::Tensor put(
     ThreadState& here, const at::Tensor& source, at::ScalarType dtype, const at::Tensor& alive, const Make& make) {
   here.copies.forget(*source.unsafeGetTensorImpl(), dtype);
-  Notes notes(source);  // before the cast: what another thread writes meanwhile is then seen at the next use
-  at::Tensor made;
+  SourceSnapshot snapshot(source);  // before the cast: a concurrent write then makes it stale at the next use
+  at::Tensor result;
   {
     c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-    made = make();
+    result = make();
   }
-  here.copies.put(source, dtype, Copy{std::move(notes), made, 0, alive});
+  here.copies.put(source, dtype, Copy{std::move(snapshot), result, 0, alive});
   if (Process::records_casts.load(std::memory_order_relaxed)) {
     std::lock_guard<std::mutex> guard(Process::lock);
-    Process::casts.emplace_back(made.getIntrusivePtr());
+    Process::casts.emplace_back(result.getIntrusivePtr());
   }
-  return made;
+  return result;
 }
 
 }  // namespace
 
 at::Tensor copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
-  at::Tensor known = here.copies.find(*source.unsafeGetTensorImpl(), dtype, /*records=*/true);
-  return known.defined() ? known : new_copy_of(here, source, dtype);
+  at::Tensor copy = here.copies.find(*source.unsafeGetTensorImpl(), dtype, /*records=*/true);
+  return copy.defined() ? copy : new_copy_of(here, source, dtype);
 }
 
 at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
@@ -228,52 +231,52 @@ at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarTy
 
 at::Tensor new_plain_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
   return put(here, source, dtype, source, [&] {
-    const auto made = SpareMemory::all().like(*source.unsafeGetTensorImpl(), dtype);
-    if (!made.has_value()) {
+    const auto result = SpareMemory::all().like(*source.unsafeGetTensorImpl(), dtype);
+    if (!result.has_value()) {
       return cast(source, dtype);
     }
-    write(*made, source);
-    return *made;
+    write(*result, source);
+    return *result;
   });
 }
 
-void Kernel::run_native(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {
-  if (native_.has_value()) {
-    native_->callBoxed(op, keys, stack);
+void Kernel::run_torch_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {
+  if (torch_kernel_.has_value()) {
+    torch_kernel_->callBoxed(op, keys, stack);
   } else {
     const auto below = c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, operation_.key);
     op.redispatchBoxed(keys & below, stack);
   }
 }
 
-// Python does it.
-void Kernel::hand_over(
+// Runs the Python kernel.
+void Kernel::run_reference(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
-  here.uses_copies = true;  // it may
+  here.uses_copies = true;  // possibly
   reference_.callBoxed(op, keys, stack);
 }
 
 void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   ThreadState& here = ThreadState::here();
   if (C10_UNLIKELY(Process::is_watched.load(std::memory_order_relaxed))) {
-    return hand_over(op, keys, stack, here);
+    return run_reference(op, keys, stack, here);
   }
   const auto device = static_cast<size_t>(operation_.device);
   const Policy* policy = here.policies[device];
   if (policy == nullptr) {
     policy = Process::installed[device].load(std::memory_order_acquire);
     if (policy == nullptr) {
-      return asks_python(here) ? hand_over(op, keys, stack, here) : run_native(op, keys, stack);
+      return needs_python(here) ? run_reference(op, keys, stack, here) : run_torch_kernel(op, keys, stack);
     }
   }
   switch (policy->action(operation_.number)) {
     case Action::Pass:
-      return run_native(op, keys, stack);
+      return run_torch_kernel(op, keys, stack);
     case Action::Reference:
-      return hand_over(op, keys, stack, here);
+      return run_reference(op, keys, stack, here);
     case Action::Delegate:
-      if (C10_UNLIKELY(is_strange(keys) || here.kind == Thread::Unknown)) {
-        return hand_over(op, keys, stack, here);
+      if (C10_UNLIKELY(has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown)) {
+        return run_reference(op, keys, stack, here);
       }
       return run_delegated(op, keys, stack, here, *policy);
   }
@@ -290,14 +293,14 @@ void Kernel::run_delegated(
     return run_mixed(op, keys, stack, here, policy);
   }
   replace_weights(stack, here);
-  run_native(op, keys, stack);
+  run_torch_kernel(op, keys, stack);
 }
 
 void Kernel::replace_weights(c10::Stack* stack, ThreadState& here) const {
   if (!operation_.takes_weights) {
     return;
   }
-  Search search(here, operation_.device);
+  WeightSearch search(here, operation_.device);
   if (!search.is_on()) {
     return;
   }
@@ -313,7 +316,7 @@ void Kernel::replace_weights(c10::Stack* stack, ThreadState& here) const {
   }
 }
 
-// What PyTorch does with mixed dtypes, and where it refuses them, the same in the widest of them.
+// Runs PyTorch's kernel with mixed dtypes and, if it refuses them, the operation in the widest of them.
 void Kernel::run_mixed(
     const c10::OperatorHandle& op,
     c10::DispatchKeySet keys,
@@ -326,10 +329,10 @@ void Kernel::run_mixed(
     stack->resize(first);
     stack->insert(stack->end(), arguments.begin(), arguments.end());
   };
-  // Within what is tried already, an error is not for this operation to mend: what is promoted is the outermost.
+  // Inside another attempt the error is not handled here: the outermost operation is promoted.
   const bool may_promote = here.attempts[static_cast<size_t>(operation_.device)] == 0;
   const auto sign = [&] { return may_promote ? Signature::of(operation_, policy, arguments) : std::nullopt; };
-  // PyTorch takes most mixtures. What it refuses is signed before it may have changed the size of what it writes to.
+  // PyTorch accepts most mixtures. Sign a call that may be refused before it can resize its outputs.
   auto signature = operation_.writes || here.refusals.has_any(operation_.number) ? sign() : std::nullopt;
   const bool is_refused = signature.has_value() && here.refusals.has(*signature);
   replace_weights(stack, here);
@@ -338,18 +341,18 @@ void Kernel::run_mixed(
       restore();
     }
     if (promote(operation_, op, stack, Resized::Refused)) {
-      ++here.promoted_at_once;
+      ++here.promoted_directly;
       return;
     }
     restore();
-    replace_weights(stack, here);  // and all goes as if nothing were known
+    replace_weights(stack, here);  // continue as if the refusal were unknown
   }
   const bool used_copies = std::exchange(here.uses_copies, false);
   try {
     attempt(op, keys, stack, here);
     here.uses_copies |= used_copies;
   } catch (const c10::Error& error) {
-    const bool leaves_no_trace = !here.uses_copies;
+    const bool used_no_copies = !here.uses_copies;
     here.uses_copies |= used_copies;
     if (!may_promote || !is_about_dtypes(error)) {
       throw;
@@ -358,7 +361,7 @@ void Kernel::run_mixed(
     if (!promote(operation_, op, stack, Resized::Copied)) {
       throw;
     }
-    if (leaves_no_trace && is_lasting(error) && (signature.has_value() || (signature = sign()).has_value())) {
+    if (used_no_copies && is_lasting(error) && (signature.has_value() || (signature = sign()).has_value())) {
       here.refusals.add(operation_.number, *signature);
     }
   }
@@ -368,9 +371,9 @@ void Kernel::attempt(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
   if (operation_.keeps_autocast_on) {
     Attempt attempt(here.attempts[static_cast<size_t>(operation_.device)]);
-    run_native(op, keys, stack);
+    run_torch_kernel(op, keys, stack);
   } else {
-    run_native(op, keys, stack);
+    run_torch_kernel(op, keys, stack);
   }
 }
 

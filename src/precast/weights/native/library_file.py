@@ -1,13 +1,13 @@
-"""The file of a compiled library: what it is called, where it is looked for, and whether it may be loaded.
+"""The file of a compiled library: its name, its folders, and the checks before it is loaded.
 
-A name such as `precast-torch2.13-linux_x86_64-<sources>-<compiler>-<content>.so` says for which PyTorch and platform
-the library is, from which sources and by which compiler it was made, and ends with the hash of what is in the file.
-The library of one minor version serves all builds of it (CPU, CUDA, ROCm, XPU) and all versions of Python.
+A name such as `precast-torch2.13-linux_x86_64-<sources>-<compiler>-<content>.so` contains the version of PyTorch, the
+platform, the hashes of the sources and the compiler, and the hash of the file's content. A library for a minor version
+serves all builds of it (CPU, CUDA, ROCm, XPU) and all versions of Python.
 
 Invariants:
-    - Nothing is loaded here, neither a library nor PyTorch: a file is judged by its name and its bytes.
-    - A file that is damaged, half written, renamed, or made from other sources or for another PyTorch is told from a
-      good one before it is loaded, since loading it could end the process.
+    - Neither a library nor PyTorch is loaded here: a file is checked by its name and its bytes.
+    - A file that is damaged, incomplete, renamed, or made from other sources or for another PyTorch is detected before
+      it is loaded, because loading it could crash the process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 SOURCES: Final = Path(__file__).parent
 COMPILED: Final = SOURCES / "compiled"
-"""Where a wheel has its libraries, and where `make` puts the one of a source tree."""
+"""The folder of a wheel's libraries, and of the library that `make` compiles."""
 
 FLAGS: Final = (
     "-O2",
@@ -56,7 +56,7 @@ FLAGS: Final = (
     "-fvisibility-inlines-hidden",
     "-Wall",
 )
-"""What every library is compiled with; part of the hash of its sources."""
+"""The compiler flags; part of the hash of the sources."""
 
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?")
 _MARKER = re.compile(
@@ -66,11 +66,11 @@ _MARKER = re.compile(
 
 @dataclass(frozen=True)
 class Marker:
-    """What a library says of itself.
+    """The data that a library contains about itself.
 
     Attributes:
         torch: the version of PyTorch whose headers it was compiled with, such as "2.13.0".
-        key: for which versions of PyTorch it is, see `torch_key`.
+        key: the versions of PyTorch that may load it, see `torch_key`.
         cxx11_abi: the C++ ABI of GCC's standard library.
         sources: the hash of its sources, see `source_hash`.
     """
@@ -82,29 +82,29 @@ class Marker:
 
 
 def torch_key(version: str) -> str:
-    """For which versions of PyTorch one library does: the minor version of a release, or one build of another.
+    """Return the versions of PyTorch that share a library: the minor version of a release, or a single other build.
 
-    `2.13.1+cu130` -> `2.13`, and `2.15.0a0+git1234` stays as it is: its C++ may change with each build.
+    `2.13.1+cu130` -> `2.13`; `2.15.0a0+git1234` is unchanged: its C++ may change with each build.
     """
     release = _RELEASE.fullmatch(version)
     return release[1] if release else version
 
 
 def sources() -> list[Path]:
-    """The files that make a library, in a fixed order."""
+    """Return the source files of the library, in a fixed order."""
     return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
 
 
 @functools.cache
 def source_hash() -> str:
-    """Of all that makes a library but PyTorch and the compiler: the sources and the flags."""
+    """Return the hash of the sources and the flags."""
     return fingerprint(
         [" ".join(FLAGS).encode(), *(p.name.encode() + b"\0" + p.read_bytes() for p in sources())]
     )
 
 
 def fingerprint(parts: Iterable[bytes]) -> str:
-    """Sixteen digits that tell one sequence of texts from another."""
+    """Return sixteen hexadecimal digits that identify a sequence of texts."""
     whole = hashlib.sha256()
     for part in parts:
         whole.update(hashlib.sha256(part).digest())
@@ -112,30 +112,30 @@ def fingerprint(parts: Iterable[bytes]) -> str:
 
 
 def prefix(version: str) -> str:
-    """How the names of all libraries for a PyTorch on this platform begin."""
+    """Return the prefix of the names of all libraries for a PyTorch on this platform."""
     return f"precast-torch{torch_key(version)}-{sys.platform}_{platform.machine().lower()}-"
 
 
 def file_name(version: str, compiler: str, content: bytes) -> str:
-    """What the library of these sources is called.
+    """Return the file name of a library from these sources.
 
     Args:
-        version: of PyTorch.
-        compiler: what tells the compiler from others.
-        content: what is in the file.
+        version: the version of PyTorch.
+        compiler: the key of the compiler.
+        content: the content of the file.
     """
     return f"{prefix(version)}{source_hash()}-{compiler}-{fingerprint([content])}.so"
 
 
 def cache_folder() -> Path:
-    """Where a user's libraries are: `precast` in `$XDG_CACHE_HOME`, else in `~/.cache` (macOS: `~/Library/Caches`).
+    """Return the folder of a user's libraries: in `$XDG_CACHE_HOME`, `~/.cache` or, on macOS, `~/Library/Caches`.
 
     Raises:
         PrecastError: there is no home directory.
     """
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):  # the specification says to ignore another
-        return Path(chosen) / "precast"
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(configured):  # the specification says to ignore relative paths
+        return Path(configured) / "precast"
     try:
         home = Path.home()
     except RuntimeError as error:
@@ -144,38 +144,35 @@ def cache_folder() -> Path:
 
 
 def is_of_these_sources(path: Path, version: str) -> bool:
-    """Whether a library is called as one for this PyTorch from the sources that are here."""
+    """Return True if a library has the name of one for this PyTorch from the present sources."""
     return path.name.startswith(prefix(version) + source_hash())
 
 
 def candidates(folder: Path, version: str) -> list[Path]:
-    """The libraries in a folder that are called as one for this PyTorch is, the best first.
-
-    Those of these sources come first, and of these the newest.
-    """
-    start, found = prefix(version), []
-    with contextlib.suppress(OSError):  # there is no folder, or none that may be read
+    """Return the libraries in a folder for this PyTorch: first those of the present sources, newest first."""
+    start, matches = prefix(version), []
+    with contextlib.suppress(OSError):  # no folder, or no permission
         for path in folder.iterdir():
             if path.name.startswith(start) and path.suffix == ".so":
-                found.append((is_of_these_sources(path, version), path.stat().st_mtime_ns, path))
-    return [path for *_, path in sorted(found, reverse=True)]
+                matches.append((is_of_these_sources(path, version), path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(matches, reverse=True)]
 
 
 def read_marker(content: bytes) -> Marker | None:
-    """What a library says of itself; None where the bytes are of something else."""
-    found = _MARKER.search(content)
-    if found is None:
+    """Return the marker in a library's bytes; None if there is none."""
+    match = _MARKER.search(content)
+    if match is None:
         return None
-    torch, key, abi, made_of = (part.decode(errors="replace") for part in found.groups())
-    return Marker(torch, key, abi == "1", made_of)
+    torch, key, abi, source_hash = (part.decode(errors="replace") for part in match.groups())
+    return Marker(torch, key, abi == "1", source_hash)
 
 
 def refusal(path: Path, version: str) -> str | None:
-    """Why a library must not be loaded; None where it may.
+    """Return the reason why a library must not be loaded; None if it may.
 
     Args:
-        path: of the library.
-        version: of the PyTorch that is installed.
+        path: the library.
+        version: the version of the installed PyTorch.
     """
     try:
         content = path.read_bytes()

@@ -15,7 +15,7 @@ import torch
 
 import precast
 from precast import _torch
-from precast.engine import pending, registration
+from precast.engine import registration, undefined_ops
 from precast.errors import PrecastWarning
 from precast.policy.policy import Policy
 
@@ -87,8 +87,8 @@ def test_what_leaves_no_sign_is_found_some_entries_later(
 ) -> None:
     namespace, made = library
     policy = waiting_for(namespace, 100)
-    sign = _torch.definitions()
-    monkeypatch.setattr(_torch, "definitions", lambda: sign)
+    sign = _torch.definition_counts()
+    monkeypatch.setattr(_torch, "definition_counts", lambda: sign)
     define(made, "op99")
     for _ in range(10):
         found = runs_in(policy, namespace, "op99")
@@ -98,13 +98,13 @@ def test_what_leaves_no_sign_is_found_some_entries_later(
 def test_each_way_to_define_operations_leaves_a_sign(
     library: tuple[str, torch.library.Library], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signs = [_torch.definitions()]
+    signs = [_torch.definition_counts()]
     define(library[1], "op")
-    signs.append(_torch.definitions())
+    signs.append(_torch.definition_counts())
     monkeypatch.setitem(sys.modules, "an_extension", types.ModuleType("an_extension"))
-    signs.append(_torch.definitions())
+    signs.append(_torch.definition_counts())
     monkeypatch.setattr(torch.ops, "loaded_libraries", {*torch.ops.loaded_libraries, "a.so"})
-    signs.append(_torch.definitions())
+    signs.append(_torch.definition_counts())
     assert len(set(signs)) == 4
     assert ctypes.CDLL(None) is not None, "which leaves none: see the test above"
 
@@ -120,4 +120,4 @@ def test_what_waits_is_told_once_and_in_one_warning() -> None:
                 pass
     assert [str(w.message).count("rules for nobodys::op0, ") for w in told] == [1]
     assert "and 97 others" in str(told[0].message)
-    assert pending._SOME == 16
+    assert undefined_ops._OPERATIONS_PER_ENTRY == 16

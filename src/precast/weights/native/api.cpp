@@ -1,9 +1,9 @@
-// What Python calls: C functions through ctypes, and two operations that give tensors. See `engine/native/__init__.py`.
+// The library's C functions, called through ctypes, and its operations. `native/api.py` is the Python side.
 //
 // Invariants:
-// - a function here calls nothing of Python, and no exception leaves it: where one is thrown the answer says so, and
-//   `precast_error` gives its text;
-// - Python passes a tensor as the address of its TensorImpl (`tensor._cdata`), and keeps it alive during the call.
+// - no function here calls Python, and no exception leaves one: after an exception it returns -1, and `precast_error`
+//   returns the message;
+// - a tensor is passed as the address of its TensorImpl (`tensor._cdata`); Python keeps it alive during the call.
 #include "kernel.h"
 #include "torch_api.h"
 
@@ -19,20 +19,20 @@
 namespace precast {
 
 namespace {
-Numbers* new_numbers() {
+ThreadSlots* new_slots() {
   std::lock_guard<std::mutex> guard(Process::lock);
-  auto& free = Process::free_numbers;
+  auto& free = Process::free_slots;
   if (free.empty()) {
-    return new Numbers{};
+    return new ThreadSlots{};
   }
-  Numbers* numbers = free.back();
+  ThreadSlots* slots = free.back();
   free.pop_back();
-  *numbers = Numbers{};
-  return numbers;
+  *slots = ThreadSlots{};
+  return slots;
 }
 }  // namespace
 
-ThreadState::ThreadState() : numbers(new_numbers()) {
+ThreadState::ThreadState() : slots(new_slots()) {
   std::lock_guard<std::mutex> guard(Process::lock);
   Process::threads.push_back(this);
 }
@@ -41,14 +41,14 @@ ThreadState::~ThreadState() {
   std::lock_guard<std::mutex> guard(Process::lock);
   auto& threads = Process::threads;
   threads.erase(std::remove(threads.begin(), threads.end(), this), threads.end());
-  Process::free_numbers.push_back(numbers);
+  Process::free_slots.push_back(slots);
 }
 
 ThreadState& ThreadState::here() {
   struct Owner {
     ThreadState* state = new ThreadState;
     ~Owner() {
-      if (!Process::ends) {  // else Python is gone, and tensors may need it to end
+      if (!Process::finalizing) {  // otherwise Python has ended, and freeing tensors may need it
         delete state;
       }
     }
@@ -67,24 +67,19 @@ const c10::TensorImpl* source_of(void* tensor) {
   return static_cast<const c10::TensorImpl*>(tensor);
 }
 
-at::Tensor tensor_of(void* tensor) {
-  return at::Tensor(
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(static_cast<c10::TensorImpl*>(tensor)));
-}
-
 template <class Act>
-int64_t reported(const Act& act) {
+int64_t catch_errors(const Act& act) {
   try {
     return act();
   } catch (const std::exception& exception) {
     error = exception.what();
   } catch (...) {
-    error = "an exception of a kind that is not known";
+    error = "an exception of an unknown kind";
   }
   return -1;
 }
 
-Operation described(const c10::OperatorHandle& op, size_t number, c10::DeviceType device, c10::DispatchKey key) {
+Operation operation_of(const c10::OperatorHandle& op, size_t number, c10::DeviceType device, c10::DispatchKey key) {
   const auto& arguments = op.schema().arguments();
   Operation operation{number, device, key};
   for (size_t i = arguments.size(); i-- > 0;) {
@@ -102,7 +97,7 @@ Operation described(const c10::OperatorHandle& op, size_t number, c10::DeviceTyp
   return operation;
 }
 
-// In a child process there is one thread, whose state alone is right; locks may have been taken by others.
+// A child process has one thread and keeps its state; other threads may have held the locks during the fork.
 void hold_for_fork() {
   Process::lock.lock();
   HeldSources::lock().lock();
@@ -131,7 +126,7 @@ int64_t number_of(at::ScalarType dtype) {
 std::optional<at::Tensor> find(const at::Tensor& source, at::ScalarType dtype) {
   ThreadState& here = ThreadState::here();
   const c10::TensorImpl& impl = *source.unsafeGetTensorImpl();
-  at::Tensor copy = here.copies.find_held(impl, dtype, Use::Leaf);
+  at::Tensor copy = here.copies.find_held(impl, dtype, CopyLifetime::Leaf);
   if (!copy.defined()) {
     copy = here.copies.find(impl, dtype, c10::GradMode::is_enabled());
   }
@@ -146,7 +141,7 @@ using namespace precast;
 TORCH_LIBRARY(precast_native, library) {
   library.def("copy_of(Tensor source, ScalarType dtype) -> Tensor", region_copy);
   library.def("number_of(ScalarType dtype) -> int", number_of);
-  library.def("ask(Tensor source, ScalarType dtype, str device_type) -> Tensor?");  // Python implements it
+  library.def("cast_in_python(Tensor source, ScalarType dtype, str device_type) -> Tensor?");  // Python implements it
   library.def("find(Tensor source, ScalarType dtype) -> Tensor?", find);
 }
 
@@ -154,7 +149,7 @@ PRECAST_API const char* precast_error() {
   return error.c_str();
 }
 
-// Once, when the library has been loaded.
+// Called once, after the library is loaded.
 PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int uses_between_checks) {
   Process::compare = compare;
   Process::is_capturing = is_capturing;
@@ -162,9 +157,9 @@ PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int use
   pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
 }
 
-// Before Python ends.
+// Called before Python ends.
 PRECAST_API void precast_end() {
-  Process::ends = true;
+  Process::finalizing = true;
   Process::compare = nullptr;
   Process::is_capturing = nullptr;
   ThreadState::here().copies.clear();
@@ -179,24 +174,24 @@ struct Silence final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-std::map<std::string, c10::SafeKernelFunction> taken;
+std::map<std::string, c10::SafeKernelFunction> torch_kernels;
 
 std::string key_of(const char* name, const char* overload, const char* key) {
   return std::string(name) + "." + overload + " " + key;
 }
 }  // namespace
 
-// Takes note of PyTorch's kernel, before one of precast's is put over it.
-PRECAST_API int64_t precast_take_native(const char* name, const char* overload, const char* key) {
-  return reported([&] {
+// Records PyTorch's kernel, before one of precast's is registered above it.
+PRECAST_API int64_t precast_record_torch_kernel(const char* name, const char* overload, const char* key) {
+  return catch_errors([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
-    taken.insert_or_assign(
+    torch_kernels.insert_or_assign(
         key_of(name, overload, key), op.getComputedKernelForDispatchKey(c10::parseDispatchKey(key)));
     return 0;
   });
 }
 
-// Puts a kernel above the one that is at an operation's autocast key now, which is the reference.
+// Registers a kernel above the present one at an operation's autocast key, the reference.
 PRECAST_API int64_t precast_register(
     const char* name,
     const char* overload,
@@ -205,18 +200,19 @@ PRECAST_API int64_t precast_register(
     int64_t number,
     int takes_weights,
     int keeps_autocast_on) {
-  return reported([&] {
+  return catch_errors([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
     const auto dispatch_key = c10::parseDispatchKey(key);
-    const auto native = taken.find(key_of(name, overload, key));
-    Operation operation = described(op, number, static_cast<c10::DeviceType>(device), dispatch_key);
+    const auto torch_kernel = torch_kernels.find(key_of(name, overload, key));
+    Operation operation = operation_of(op, number, static_cast<c10::DeviceType>(device), dispatch_key);
     operation.takes_weights = takes_weights != 0;
     operation.keeps_autocast_on = keeps_autocast_on != 0;
     auto kernel = std::make_unique<Kernel>(
         operation,
         op.getComputedKernelForDispatchKey(dispatch_key),
-        native == taken.end() ? std::nullopt : std::optional<c10::SafeKernelFunction>(native->second));
-    Silence silence;  // PyTorch warns that a kernel is put over another: that is what this is for
+        torch_kernel == torch_kernels.end() ? std::nullopt
+                                            : std::optional<c10::SafeKernelFunction>(torch_kernel->second));
+    Silence silence;  // suppresses PyTorch's warning about overridden kernels
     c10::WarningUtils::WarningHandlerGuard guard(&silence);
     registrations.insert_or_assign(
         number,
@@ -235,7 +231,7 @@ PRECAST_API void precast_deregister(int64_t number) {
   registrations.erase(number);
 }
 
-// A policy: for each operation by its number what its kernel does. The same one for the same table.
+// Returns the policy with these actions, by operation number; one object for equal policies.
 PRECAST_API const void* precast_policy(int promotes, const uint8_t* actions, int64_t count) {
   Policy policy{promotes != 0, {}};
   for (int64_t i = 0; i < count; ++i) {
@@ -244,20 +240,20 @@ PRECAST_API const void* precast_policy(int promotes, const uint8_t* actions, int
   while (!policy.actions.empty() && policy.actions.back() == Action::Pass) {
     policy.actions.pop_back();
   }
-  for (const auto& known : policies) {
-    if (known->promotes == policy.promotes && known->actions == policy.actions) {
-      return known.get();
+  for (const auto& entry : policies) {
+    if (entry->promotes == policy.promotes && entry->actions == policy.actions) {
+      return entry.get();
     }
   }
   policies.push_back(std::make_unique<const Policy>(std::move(policy)));
   return policies.back().get();
 }
 
-// Has a policy in force in this thread; `number` is that of the bound policy.
+// Puts a policy in force in this thread; `number` is the bound policy's.
 PRECAST_API void precast_put_in_force(int device, const void* policy, int64_t number) {
   ThreadState& here = ThreadState::here();
   here.policies[device] = static_cast<const Policy*>(policy);
-  here.numbers->bound[device] = number;
+  here.slots->bound[device] = number;
 }
 
 PRECAST_API void precast_install(int device, const void* policy, int64_t number) {
@@ -269,8 +265,8 @@ PRECAST_API void precast_watch(int is_watched) {
   Process::is_watched = is_watched != 0;
 }
 
-PRECAST_API void precast_this_thread(int kind) {
-  ThreadState::here().kind = static_cast<Thread>(kind);
+PRECAST_API void precast_register_thread(int kind) {
+  ThreadState::here().kind = static_cast<ThreadKind>(kind);
 }
 
 PRECAST_API int precast_attempts(int device) {
@@ -285,7 +281,7 @@ PRECAST_API void precast_free_spare_memory() {
   SpareMemory::all().free();
 }
 
-// How much memory waits for the copies of the next region; for tests.
+// Bytes of spare memory; for tests.
 PRECAST_API int64_t precast_spare_bytes() {
   return static_cast<int64_t>(SpareMemory::all().bytes());
 }
@@ -294,14 +290,14 @@ PRECAST_API int64_t precast_count() {
   return static_cast<int64_t>(ThreadState::here().copies.size());
 }
 
-// From now on the casts of weights are noted, in all threads; for tests.
+// Records the casts of weights from now on, in all threads; for tests.
 PRECAST_API void precast_record_casts() {
   std::lock_guard<std::mutex> guard(Process::lock);
   Process::casts.clear();
   Process::records_casts = true;
 }
 
-// How many were made since then, or are alive of those.
+// The number of recorded casts, or of those that are alive.
 PRECAST_API int64_t precast_recorded_casts(int are_alive) {
   std::lock_guard<std::mutex> guard(Process::lock);
   const auto& casts = Process::casts;
@@ -313,15 +309,16 @@ PRECAST_API int precast_has(void* source, int dtype) {
   ThreadState& here = ThreadState::here();
   const auto scalar = static_cast<at::ScalarType>(dtype);
   const c10::TensorImpl& impl = *source_of(source);
-  return here.copies.find_held(impl, scalar, Use::Leaf).defined() || here.copies.find(impl, scalar, /*records=*/false).defined();
+  return here.copies.find_held(impl, scalar, CopyLifetime::Leaf).defined() ||
+      here.copies.find(impl, scalar, /*records=*/false).defined();
 }
 
-// How many operations of this thread were promoted without asking PyTorch first; for tests.
-PRECAST_API int64_t precast_promoted_at_once() {
-  return ThreadState::here().promoted_at_once;
+// The number of operations of this thread that were promoted directly; for tests.
+PRECAST_API int64_t precast_promoted_directly() {
+  return ThreadState::here().promoted_directly;
 }
 
-// `dtype` is -1 for all.
+// `dtype` is -1 for all dtypes.
 PRECAST_API void precast_invalidate(void* source, int dtype) {
   ThreadState::here().copies.invalidate(*source_of(source), dtype);
 }
@@ -330,31 +327,31 @@ PRECAST_API void precast_hold(void* source, int is_held) {
   HeldSources::change(source_of(source), is_held != 0);
 }
 
-// Keeps a copy that stands for a held one, which was made when the source had this version and address.
+// Adds the cast of a held copy, which was written when the source had this version and address.
 PRECAST_API int64_t
-precast_keep(void* source, void* cast, int dtype, int use, int64_t held, int64_t version, int64_t address) {
-  return reported([&] {
+precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, int64_t version, int64_t address) {
+  return catch_errors([&] {
     const at::Tensor tensor = tensor_of(source);
     ThreadState::here().copies.put_held(
         tensor,
         static_cast<at::ScalarType>(dtype),
-        static_cast<Use>(use),
+        static_cast<CopyLifetime>(lifetime),
         Copy{
-            Notes(tensor, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address)),
+            SourceSnapshot(tensor, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address)),
             tensor_of(cast),
             held});
     return 0;
   });
 }
 
-// Drops what stands for a held copy, in all threads.
+// Removes the casts of a held copy in all threads.
 PRECAST_API void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
-  std::vector<Copy> gone;  // freed here, without a lock
+  std::vector<Copy> removed;  // destroyed here, without a lock
   evict_everywhere(
       source_of(source),
       static_cast<at::ScalarType>(dtype),
       held,
-      static_cast<Evicted>(which),
+      static_cast<Eviction>(which),
       static_cast<uint32_t>(version),
-      gone);
+      removed);
 }

@@ -1,4 +1,4 @@
-// What one call is told from another by; see refusals.h.
+// Signatures of calls; see refusals.h.
 #include "refusals.h"
 
 #include "state.h"
@@ -16,7 +16,7 @@
 namespace precast {
 namespace {
 
-// What comes next in a signature.
+// The kind of the next element of a signature.
 enum class Kind : uint64_t { None = 1, Undefined, Bool, Int, Double, Text, List };
 
 uint64_t word(Kind kind, uint64_t value = 0) {
@@ -27,13 +27,13 @@ uint64_t number_of(at::ScalarType dtype) {
   return static_cast<uint8_t>(dtype);
 }
 
-// A size as operations ask for it: whether there is none, one, or more.
+// A size as operations check it: 0, 1 or more.
 uint64_t kind_of(int64_t size) {
   return size < 2 ? static_cast<uint64_t>(size) : 2;
 }
 
-// Whether there is a mask among indices: what it selects decides about sizes, and only its values say that. On the CPU
-// `index_put` looks at dtypes first.
+// True if there is a mask among indices: the number of selected elements depends on its values. On the CPU `index_put`
+// checks dtypes first.
 bool has_mask(c10::ArrayRef<c10::IValue> arguments) {
   const auto is_mask = [](const c10::IValue& element) {
     return element.isTensor() && element.toTensor().defined() &&
@@ -50,7 +50,7 @@ bool has_mask(c10::ArrayRef<c10::IValue> arguments) {
 
 std::optional<Signature> Signature::of(
     const Operation& operation, const Policy& policy, c10::ArrayRef<c10::IValue> arguments) {
-  // What is refused may have saved tensors before, which whoever packs them counts: a checkpoint runs it twice.
+  // A refused call may have saved tensors, which a pack hook counts: a checkpoint runs the call twice.
   const bool packs = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
   if (packs || (operation.device != c10::DeviceType::CPU && has_mask(arguments))) {
     return std::nullopt;
@@ -82,7 +82,7 @@ bool Signature::add(const c10::IValue& argument) {
   } else if (argument.isBool()) {
     words_.push_back(word(Kind::Bool, argument.toBool()));
   } else if (argument.isInt()) {
-    // Dimensions, dtypes and choices are small; what is larger is a size.
+    // Dimensions, dtypes and enumerations are small; larger numbers are sizes.
     words_.push_back(word(Kind::Int, static_cast<uint64_t>(std::clamp<int64_t>(argument.toInt(), -64, 64) + 64)));
   } else if (argument.isDouble()) {
     const double value = argument.toDouble();
@@ -117,7 +117,7 @@ bool Signature::add(const at::Tensor& tensor) {
   }
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   if (impl.is_nested()) {
-    return false;  // it has no sizes to ask for
+    return false;  // it has no sizes
   }
   const auto dimensions = static_cast<uint64_t>(impl.dim());
   if (!impl.has_storage() || impl.layout() != at::kStrided || dimensions > kMostDimensions ||

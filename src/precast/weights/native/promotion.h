@@ -1,8 +1,8 @@
-// Mixed dtypes that PyTorch refuses: whether there are any, which error says so, and the call in the widest of them.
+// Mixed dtypes that PyTorch refuses: detection, classification of errors, and the rerun in the widest dtype.
 //
 // Invariants:
-// - what is promoted are the arguments as they came, not the copies of weights;
-// - all is as `reference_kernels.py` has it: the same calls, with the same results and errors.
+// - the original arguments are promoted, not the casts of weights;
+// - results and errors are those of `reference_kernels.py`.
 #pragma once
 
 #include "operation.h"
@@ -11,10 +11,10 @@
 
 namespace precast {
 
-// The tensor in a dtype, through the dispatcher.
+// Casts a tensor through the dispatcher.
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);
 
-// Calls `visit` with each tensor of an argument that is a tensor, a list of them, or of some and none.
+// Calls `visit` with each tensor in an argument that is a tensor or a list.
 template <class Visit>
 void for_each_tensor(const c10::IValue& argument, const Visit& visit) {
   if (argument.isTensor()) {
@@ -61,18 +61,18 @@ class Dtypes {
   uint64_t bits_ = 0;
 };
 
-// Whether an error is about dtypes that an operation does not take together.
+// True if an error is about dtypes that an operation does not support together.
 bool is_about_dtypes(const c10::Error& error);
 
-// Whether an error is there again at the next such call: not where there was no memory left.
+// True if the next such call would raise the error again; false for a lack of memory.
 bool is_lasting(const c10::Error& error);
 
-// What to do where the operation has resized what it writes to. PyTorch may have done so to the tensor itself before it
-// refused, so where it was not asked, nothing is known.
+// The state of an output that the operation has resized. PyTorch may have resized it before it refused the call; if
+// PyTorch was not called, that is unknown.
 enum class Resized : bool { Copied, Refused };
 
-// Runs an operation whose arguments are on the stack with its floating tensors in the widest of their dtypes, and leaves
-// its results there; what it writes to gets the result copied back. False, and something on the stack, where that raises.
+// Runs an operation on the stack with its floating tensors in their widest dtype, and leaves the results there; outputs
+// get the result copied back. Returns false, with an undefined stack, if that raises.
 bool promote(const Operation& operation, const c10::OperatorHandle& op, c10::Stack* stack, Resized resized);
 
 }  // namespace precast

@@ -1,10 +1,10 @@
-// Which calls on mixed dtypes PyTorch has refused in a thread, so that the next such call is promoted at once.
+// The calls with mixed dtypes that PyTorch has refused in a thread; the next such call is promoted directly.
 //
 // Invariants:
-// - two calls have one signature only if PyTorch refuses both or neither. What it looks at before it refuses is all in
-//   there: dtypes, sizes as far as it asks for them (none, one, more), which arguments are given, and the thread's state.
-//   A call with anything else, an argument of another kind or a tensor that is no plain one, has no signature;
-// - the table is one thread's own, and its size is bounded: what does not fit is refused once more, as without it.
+// - calls with equal signatures are both refused or both accepted. A signature contains everything that PyTorch checks
+//   before it refuses: dtypes, sizes as far as they matter (0, 1, more), the arguments present, and the thread's state.
+//   A call with other kinds of arguments or tensors has no signature;
+// - each thread has a table of bounded size: a call that is not in it is refused once more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +41,7 @@ class Signature {
   }
 
  private:
-  // Each gives whether the argument can be part of a signature.
+  // Return true if the argument can be part of a signature.
   bool add(const c10::IValue& argument);
   bool add(const at::Tensor& tensor);
   bool add_text(const std::string& text);
@@ -49,12 +49,12 @@ class Signature {
   static constexpr size_t kMostTensors = 8, kMostDimensions = 8, kMostElements = 8;
 
   c10::SmallVector<uint64_t, 24> words_;
-  c10::SmallVector<const void*, kMostTensors> storages_;  // of the tensors, to see which share theirs
+  c10::SmallVector<const void*, kMostTensors> storages_;  // of the tensors, to detect sharing
 };
 
 class Refusals {
  public:
-  // Whether any call of an operation was refused.
+  // True if any call of an operation was refused.
   bool has_any(size_t operation) const {
     return operation < operations_.size() && operations_[operation];
   }

@@ -1,4 +1,4 @@
-// The casts of held copies: their renewal after a step, and the node that gives their gradients; see held.h.
+// Held copies in compiled kernels: the update after a step, and the node for their gradients; see held.h.
 #include "held.h"
 
 #include "state.h"
@@ -38,7 +38,7 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Calls of operations, which name their C++ types once.
+// Typed calls of operations.
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
   static const auto to = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("aten::to", "dtype")
@@ -66,8 +66,8 @@ at::Tensor empty_like(const at::Tensor& gradient, at::IntArrayRef layout, at::Sc
       std::nullopt);
 }
 
-// A tensor of its own on the same memory, without a graph.
-at::Tensor on_memory_of(const at::Tensor& tensor) {
+// A separate tensor on the same memory, without a graph.
+at::Tensor detached(const at::Tensor& tensor) {
   static const auto detach = c10::Dispatcher::singleton()
                                  .findSchemaOrThrow("aten::detach", "")
                                  .typed<at::Tensor(const at::Tensor&)>();
@@ -78,10 +78,10 @@ bool is_shared(const at::Tensor& tensor) {
   return tensor.storage().use_count() > 1;
 }
 
-// Below the kernels of autograd, where nothing is recorded and no version counter moves.
+// Below the kernels of autograd: nothing is recorded and no version counter moves.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
-// Memory that parameters take in turns, for gradients that are added to what is there.
+// Memory shared by parameters of one shape, for gradients that are added to existing ones.
 class Temporaries {
   using Kind = std::tuple<std::vector<int64_t>, std::vector<int64_t>, at::ScalarType>;
 
@@ -93,23 +93,23 @@ class Temporaries {
       std::lock_guard<std::mutex> guard(lock);
       const auto spare = spare_.find(kind);
       if (spare != spare_.end()) {
-        free = std::move(spare->second);  // taken out, so that two threads never get the same
+        free = std::move(spare->second);  // removed, so that two threads never get the same
         spare_.erase(spare);
       }
     }
     if (!free.defined() || is_shared(free)) {
       free = empty_like(gradient, layout, dtype);
     }
-    at::Tensor given = on_memory_of(free);
+    at::Tensor result = detached(free);
     std::lock_guard<std::mutex> guard(lock);
     std::swap(spare_[std::move(kind)], free);
-    return given;
+    return result;
   }
 
   void clear() {
-    decltype(spare_) gone;
+    decltype(spare_) removed;
     std::lock_guard<std::mutex> guard(lock);
-    gone.swap(spare_);
+    removed.swap(spare_);
   }
 
   std::mutex lock;
@@ -119,11 +119,11 @@ class Temporaries {
 };
 
 Temporaries& temporaries() {
-  static auto* all = new Temporaries;  // never freed: what ends late in the process may still ask
+  static auto* all = new Temporaries;  // never freed: objects destroyed late in the process may use it
   return *all;
 }
 
-// Keys of which one says that what is done to a gradient is recorded, batched or seen by somebody.
+// A gradient with one of these keys is recorded, batched or observed.
 constexpr c10::DispatchKeySet kRecorded{
     c10::DispatchKey::Python,
     c10::DispatchKey::Functionalize,
@@ -133,16 +133,20 @@ constexpr c10::DispatchKeySet kRecorded{
     c10::DispatchKey::Batched};
 
 bool is_recorded(const at::Tensor& gradient) {
-  const int64_t watching = Process::is_watched.load(std::memory_order_relaxed) ? 1 : 0;  // a trace only looks on
+  const int64_t watching = Process::is_watched.load(std::memory_order_relaxed) ? 1 : 0;  // a trace has no effect
   return c10::GradMode::is_enabled() || c10::impl::TorchDispatchModeTLS::stack_len() > watching ||
       !(gradient.key_set() & kRecorded).empty();
 }
 
-// What gives a held cast its gradient.
+// The autograd node of a held cast.
 class HeldCastBackward final : public torch::autograd::Node {
  public:
-  HeldCastBackward(torch::autograd::edge_list&& next, std::shared_ptr<HeldCopy> held, at::IntArrayRef layout, bool is_low)
-      : Node(std::move(next)), held_(std::move(held)), layout_(layout.begin(), layout.end()), stays_low_(is_low) {}
+  HeldCastBackward(
+      torch::autograd::edge_list&& next, std::shared_ptr<HeldCopy> held, at::IntArrayRef layout, bool keeps_dtype)
+      : Node(std::move(next)),
+        held_(std::move(held)),
+        layout_(layout.begin(), layout.end()),
+        keeps_dtype_(keeps_dtype) {}
 
   std::string name() const override {
     return "HeldCastBackward";
@@ -156,21 +160,21 @@ class HeldCastBackward final : public torch::autograd::Node {
     return {in_layout(std::move(gradients[0]))};
   }
 
-  // For compiled autograd: the compiler traces the cast alone, since layout and memory are its own affair.
+  // For compiled autograd: the compiler traces the cast only, and manages layout and memory itself.
   void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    args.collect(stays_low_);
+    args.collect(keeps_dtype_);
   }
 
   variable_list apply_with_saved(const variable_list& inputs, torch::autograd::SwapSavedVariables& saved) override {
     held_->record.received.fetch_add(1, std::memory_order_relaxed);
     const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::vector<c10::IValue> arguments{stays_low_};
+    const std::vector<c10::IValue> arguments{keeps_dtype_};
     const auto name = compiler->bind_function(
         saved.get_py_compiler(),
         this->name(),
-        [](const variable_list& gradients, const std::vector<c10::IValue>& stays_low) -> variable_list {
+        [](const variable_list& gradients, const std::vector<c10::IValue>& keeps_dtype) -> variable_list {
           const at::Tensor& gradient = gradients[0];
-          return {gradient.defined() && !stays_low[0].toBool() ? cast(gradient, at::kFloat) : gradient};
+          return {gradient.defined() && !keeps_dtype[0].toBool() ? cast(gradient, at::kFloat) : gradient};
         },
         {c10::BoolType::get()},
         /*is_custom_function=*/true,
@@ -183,13 +187,13 @@ class HeldCastBackward final : public torch::autograd::Node {
 
  private:
   at::Tensor in_layout(at::Tensor gradient) const {
-    const at::ScalarType dtype = stays_low_ ? gradient.scalar_type() : at::kFloat;
+    const at::ScalarType dtype = keeps_dtype_ ? gradient.scalar_type() : at::kFloat;
     if (is_recorded(gradient) || gradient.layout() != at::kStrided) {
       return cast(gradient, dtype);
     }
-    BelowAutograd nothing_recorded;
+    BelowAutograd guard;
     if (gradient.strides() != at::IntArrayRef(layout_) && dtype != gradient.scalar_type()) {
-      // Two steps: to cast and move at once takes 0.66 ms for 512x512 transposed, this 0.37 (2.13, 2-core CPU).
+      // Two steps: casting and transposing 512x512 at once takes 0.66 ms, in two steps 0.37 (2.13, 2-core CPU).
       at::Tensor moved = empty_like(gradient, layout_, gradient.scalar_type());
       write(moved, gradient);
       gradient = std::move(moved);
@@ -197,17 +201,17 @@ class HeldCastBackward final : public torch::autograd::Node {
     if (!gradient.is_cpu()) {
       return cast(gradient, dtype);
     }
-    at::Tensor given = held_->memory.like(gradient, layout_, dtype);
-    write(given, gradient);
-    return given;
+    at::Tensor result = held_->memory.like(gradient, layout_, dtype);
+    write(result, gradient);
+    return result;
   }
 
   const std::shared_ptr<HeldCopy> held_;
   const c10::SmallVector<int64_t, 4> layout_;
-  const bool stays_low_;
+  const bool keeps_dtype_;
 };
 
-// A node as an edge holds it: counted by itself from PyTorch 2.13 on, by a pointer beside it before.
+// The pointer in an edge: from PyTorch 2.13 on nodes are counted intrusively, before by a shared_ptr.
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <class Pointer, class... Arguments>
@@ -219,18 +223,18 @@ Pointer make_node(Arguments&&... arguments) {
   }
 }
 
-// The use of a lent copy by this thread's kernels.
+// Scoped use of a lent copy by this thread's kernels.
 class Claim {
  public:
   explicit Claim(HeldRecord& record) : record_(record) {
-    auto lent = Owner::Lent;
+    auto lent = Owner::InheritedPolicies;
     holds_ = record.thread == reinterpret_cast<uint64_t>(pthread_self()) &&
         record.owner.compare_exchange_strong(lent, Owner::InUse, std::memory_order_acq_rel);
   }
 
   ~Claim() {
     if (holds_) {
-      record_.owner.store(Owner::Lent, std::memory_order_release);
+      record_.owner.store(Owner::InheritedPolicies, std::memory_order_release);
     }
   }
 
@@ -249,18 +253,18 @@ at::Tensor GradientMemory::like(const at::Tensor& gradient, at::IntArrayRef layo
   at::Tensor own;
   {
     std::lock_guard<std::mutex> guard(temporaries().lock);
-    std::swap(own, own_);  // taken out, so that two threads never get the same
+    std::swap(own, own_);  // removed, so that two threads never get the same
   }
   if (!own.defined() || own.scalar_type() != dtype || own.strides() != layout || own.sizes() != gradient.sizes()) {
     own = empty_like(gradient, layout, dtype);
   }
   const bool is_free = !is_shared(own);
-  at::Tensor given = is_free ? on_memory_of(own) : at::Tensor();
+  at::Tensor result = is_free ? detached(own) : at::Tensor();
   {
     std::lock_guard<std::mutex> guard(temporaries().lock);
     std::swap(own, own_);
   }
-  return is_free ? given : temporaries().like(gradient, layout, dtype);
+  return is_free ? result : temporaries().like(gradient, layout, dtype);
 }
 
 void HeldCopy::lend(const at::Tensor& parameter, const at::Tensor& copy) {
@@ -268,49 +272,49 @@ void HeldCopy::lend(const at::Tensor& parameter, const at::Tensor& copy) {
   source_ = parameter.unsafeGetTensorImpl();
   copy_ = copy;
   record.thread = reinterpret_cast<uint64_t>(pthread_self());
-  record.owner.store(Owner::Lent, std::memory_order_release);
+  record.owner.store(Owner::InheritedPolicies, std::memory_order_release);
 }
 
 bool HeldCopy::take_back() {
-  auto lent = Owner::Lent;
+  auto lent = Owner::InheritedPolicies;
   return record.owner.compare_exchange_strong(lent, Owner::Python, std::memory_order_acq_rel) || lent == Owner::Python;
 }
 
-bool HeldCopy::step(std::vector<Copy>& gone) {
-  auto lent = Owner::Lent;
+bool HeldCopy::step(std::vector<Copy>& removed) {
+  auto lent = Owner::InheritedPolicies;
   if (!record.owner.compare_exchange_strong(lent, Owner::InUse, std::memory_order_acq_rel)) {
     return false;
   }
   record.version = -1;
-  evict_everywhere(source_, copy_.scalar_type(), number_, Evicted::All, 0, gone);
-  record.owner.store(Owner::Lent, std::memory_order_release);
+  evict_everywhere(source_, copy_.scalar_type(), number_, Eviction::All, 0, removed);
+  record.owner.store(Owner::InheritedPolicies, std::memory_order_release);
   return true;
 }
 
-bool HeldCopy::is_written_unseen(bool has_gradient) const {
-  // Its optimizer's steps are listened to, so it is written unseen only where a gradient came and went without one.
-  return record.received.load(std::memory_order_relaxed) != record.received_then && !has_gradient;
+bool HeldCopy::may_have_been_written(bool has_gradient) const {
+  // The optimizer's steps are observed, so another write is possible only if a gradient was removed without a step.
+  return record.received.load(std::memory_order_relaxed) != record.received_at_write && !has_gradient;
 }
 
 bool HeldCopy::renew(const at::Tensor& parameter, bool has_gradient) {
   const uint32_t version = parameter.unsafeGetTensorImpl()->version_counter().current_version();
   {
-    std::vector<Copy> gone;
-    evict_everywhere(source_, copy_.scalar_type(), number_, Evicted::PersistentAndOlder, version, gone);
+    std::vector<Copy> removed;
+    evict_everywhere(source_, copy_.scalar_type(), number_, Eviction::PersistentAndOlder, version, removed);
   }
   if (is_shared(copy_)) {
-    return false;  // somebody reads it: Python has it written into new memory
+    return false;  // in use: Python writes it into new memory
   }
   record.version = -1;
   std::atomic_thread_fence(std::memory_order_release);
   {
-    BelowAutograd nothing_recorded;
+    BelowAutograd guard;
     write(copy_, parameter);
   }
   record.writes += 1;
-  record.received_then = record.received.load(std::memory_order_relaxed);
-  record.had_gradient = has_gradient;
-  record.is_kernels = 1;
+  record.received_at_write = record.received.load(std::memory_order_relaxed);
+  record.had_gradient_at_write = has_gradient;
+  record.written_by_kernels = 1;
   std::atomic_thread_fence(std::memory_order_release);
   record.version = version;
   return true;
@@ -319,31 +323,32 @@ bool HeldCopy::renew(const at::Tensor& parameter, bool has_gradient) {
 at::Tensor HeldCopy::cast_for(ThreadState& here, const at::Tensor& parameter) {
   Claim claim(record);
   const c10::TensorImpl& source = *parameter.unsafeGetTensorImpl();
-  if (!claim || &source != source_ || !place_->is_place_of(source) || in_forward_mode()) {
+  if (!claim || &source != source_ || !place_->has_same_memory(source) || in_forward_mode()) {
     return {};
   }
   const bool has_gradient = parameter.grad().defined();
-  const bool is_fresh =
-      record.version == static_cast<int64_t>(source.version_counter().current_version()) && !is_written_unseen(has_gradient);
-  if (!is_fresh && !renew(parameter, has_gradient)) {
+  const bool is_valid =
+      record.version == static_cast<int64_t>(source.version_counter().current_version()) &&
+      !may_have_been_written(has_gradient);
+  if (!is_valid && !renew(parameter, has_gradient)) {
     return {};
   }
   const auto version = static_cast<uint32_t>(record.version);
   at::Tensor cast = with_gradient(parameter, copy_, shared_from_this());
-  Notes notes(parameter, version, reinterpret_cast<const void*>(record.address));
-  here.copies.put_held(parameter, copy_.scalar_type(), Use::Leaf, Copy{std::move(notes), cast, number_});
+  SourceSnapshot snapshot(parameter, version, reinterpret_cast<const void*>(record.address));
+  here.copies.put_held(parameter, copy_.scalar_type(), CopyLifetime::Leaf, Copy{std::move(snapshot), cast, number_});
   return cast;
 }
 
 at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held) {
   at::Tensor cast;
   {
-    BelowAutograd nothing_recorded;
-    cast = on_memory_of(copy);
+    BelowAutograd guard;
+    cast = detached(copy);
   }
-  const bool stays_low = parameter.grad_dtype() == copy.scalar_type();
+  const bool keeps_dtype = parameter.grad_dtype() == copy.scalar_type();
   torch::autograd::edge_list next{torch::autograd::impl::gradient_edge(parameter)};
-  NodePointer node = make_node<NodePointer>(std::move(next), std::move(held), copy.strides(), stays_low);
+  NodePointer node = make_node<NodePointer>(std::move(next), std::move(held), copy.strides(), keeps_dtype);
   const auto number = node->add_input_metadata(cast);
   torch::autograd::impl::set_gradient_edge(cast, {std::move(node), number});
   return cast;
@@ -353,12 +358,12 @@ void evict_everywhere(
     const c10::TensorImpl* source,
     at::ScalarType dtype,
     int64_t held,
-    Evicted which,
+    Eviction which,
     uint32_t version,
-    std::vector<Copy>& gone) {
+    std::vector<Copy>& removed) {
   std::lock_guard<std::mutex> guard(Process::lock);
   for (ThreadState* thread : Process::threads) {
-    thread->copies.evict(source, dtype, held, which, version, gone);
+    thread->copies.evict(source, dtype, held, which, version, removed);
   }
 }
 
@@ -366,11 +371,6 @@ namespace {
 
 std::shared_ptr<HeldCopy>& held_of(void* held) {
   return *static_cast<std::shared_ptr<HeldCopy>*>(held);
-}
-
-at::Tensor tensor_of(void* tensor) {
-  return at::Tensor(
-      c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(static_cast<c10::TensorImpl*>(tensor)));
 }
 
 at::Tensor with_gradient_of(const at::Tensor& parameter, const at::Tensor& copy, int64_t held) {
@@ -391,7 +391,7 @@ PRECAST_API void* precast_new_held(int64_t number) {
 }
 
 PRECAST_API void precast_free_held(void* held) {
-  if (!Process::ends) {
+  if (!Process::finalizing) {
     delete static_cast<std::shared_ptr<HeldCopy>*>(held);
   }
 }
@@ -403,23 +403,23 @@ PRECAST_API void* precast_held_record(void* held) {
 PRECAST_API void precast_lend(void* held, void* parameter, void* copy) {
   const at::Tensor source = tensor_of(parameter), cast = tensor_of(copy);
   held_of(held)->lend(source, cast);
-  if (const auto known = HeldSources::of(source.unsafeGetTensorImpl())) {
-    known->set(cast.scalar_type(), held_of(held));
+  if (const auto entry = HeldSources::of(source.unsafeGetTensorImpl())) {
+    entry->set(cast.scalar_type(), held_of(held));
   }
 }
 
 PRECAST_API int precast_step_held(void* held) {
-  std::vector<Copy> gone;  // freed here, without a lock
-  return held_of(held)->step(gone);
+  std::vector<Copy> removed;  // freed here, without a lock
+  return held_of(held)->step(removed);
 }
 
 PRECAST_API int precast_take_back(void* held) {
   return held_of(held)->take_back();
 }
 
-PRECAST_API void precast_leave_to_regions(void* source, int is_left) {
-  if (const auto known = HeldSources::of(static_cast<const c10::TensorImpl*>(source))) {
-    known->is_left_to_regions = is_left != 0;
+PRECAST_API void precast_set_cast_per_region(void* source, int is_cast_per_region) {
+  if (const auto entry = HeldSources::of(static_cast<const c10::TensorImpl*>(source))) {
+    entry->is_cast_per_region = is_cast_per_region != 0;
   }
 }
 

@@ -1,15 +1,14 @@
-// Memory of copies that a region has left behind, for those of the next: a model that infers in one region after another
-// casts the same weights again and again.
+// Memory of casts from previous regions, reused by the next: a model that infers in successive regions casts the same
+// weights again and again.
 //
-// The CPU's allocator gives memory of this size back to the operating system, which clears each page anew: of a forward
-// pass of one token that is half of the time and more. On accelerators, PyTorch's allocators keep it themselves.
+// The CPU allocator returns blocks of this size to the operating system, which clears each page again: that takes half
+// of a forward pass of one token, or more. On accelerators, PyTorch's allocators cache memory themselves.
 //
 // Invariants:
-// - only where no gradients are recorded: a region that records them frees what is kept, as it needs memory for others;
-// - what is kept is what the last region to end has used, or had taken and left: memory that waited while a whole region
-//   went by and was not taken is freed when that region ends;
-// - memory is kept only if nothing else refers to it, and only if it is the CPU allocator's own;
-// - nothing is freed while the lock is held: that may call anything.
+// - only where no gradients are recorded: a region that records them frees the memory, because it needs it otherwise;
+// - memory that the last region has used is kept. Memory that was unused during a whole region is freed at its end;
+// - memory is kept only if nothing else references it, and only if it comes from the CPU allocator;
+// - nothing is freed while the lock is held: freeing can run arbitrary code.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,17 +32,17 @@ class SpareMemory {
   static constexpr size_t kFewestBytes = size_t{64} << 10;
 
   static SpareMemory& all() {
-    static auto* memory = new SpareMemory;  // never freed: what ends late in the process may still ask
+    static auto* memory = new SpareMemory;  // never freed: objects destroyed late in the process may use it
     return *memory;
   }
 
-  // Whether a copy of a source may lie in such memory: it is laid out as the source, without holes.
+  // True if a copy of a source may use such memory: the source is dense and large enough.
   static bool is_for(const c10::TensorImpl& source, at::ScalarType dtype) {
     return source.device_type() == c10::DeviceType::CPU && source.is_non_overlapping_and_dense() &&
         bytes_of(source, dtype) >= kFewestBytes;
   }
 
-  // A tensor like the source in another dtype, with any numbers in it; or nothing where no memory of its size waits.
+  // An uninitialised tensor like the source in another dtype; nothing if there is no spare memory of its size.
   std::optional<at::Tensor> like(const c10::TensorImpl& source, at::ScalarType dtype) {
     const size_t bytes = bytes_of(source, dtype);
     at::DataPtr memory = take(bytes);
@@ -58,20 +57,20 @@ class SpareMemory {
     return at::Tensor(std::move(impl));
   }
 
-  // How many regions have left memory here: a region asks when it begins to cast.
+  // The number of regions that have left memory here; a region reads it at its first cast.
   uint64_t round() const {
     return round_.load(std::memory_order_relaxed);
   }
 
-  // Keeps the memory of copies that end with a region, and frees what has waited since before `begun`.
+  // Keeps the memory of a region's copies at its end, and frees memory that is unused since before `begun`.
   void keep(const std::vector<const at::Tensor*>& copies, uint64_t begun) {
-    std::vector<Block> gone;
+    std::vector<Block> removed;
     std::lock_guard<std::mutex> guard(lock_);
     const uint64_t now = round_.fetch_add(1, std::memory_order_relaxed) + 1;
     for (auto& [bytes, blocks] : blocks_) {
       const auto has_waited = [&](const Block& block) { return block.round <= begun; };
       const auto first = std::partition(blocks.begin(), blocks.end(), std::not_fn(has_waited));
-      std::move(first, blocks.end(), std::back_inserter(gone));
+      std::move(first, blocks.end(), std::back_inserter(removed));
       blocks.erase(first, blocks.end());
     }
     for (const at::Tensor* copy : copies) {
@@ -87,14 +86,14 @@ class SpareMemory {
 
   void free() {
     if (any_.load(std::memory_order_relaxed)) {
-      decltype(blocks_) gone;
+      decltype(blocks_) removed;
       std::lock_guard<std::mutex> guard(lock_);
-      gone.swap(blocks_);
+      removed.swap(blocks_);
       count();
     }
   }
 
-  // How much is kept.
+  // Bytes of spare memory.
   size_t bytes() {
     std::lock_guard<std::mutex> guard(lock_);
     size_t sum = 0;
@@ -111,7 +110,7 @@ class SpareMemory {
  private:
   struct Block {
     at::DataPtr memory;
-    uint64_t round;  // after which it was left
+    uint64_t round;  // in which it was kept
   };
 
   static size_t bytes_of(const c10::TensorImpl& source, at::ScalarType dtype) {
@@ -123,19 +122,19 @@ class SpareMemory {
       return {};
     }
     std::lock_guard<std::mutex> guard(lock_);
-    const auto known = blocks_.find(bytes);
-    if (known == blocks_.end() || known->second.empty()) {
+    const auto entry = blocks_.find(bytes);
+    if (entry == blocks_.end() || entry->second.empty()) {
       return {};
     }
-    at::DataPtr memory = std::move(known->second.back().memory);
-    known->second.pop_back();
+    at::DataPtr memory = std::move(entry->second.back().memory);
+    entry->second.pop_back();
     return memory;
   }
 
-  // Forgets sizes of which nothing is left.
+  // Removes empty lists.
   void count() {
-    for (auto known = blocks_.begin(); known != blocks_.end();) {
-      known = known->second.empty() ? blocks_.erase(known) : std::next(known);
+    for (auto entry = blocks_.begin(); entry != blocks_.end();) {
+      entry = entry->second.empty() ? blocks_.erase(entry) : std::next(entry);
     }
     any_.store(!blocks_.empty(), std::memory_order_relaxed);
   }

@@ -1,4 +1,4 @@
-// Mixed dtypes that PyTorch refuses; see promotion.h.
+// Promotion of mixed dtypes; see promotion.h.
 #include "promotion.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -33,12 +33,12 @@ bool is_any(const c10::Error& error) {
   return ((dynamic_cast<const Kinds*>(&error) != nullptr) || ...);
 }
 
-// Whether an error is a RuntimeError in Python: the reference catches those.
+// True if an error is a RuntimeError in Python: the reference catches those.
 bool is_runtime_error(const c10::Error& error) {
   return !is_any<c10::IndexError, c10::ValueError, c10::TypeError, c10::BufferError, c10::SyntaxError>(error);
 }
 
-// The arguments of one call in one dtype, and what is written in place of its own tensors.
+// The arguments of a call in one dtype, and the temporaries written in place of its outputs.
 class Promoted {
  public:
   Promoted(const Operation& operation, c10::IValue* arguments)
@@ -58,21 +58,21 @@ class Promoted {
     }
   }
 
-  // Whether what is written has got another shape than the tensor it is for, as `out` may.
+  // True if a temporary has got another shape than its output, as for `out`.
   bool has_resized() const {
     return std::any_of(written_.begin(), written_.end(), [](const Written& written) {
       return written.temporary.sizes() != written.destination.sizes();
     });
   }
 
-  // What was written is copied to where it belongs.
+  // Copies the temporaries to the outputs.
   void copy_back() const {
     for (const auto& [destination, temporary] : written_) {
       copy(temporary, destination);
     }
   }
 
-  // A result that is written to is the tensor that was given.
+  // Replaces a result that is a temporary by its output.
   void restore(c10::IValue& result) const {
     for (const auto& [destination, temporary] : written_) {
       if (result.isTensor() && result.toTensor().is_same(temporary)) {

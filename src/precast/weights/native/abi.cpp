@@ -1,12 +1,13 @@
-// Says what this library was compiled for, and whether the PyTorch that is loaded is laid out as its headers said.
+// The library's marker (what it was compiled for) and its probe (whether the loaded PyTorch has the layout of the
+// headers).
 //
 // Invariants:
-//   - The marker can be read from the file's bytes, so a library is judged before it is loaded. It says PyTorch's
-//     version as the headers spell it, for which versions the loader may take the library, the C++ ABI, and the sources.
-//   - The probe compares what code that is compiled into this library (headers full of inline functions) reads from real
-//     objects with what functions of the loaded libraries made or say. It changes nothing that outlives it, and gives
-//     the same answer inside modes, transforms and regions.
-//   - Nothing runs when the library is loaded: whoever registers anything does it in a function that is called.
+//   - The marker can be read from the file's bytes, so a library is checked before it is loaded. It contains PyTorch's
+//     version in the headers, the versions that may load the library, the C++ ABI, and the hash of the sources.
+//   - The probe compares values that inline functions of the headers, compiled into this library, read from real
+//     objects with the results of functions of the loaded libraries. It leaves no changes, and gives the same result
+//     inside modes, transforms and regions.
+//   - Nothing runs when the library is loaded, except static registrations of operators.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -39,21 +40,21 @@
 
 namespace {
 
-// One array that is read as a whole, so that no optimisation can take it apart.
+// A single array, so that no optimisation can split it.
 __attribute__((used)) constexpr char built_for[] =
     "precast-native-library|torch=" TORCH_VERSION "|for=" PRECAST_TORCH_KEY
     "|cxx11_abi=" PRECAST_TEXT(_GLIBCXX_USE_CXX11_ABI) "|sources=" PRECAST_SOURCES "|";
 
 using torch::jit::Stack;
 
-// A sentence says what was compared, so it is the failure's text where it is not true.
+// `what` names the compared property; it is the message of the failure.
 void expect(bool holds, const char* what) {
   if (!holds) {
     throw std::string(what);
   }
 }
 
-// Calls an operation's kernel for the CPU, with its arguments on a stack; the rest of the dispatcher is not asked.
+// Calls an operation's CPU kernel directly, with its arguments on a stack.
 template <typename... Arguments>
 c10::IValue call(const char* name, const char* overload, Arguments&&... arguments) {
   const auto found = c10::Dispatcher::singleton().findSchema({name, overload});
@@ -125,7 +126,7 @@ void check_keys(const at::Tensor& tensor) {
   const auto keys = tensor.unsafeGetTensorImpl()->key_set();
   expect(keys == c10::DispatchKeySet({Key::CPU, Key::ADInplaceOrView, Key::AutogradCPU, Key::AutocastCPU}),
          "the dispatch keys of a tensor");
-  // The loaded library spells the numbers that this one was compiled with.
+  // The loaded library maps the numbers compiled into this one to names.
   const std::pair<Key, const char*> names[] = {
       {Key::CPU, "CPU"},
       {Key::CUDA, "CUDA"},
@@ -167,7 +168,7 @@ void check_errors(const at::Tensor& tensor) {
 }
 
 void check_all() {
-  // In an inference mode, a dispatch mode, a transform or a region the answers would be others.
+  // Inference mode, dispatch modes, transforms and regions would change the results.
   const c10::InferenceMode no_inference(false);
   const auto above = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   const c10::impl::ForceDispatchKeyGuard plain(c10::DispatchKeySet{}, above);
@@ -186,16 +187,16 @@ std::string refusal;
 
 }  // namespace
 
-// What this library was compiled for, as in the file's bytes.
+// The marker.
 PRECAST_EXPORT const char* precast_native_built_for() { return built_for; }
 
-// Null where this library may be used; else a sentence that says what differs. To be called by one thread.
+// Returns null if this library may be used, otherwise a message about the difference. Call it from one thread only.
 PRECAST_EXPORT const char* precast_native_probe() {
   try {
     check_all();
     return nullptr;
   } catch (const std::string& what) {
-    refusal = "the loaded PyTorch is not laid out as the headers say: " + what;
+    refusal = "the loaded PyTorch differs from its headers in " + what;
   } catch (const std::exception& error) {
     refusal = std::string("a check of the loaded PyTorch failed: ") + error.what();
     refusal.resize(std::min(refusal.find('\n'), refusal.size()));

@@ -1,9 +1,10 @@
-// A table of copies by what they are copies of. It is filled and cleared with every region, so it keeps its memory.
+// A hash table of casts by source. It is filled and cleared in every region, so it keeps its memory.
 //
 // Invariants:
-// - the entries lie side by side in `entries_`. `places_` is an index of them with open addressing and linear probing: a
-//   place has the number of an entry and 1, or 0 where it is free, and at least half of them are free;
-// - freeing a copy may run any code, which may use this table: what is removed is freed when the table is whole again.
+// - `entries_` is contiguous. `places_` is its index, with open addressing and linear probing: a place contains the
+//   index of an entry plus 1, or 0 if it is free, and at least half of them are free;
+// - freeing a cast can run arbitrary code that uses this table: removed casts are destroyed when the table is
+//   consistent.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,33 +18,33 @@
 
 namespace precast {
 
-// In which circumstances a copy is used.
-enum class Use : uint8_t {
-  Leaf = 0,        // it carries a gradient, for this region
-  PerRegion = 1,   // a held copy of a frozen weight where gradients are recorded, for this region
-  Persistent = 2,  // a held copy where no gradient is recorded; it outlives regions
+// The lifetime of a cast.
+enum class CopyLifetime : uint8_t {
+  Leaf = 0,        // with a gradient, until the outermost region ends
+  PerRegion = 1,   // of a frozen held weight while gradients are recorded, until the outermost region ends
+  Persistent = 2,  // of a held weight while no gradients are recorded; outlives regions
 };
 
 struct Key {
   const c10::TensorImpl* source;
   at::ScalarType dtype;
-  Use use;
+  CopyLifetime lifetime;
 
   bool operator==(const Key& other) const {
-    return source == other.source && dtype == other.dtype && use == other.use;
+    return source == other.source && dtype == other.dtype && lifetime == other.lifetime;
   }
 
-  // The upper bits are mixed best (Knuth's multiplicative hashing, with 2**64 by the golden ratio).
+  // The upper bits are mixed best (Knuth's multiplicative hashing: 2**64 divided by the golden ratio).
   uint64_t hash() const {
     const auto address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(source)) >> 4;
-    return (address * 8 + static_cast<uint64_t>(dtype) * 3 + static_cast<uint64_t>(use)) * 0x9E3779B97F4A7C15U;
+    return (address * 8 + static_cast<uint64_t>(dtype) * 3 + static_cast<uint64_t>(lifetime)) * 0x9E3779B97F4A7C15U;
   }
 };
 
-// What a source was like when it was cast.
-class Notes {
+// Version counter, storage, offset, shape and strides of a source when it was cast.
+class SourceSnapshot {
  public:
-  explicit Notes(const at::Tensor& source)
+  explicit SourceSnapshot(const at::Tensor& source)
       : storage_(source.storage().getWeakStorageImpl()),
         data_(source.storage().data()),
         offset_(source.storage_offset()),
@@ -53,20 +54,20 @@ class Notes {
   }
 
   // For a copy that was made earlier, when the source had this version and address.
-  Notes(const at::Tensor& source, uint32_t version, const void* address) : Notes(source) {
+  SourceSnapshot(const at::Tensor& source, uint32_t version, const void* address) : SourceSnapshot(source) {
     if (source.const_data_ptr() != address) {
       data_ = nullptr;
-      offset_ = -1;  // nothing lies there
+      offset_ = -1;  // matches no source
     }
     version_ = version;
   }
 
-  bool is_fresh_for(const c10::TensorImpl& source) const {
-    return source.version_counter().current_version() == version_ && is_place_of(source);
+  bool is_valid_for(const c10::TensorImpl& source) const {
+    return source.version_counter().current_version() == version_ && has_same_memory(source);
   }
 
-  // The same, whatever was written there.
-  bool is_place_of(const c10::TensorImpl& source) const {
+  // The same without the version counter.
+  bool has_same_memory(const c10::TensorImpl& source) const {
     const c10::StorageImpl* storage = source.unsafe_storage().unsafeGetStorageImpl();
     return storage == storage_._unsafe_get_target() && storage->data() == data_ && source.storage_offset() == offset_ &&
         source.sizes() == shape_.sizes_arrayref() && source.strides() == shape_.strides_arrayref();
@@ -89,10 +90,10 @@ class Notes {
 };
 
 struct Copy {
-  Notes notes;
+  SourceSnapshot snapshot;
   at::Tensor cast;
-  int64_t held = 0;   // the number of the held copy that it stands for
-  at::Tensor source;  // of a copy without a gradient that is not held: kept alive, as a graph would
+  int64_t held = 0;   // the number of its held copy
+  at::Tensor source;  // of a cast without a gradient that is not held: kept alive, as a graph would do
 
   bool has_gradient() const {
     return !source.defined();
@@ -117,16 +118,16 @@ class CopyTable {
     return const_cast<Copy*>(std::as_const(*this).find(key));
   }
 
-  // Adds a copy of what has none here.
+  // Adds a copy for a key without one.
   void insert(const Key& key, Copy&& copy) {
     if (2 * (entries_.size() + 1) > places_.size()) {
-      index_anew(places_.empty() ? kFewest : 2 * places_.size());
+      rebuild_index(places_.empty() ? kFewest : 2 * places_.size());
     }
     entries_.emplace_back(key, std::move(copy));
     occupy(key, entries_.size());
   }
 
-  // Takes out the copy of a key, if there is one.
+  // Removes the copy of a key, if there is one.
   std::optional<Copy> remove(const Key& key) {
     const size_t place = place_of(key);
     if (place == kNone) {
@@ -143,7 +144,7 @@ class CopyTable {
     return removed;
   }
 
-  // Takes out all copies whose key satisfies a condition; the caller frees them.
+  // Removes the copies whose key meets a condition; the caller destroys them.
   template <typename Condition>
   void take(const Condition& condition, std::vector<Copy>& taken) {
     const auto is_kept = [&](const Entry& entry) { return !condition(entry.key); };
@@ -155,22 +156,22 @@ class CopyTable {
       taken.push_back(std::move(entry->copy));
     }
     entries_.erase(first, entries_.end());
-    index_anew(places_.size());
+    rebuild_index(places_.size());
   }
 
   void clear() {
     if (entries_.empty()) {
       return;
     }
-    std::vector<Entry> gone;
-    gone.swap(entries_);
+    std::vector<Entry> removed;
+    removed.swap(entries_);
     std::fill(places_.begin(), places_.end(), 0);
-    gone.clear();
-    if (gone.capacity() > kMostKept) {
-      gone.shrink_to_fit();
+    removed.clear();
+    if (removed.capacity() > kMostKept) {
+      removed.shrink_to_fit();
     }
     if (entries_.capacity() == 0) {
-      entries_.swap(gone);
+      entries_.swap(removed);
     }
   }
 
@@ -184,7 +185,7 @@ class CopyTable {
 
  private:
   static constexpr size_t kNone = SIZE_MAX, kFewest = 64;
-  static constexpr size_t kMostKept = 4096;  // entries whose memory a table keeps, about 200 bytes each
+  static constexpr size_t kMostKept = 4096;  // capacity that `clear` keeps, about 200 bytes per entry
 
   size_t first_place(const Key& key) const {
     return (key.hash() >> 32) & (places_.size() - 1);
@@ -212,7 +213,7 @@ class CopyTable {
     places_[place] = static_cast<uint32_t>(number);
   }
 
-  // Frees a place, and moves those after it that would no longer be found.
+  // Frees a place, and moves later entries that would no longer be found.
   void vacate(size_t place) {
     const size_t mask = places_.size() - 1;
     for (size_t next = (place + 1) & mask; places_[next] != 0; next = (next + 1) & mask) {
@@ -225,7 +226,7 @@ class CopyTable {
     places_[place] = 0;
   }
 
-  void index_anew(size_t size) {
+  void rebuild_index(size_t size) {
     places_.assign(size, 0);
     for (size_t number = 1; number <= entries_.size(); ++number) {
       occupy(entries_[number - 1].key, number);

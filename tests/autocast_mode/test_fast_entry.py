@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import precast
 from precast.engine import registration
-from precast.engine.native import library
-from precast.engine.thread_state import a_region_is_open, regions, thread_state
+from precast.engine.thread_state import any_region_open, regions, thread_state
+from precast.weights.native import library
 
 BF16 = torch.bfloat16
 LEAN = precast.Policy.load("lean")
@@ -128,12 +128,12 @@ def test_any_nest_of_regions_has_in_force_what_it_has_step_by_step(
 
     learnt, known = states(looks), states(looks)
     registration._registration.number, before = -1, registration._registration.number
-    registration._allow_shortcuts()
+    registration._allow_fast_entries()
     try:
         step_by_step = states(set())
     finally:
         registration._registration.number = before
-        registration._allow_shortcuts()
+        registration._allow_fast_entries()
     assert learnt == step_by_step
     assert known == step_by_step
 
@@ -190,12 +190,12 @@ def test_a_region_in_another_thread_is_seen() -> None:
     thread.start()
     try:
         assert entered.wait(30)
-        assert a_region_is_open()
+        assert any_region_open()
         assert not registration.unregister()
     finally:
         leave.set()
         thread.join()
-    assert not a_region_is_open()
+    assert not any_region_open()
 
 
 def test_what_was_captured_in_a_region_of_pytorchs_has_no_policy_of_ours() -> None:

@@ -1,0 +1,123 @@
+// A held copy in compiled kernels: they update it after a step of its parameter's optimizer, and make a cast of it with
+// a gradient.
+//
+// Invariants:
+// - a copy is owned by Python (`weights/held_copy.py`) or lent to kernels, and used by one of them at a time. Python
+//   takes it back before any change, and lends it only if nothing that only Python knows prevents that;
+// - kernels update a lent copy by the reference's rules: in place, at its next use, and only if it has no other user;
+// - nothing here keeps a parameter alive, except a recorded graph;
+// - gradients are those of `weights/held_gradients.py`, bit for bit and in the same layout.
+#pragma once
+
+#include "copies.h"
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace precast {
+
+struct ThreadState;
+
+enum class Owner : int32_t { Python = 0, InheritedPolicies = 1, InUse = 2 };
+
+// The fields of a copy that Python and the kernels share; Python accesses them in place (`native/shared_data.py`).
+struct HeldRecord {
+  int64_t version = -1;               // the parameter's version at the last write; -1 for a copy that must be rewritten
+  int64_t address = -1;               // the parameter's data pointer at the last write
+  int64_t writes = 0;                 // number of writes
+  std::atomic<int64_t> received{0};   // number of gradients through casts of it
+  int64_t received_at_write = 0;      // `received` at the last write
+  int64_t had_gradient_at_write = 0;  // 1 if the parameter had a gradient at the last write
+  int64_t written_by_kernels = 0;     // 1 if kernels made the last write
+  uint64_t thread = 0;                // the thread whose kernels it is lent to
+  std::atomic<Owner> owner{Owner::Python};
+};
+
+// Reusable CPU memory for one parameter's gradient, free once the gradient of the last step is released.
+class GradientMemory {
+ public:
+  // An uninitialised tensor of that layout and dtype, with the shape of a gradient.
+  at::Tensor like(const at::Tensor& gradient, at::IntArrayRef layout, at::ScalarType dtype);
+
+ private:
+  at::Tensor own_;
+};
+
+class HeldCopy : public std::enable_shared_from_this<HeldCopy> {
+ public:
+  explicit HeldCopy(int64_t number) : number_(number) {}
+
+  HeldRecord record;
+  GradientMemory memory;
+
+  // Lets this thread's kernels use and update it, until Python takes it back.
+  void lend(const at::Tensor& parameter, const at::Tensor& copy);
+
+  // Returns it to Python; false while a kernel is using it.
+  bool take_back();
+
+  // After an optimizer's step: makes a lent copy stale and evicts its casts; false if it is not lent.
+  bool step(std::vector<Copy>& removed);
+
+  // The up-to-date cast of the parameter for this region; undefined if Python has to make it.
+  at::Tensor cast_for(ThreadState& here, const at::Tensor& parameter);
+
+ private:
+  bool may_have_been_written(bool has_gradient) const;
+  bool renew(const at::Tensor& parameter, bool has_gradient);
+
+  const int64_t number_;
+  at::Tensor copy_;
+  std::optional<SourceSnapshot> place_;  // the parameter's memory when the copy was lent
+  const c10::TensorImpl* source_ = nullptr;
+};
+
+// A held parameter in compiled kernels.
+class HeldSource {
+ public:
+  std::atomic<bool> is_cast_per_region{false};  // small: each region casts it, as if it were not held
+
+  std::shared_ptr<HeldCopy> copy_in(at::ScalarType dtype) {
+    std::lock_guard<std::mutex> guard(lock_);
+    return dtype == dtype_ ? copy_.lock() : nullptr;
+  }
+
+  void set(at::ScalarType dtype, std::weak_ptr<HeldCopy> copy) {
+    std::lock_guard<std::mutex> guard(lock_);
+    dtype_ = dtype;
+    copy_ = std::move(copy);
+  }
+
+ private:
+  std::mutex lock_;
+  at::ScalarType dtype_ = at::ScalarType::Undefined;
+  std::weak_ptr<HeldCopy> copy_;
+};
+
+// A tensor that Python passes as the address of its TensorImpl.
+inline at::Tensor tensor_of(void* address) {
+  auto* impl = static_cast<c10::TensorImpl*>(address);
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl));
+}
+
+// The copy as a cast of the parameter, whose gradient flows to the parameter in float32 and in its layout.
+at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held);
+
+// `target.copy_(source)`.
+void write(const at::Tensor& target, const at::Tensor& source);
+
+// True if forward-mode derivatives are computed, so that a tensor may have a tangent.
+bool in_forward_mode();
+
+// Removes the casts of a held copy in all threads; the caller destroys them.
+void evict_everywhere(
+    const c10::TensorImpl* source,
+    at::ScalarType dtype,
+    int64_t held,
+    Eviction which,
+    uint32_t version,
+    std::vector<Copy>& removed);
+
+}  // namespace precast
