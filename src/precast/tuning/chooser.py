@@ -175,18 +175,18 @@ class _IntegerProgram:
     def hold(self, sites: Collection[OperationSite]) -> None:
         """Keep operations in float32, apart from those that write to a tensor from outside: they have its dtype."""
         for site in sites:
-            written = [edge for edge in self._program.inputs(site) if edge.is_written]
-            if not written or any(edge.producer is not None for edge in written):
+            in_place = [edge for edge in self._program.inputs(site) if edge.is_written]
+            if not in_place or any(edge.producer is not None for edge in in_place):
                 self._constrain({self._x[site]: 1.0}, most=0.0)
 
     def tie(self) -> None:
         """Give operations in place the dtype of what they write to, and those that no rule can lower their inputs'."""
         for site in self._program.sites:
             inputs = self._program.inputs(site)
-            written = [edge for edge in inputs if edge.is_written]
-            for edge in written:
+            in_place = [edge for edge in inputs if edge.is_written]
+            for edge in in_place:
                 self._relate(site, edge, least=0.0)
-            if not site.casts_down and not written:
+            if not site.casts_down and not in_place:
                 for edge in inputs:
                     if edge.decides:
                         self._relate(site, edge, least=-1.0)

@@ -156,7 +156,7 @@ class TuningEvidence:
 
     @property
     def outcome(self) -> Literal["proven", "undecided", "interrupted"]:
-        """How the search ended."""
+        """The way the search ended."""
         if self.interrupted:
             return "interrupted"
         return "undecided" if self.undecided else "proven"

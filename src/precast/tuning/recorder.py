@@ -184,9 +184,9 @@ class ProgramRecorder:
         return CallRecord(call.overload, args, kwargs)
 
     def _sources_of(self, call: ObservedCall) -> list[_TensorSource]:
-        written = _written_tensors(call)
+        targets = _written_tensors(call)
         return [
-            self._source(tensor, id(tensor) in written)
+            self._source(tensor, id(tensor) in targets)
             for tensor in tensors_in_order(call.args, call.kwargs)
         ]
 

@@ -71,7 +71,7 @@ class TuningResult(Displayed):
 
     @property
     def outcome(self) -> Literal["proven", "undecided", "interrupted"]:
-        """How the search ended."""
+        """The way the search ended."""
         return self.evidence.outcome
 
     @property

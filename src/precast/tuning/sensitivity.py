@@ -149,7 +149,7 @@ def measure_sensitivity(
     if program.low is torch.float16:
         meter.find_scale(halving.setup(sites))
         result.scale = meter.scale
-    halving.run(sites, deadline, progress or (lambda _left, _runs: None))
+    halving.run(sites, deadline, progress or (lambda _remaining, _runs: None))
     result.sites = {site: result.sites[site] for site in program.sites if site in result.sites}
     return result
 
@@ -184,12 +184,12 @@ class _Halving:
         self, sites: list[OperationSite], deadline: float, progress: Callable[[int, int], None]
     ) -> None:
         """Measure groups until each operation has its errors."""
-        result, left = self._result, len(sites)
+        result, remaining = self._result, len(sites)
         groups = [_ordered_by_kind(sites)]
         while groups:
             for group in groups:
-                progress(left, result.runs)
-                left -= self._measure(group, len(sites))
+                progress(remaining, result.runs)
+                remaining -= self._measure(group, len(sites))
             if (
                 not self._queue
                 or result.runs + 2 > MOST_RUNS

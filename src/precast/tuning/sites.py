@@ -184,21 +184,21 @@ class TunedProgram:
         return all(site in choice and self._is_possible(site, choice) for site in self.sites)
 
     def _settle(self, site: OperationSite, settled: dict[OperationSite, torch.dtype]) -> None:
-        written = self._written(site)
-        if not written:
+        targets = self._written(site)
+        if not targets:
             settled[site] = settled[site] if self._is_possible(site, settled) else _F32
             return
-        if site.barred or len({edge.dtype_under(settled) for edge in written}) > 1:
-            settled |= {edge.producer: _F32 for edge in written if edge.producer is not None}
-        dtypes = {edge.dtype_under(settled) for edge in written}
+        if site.barred or len({edge.dtype_under(settled) for edge in targets}) > 1:
+            settled |= {edge.producer: _F32 for edge in targets if edge.producer is not None}
+        dtypes = {edge.dtype_under(settled) for edge in targets}
         settled[site] = self.low if dtypes == {self.low} else _F32
 
     def _is_possible(self, site: OperationSite, choice: DtypeChoice) -> bool:
-        if written := self._written(site):
-            is_fixed = site.barred and any(edge.producer is not None for edge in written)
+        if targets := self._written(site):
+            is_fixed = site.barred and any(edge.producer is not None for edge in targets)
             if is_fixed and choice[site] is self.low:
                 return False
-            return {edge.dtype_under(choice) for edge in written} == {choice[site]}
+            return {edge.dtype_under(choice) for edge in targets} == {choice[site]}
         if choice[site] is not self.low:
             return True
         return not site.barred and (site.casts_down or self._follows_low(site, choice))

@@ -166,7 +166,7 @@ def task_of(workload: Workload) -> TrainingTask | InferenceTask:
 
 
 @dataclass
-class _Candidate:
+class _DtypeCandidate:
     """The measurements in one 16-bit dtype, and the share of the allowed error that its policy may have."""
 
     program: TunedProgram
@@ -239,7 +239,7 @@ class _PolicySearch:
 
     # --- measurements ---
 
-    def _measure(self, dtypes: Sequence[torch.dtype]) -> Iterator[_Candidate]:
+    def _measure(self, dtypes: Sequence[torch.dtype]) -> Iterator[_DtypeCandidate]:
         """Yield the measurements in each dtype; first all errors are measured, then all costs."""
         candidates = []
         for number, dtype in enumerate(dtypes, 1):
@@ -261,7 +261,7 @@ class _PolicySearch:
             )
             yield candidate
 
-    def _measure_errors(self, dtype: torch.dtype, deadline: float) -> _Candidate:
+    def _measure_errors(self, dtype: torch.dtype, deadline: float) -> _DtypeCandidate:
         name, task = dtype_name(dtype), self._task
         self._tell("record", f"the operations of a {task.words.run}, in {name}")
         program = task.record(self._base, dtype)
@@ -273,15 +273,15 @@ class _PolicySearch:
             loss=self._settings.tolerance,
             gradient=task.allowed_change,
             deadline=deadline,
-            progress=lambda left, runs: self._tell(
-                "errors", f"{name}: {left} of {count} operations left, {runs} runs"
+            progress=lambda remaining, runs: self._tell(
+                "errors", f"{name}: {remaining} of {count} operations left, {runs} runs"
             ),
         )
-        return _Candidate(program, errors)
+        return _DtypeCandidate(program, errors)
 
     # --- setups ---
 
-    def _setups(self, candidates: Sequence[_Candidate]) -> list[Setup]:
+    def _setups(self, candidates: Sequence[_DtypeCandidate]) -> list[Setup]:
         """Return the setups of the base policy, the chosen ones, and last those of presets."""
         setups: list[Setup] = []
         presets: list[Setup] = []
@@ -306,7 +306,7 @@ class _PolicySearch:
     def _with_silent(self, setup: Setup) -> Setup:
         return replace(setup, silent=self._task.meter.errors(setup).silent)
 
-    def _tuned(self, name: str, candidate: _Candidate) -> Setup:
+    def _tuned(self, name: str, candidate: _DtypeCandidate) -> Setup:
         """Return the setup that costs least within the allowed errors.
 
         Errors that were measured in groups may add up to more where all operations run together in 16 bits.
@@ -486,7 +486,7 @@ class _PolicySearch:
         )
 
     def _reduce_errors(
-        self, proof: Proof, setups: Sequence[Setup], candidates: Sequence[_Candidate]
+        self, proof: Proof, setups: Sequence[Setup], candidates: Sequence[_DtypeCandidate]
     ) -> bool:
         """Halve the allowed errors of the chosen policies that trained worse; return False if there are none."""
         worse = {c.name for c in proof.comparisons if c.loss == "worse" and not c.because} | {
