@@ -20,7 +20,7 @@ from precast.tuning.policy_rows import (
     rows_of,
     with_patterns,
 )
-from precast.tuning.sites import DtypeChoice, OperationSite, TensorEdge, TunedProgram
+from precast.tuning.sites import CallRecord, DtypeChoice, OperationSite, TensorEdge, TunedProgram
 from tests.tuning.programs import programs
 from tests.tuning.traced import assert_runs_as_chosen
 
@@ -167,6 +167,20 @@ def test_one_row_of_the_device_stands_for_all_modules():
     program = TunedProgram(sites, edges, modules=names)
     [row] = written_rows(program.choose(), program, NOTHING)
     assert row == PolicyRow(None, "softmax", Rule.FP32, sites)
+
+
+def test_a_site_whose_calls_may_have_16_bit_inputs_alone_has_a_row():
+    """Its inputs are of both dtypes together, but each call may have those of one."""
+    calls = (CallRecord("aten::add", (), count=2),)
+    site = OperationSite("a", "add", calls=calls)
+    edges = tuple(TensorEdge(None, site, 1, dtype=dtype) for dtype in (F32, LOW))
+    program = TunedProgram((site,), edges, modules=("", "a"))
+    [row] = written_rows(program.choose(), program, NOTHING)
+    assert row.rule is Rule.FP32
+    once = OperationSite("a", "add")
+    edges = tuple(TensorEdge(None, once, 1, dtype=dtype) for dtype in (F32, LOW))
+    program = TunedProgram((once,), edges, modules=("", "a"))
+    assert written_rows(program.choose(), program, NOTHING) == []
 
 
 def test_a_row_of_the_device_reaches_pinned_operations():

@@ -89,6 +89,15 @@ def test_what_is_planted_is_held_back_and_the_policy_is_proven() -> None:
     assert compared["default", "float32"].loss == "worse"
 
 
+def test_a_reduction_that_loses_in_bfloat16_is_held_back(tmp_path) -> None:
+    case = planted.CASES["reduction"]
+    given = planted.workload(case, 1)
+    found = tune(given.model, given.step, given.batches, optimizer=given.optimizer, tolerance=0.02)
+    path = tmp_path / "tuned.toml"
+    path.write_text(found.evidence.proofs[-1].figures["tuned"].policy)
+    assert planted.is_held_back(precast.Policy.load(path), case)
+
+
 def test_a_layer_that_is_not_trained_is_not_hidden_by_the_others() -> None:
     case = planted.CASES["underflow"]
     given = planted.workload(case, 1)

@@ -139,6 +139,8 @@ def fulfills(
     if rule in FLOAT32_RULES:
         return choice[site] is _F32
     deciding = {e.dtype_under(choice) for e in edges if e.decides or rule is Rule.PROMOTE}
+    if len(deciding) > 1 and sum(call.count for call in site.calls) > 1:
+        return False  # one of its calls may have 16-bit inputs alone
     return choice[site] is (program.low if deciding == {program.low} else _F32)
 
 

@@ -498,8 +498,12 @@ class _PolicySearch:
                 self._float8_shares[rule] /= 2
                 worse.discard(setup_name(rule))
                 is_changed = True
-        for setup in setups:
-            if setup.name in worse and setup.name.startswith("tuned"):
+        chosen = [setup for setup in setups if setup.name.startswith("tuned")]
+        dtypes = {setup.dtype for setup in chosen}
+        # Without a chosen policy in a dtype, the choice was the base policy.
+        chosen += [s for s in setups if s.policy is self._base and s.dtype not in dtypes]
+        for setup in chosen:
+            if setup.name in worse:
                 for candidate in candidates:
                     if candidate.program.low is setup.dtype:
                         candidate.share /= 2
