@@ -126,7 +126,7 @@ def _headline(document: RunDocument, problems: list[str], costs: list[Remedy]) -
 
 def _wrong_numbers(document: RunDocument) -> str | None:
     first, skipped = offender(document), lost(document)
-    if document.run.nonfinite:
+    if document.run.nonfinite and not document.run.nonfinite_losses:  # else the losses come first
         return next(_nonfinite_state(document))
     if skipped:
         by = f": {in_words(first)} was the first that was not finite" if first else ""
