@@ -39,7 +39,6 @@ KNOWN = (
     f"class A:\n    @property\n    def s(self):\n        return {MADE}\n    def b(self):\n        look(self.s)",
     f"class A:\n    s = {MADE}\nlook(A.s)",
     f"class A:\n    def __init__(self):\n        self.s = {MADE}\na = A()\nlook(a.s)",
-    f"from types import SimpleNamespace\nn = SimpleNamespace(s={MADE})\nlook(n.s)",
     f"def make():\n    return 1, {MADE}\na, s = make()\nlook(s)",
     f"class A:\n    def make(self):\n        return {MADE}\nclass B(A):\n    def b(self):\n        look(self.make())",
     f"class A:\n    @staticmethod\n    def f(x, s):\n        look(s)\nA.f(1, {MADE})",
