@@ -76,7 +76,7 @@ def test_it_runs_on_the_native_engine_and_without_the_library_on_the_reference(
     # What it depends on is taken from this environment; a `.pth` file inside of that one is not read.
     others = Path(site.strip(), "others.pth")
     others.write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
-    compiled = Path(site.strip(), "precast", "engine", "native", "compiled")
+    compiled = Path(site.strip(), "precast", "weights", "native", "compiled")
     [library] = compiled.iterdir()
     monkeypatch.setenv("PATH", os.devnull)  # no compiler
     used = [python, "-W", "error", "-c", _USE]
