@@ -49,9 +49,9 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _looks_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`load` answers for the folders of this test."""
-    library._found.cache_clear()
+    library._find_once.cache_clear()
     yield
-    library._found.cache_clear()
+    library._find_once.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -504,7 +504,7 @@ def test_libraries_of_other_versions_are_passed_over(cache: Path) -> None:
 
 
 def unavailable_again() -> Unavailable:
-    library._found.cache_clear()
+    library._find_once.cache_clear()
     return unavailable()
 
 
@@ -562,7 +562,7 @@ def test_a_library_that_is_refused_is_told_of_and_one_that_is_not_there_is_not(c
         warnings.simplefilter("error")
         assert library.chosen_engine() == "reference"
     kept(cache, b"half", name=library_file.file_name(VERSION, "1", b"whole"))
-    library._found.cache_clear()
+    library._find_once.cache_clear()
     with pytest.warns(
         PrecastWarning, match=r"^The reference engine runs: .* half written.* precast build$"
     ):

@@ -248,7 +248,7 @@ def test_every_entry_says_why_and_until_when() -> None:
 
     for patch in PATCHES:
         assert patch.names
-        assert all((patch.reason, patch.begins, patch.ends, patch.seen)), patch
+        assert all((patch.reason, patch.begins, patch.ends, patch.versions)), patch
 
 
 # --- how one ends ---

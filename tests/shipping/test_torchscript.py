@@ -69,7 +69,7 @@ def test_a_region_of_another_policy_around_a_converted_model_is_told_once(model:
     expected = converted(x)
     other = precast.Policy.load("default").replace(name="other", ops={"linear": "fp32"})
     with precast.autocast("cpu", torch.bfloat16, policy=other):
-        with pytest.warns(PrecastWarning, match="the policy 'other'.* follows .*'default'") as told:
+        with pytest.warns(PrecastWarning, match="the policy 'other'.* keeps .*'default'") as told:
             first = converted(x)
         second = converted(x)
     assert len(told) == 1

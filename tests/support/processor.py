@@ -7,7 +7,12 @@ import functools
 import torch
 from torch import nn
 
-__all__ = ["runs_lstm_in_bfloat16"]
+__all__ = ["has_bfloat16", "runs_lstm_in_bfloat16"]
+
+
+def has_bfloat16() -> bool:
+    """Return False where the processor has no instructions for bfloat16, which is then slower than float32."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @functools.cache
