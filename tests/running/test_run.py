@@ -620,7 +620,7 @@ def test_without_the_extra_there_are_data_and_no_page(tmp_path: Path) -> None:
         ((), 2, "Name the files that `precast run --json` wrote"),
         (("none.json",), 1, "cannot read none.json"),
         (("half.json",), 1, "half.json is not a complete JSON file"),
-        (("a.json", "a.json"), 1, "a document without a rank"),
+        (("a.json", "a.json"), 1, "one of several documents has no rank"),
     ],
 )
 def test_a_report_of_what_is_no_document_is_refused(

@@ -311,7 +311,7 @@ PLANTINGS = {
     "before a tied module's second call": Planting(
         lambda f: Twice(f, inside=False), "input", "tied", "`tied` in its call 2 of the step"
     ),
-    "between two calls": Planting(Again, "input", "layer", "made between two calls of `layer`"),
+    "between two calls": Planting(Again, "input", "layer", "computed between two calls of `layer`"),
     "between two calls, in place": Planting(
         lambda f: Again(f.write), "input", "layer", "code between two calls of `layer` wrote it in place"
     ),

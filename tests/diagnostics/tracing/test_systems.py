@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import precast
 from precast import _torch
 from precast.cli.demo.example import demo_task
-from precast.diagnostics.tracing import tracer as trace_module
+from precast.diagnostics.tracing import listening
 from tests.conformance.programs.compare import difference
 from tests.conformance.programs.draw import cases
 from tests.conformance.programs.run import run
@@ -219,12 +219,12 @@ class Nothing(_torch.ObservingMode):
 
 @contextmanager
 def under_nothing() -> Iterator[None]:
-    trace_module._see_through(1)
+    listening._count_modes(1)
     try:
         with Nothing():
             yield
     finally:
-        trace_module._see_through(-1)
+        listening._count_modes(-1)
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
