@@ -768,6 +768,6 @@ def test_where_nothing_can_be_written_the_summary_is_printed(tmp_path: Path) -> 
     said = " ".join(line.strip() for line in done.ours)
     assert "cannot write" in said
     assert "File too large" in said
-    assert "no other place" in said
+    assert "no temporary folder could be used" in said
     assert "exited after 0 steps" in said
     assert (tmp_path / "precast-report.html").read_text() == OLD
