@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -68,32 +68,7 @@ def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
 
 # --- the backward passes of compiled functions ---
 
-
-class _BackwardAutocast(str):
-    """A setting that is "off" if `is_off()`, and otherwise PyTorch's default."""
-
-    is_off: Callable[[], bool]
-    default: str
-    """PyTorch's default."""
-
-    def current(self) -> str:
-        """Return the setting for a compilation that starts now."""
-        return "off" if self.is_off() else self.default
-
-    def __eq__(self, other: object) -> bool:
-        return self.current() == other
-
-    def __hash__(self) -> int:
-        return hash(self.current())
-
-    def __str__(self) -> str:
-        return self.current()
-
-    def __repr__(self) -> str:
-        return repr(self.current())
-
-    def __reduce__(self) -> tuple[Any, ...]:  # keys of caches are digests of pickles
-        return str, (self.current(),)
+_COMPUTED_ENTRY: Final = "_BackwardAutocastEntry"
 
 
 def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
@@ -111,8 +86,11 @@ def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
     entry = config._config.get("backward_pass_autocast")
     if entry is None:
         return
-    plain = entry.default.default if type(entry.default) is _BackwardAutocast else entry.default
-    entry.default = plain
-    if is_off is not None:
-        entry.default = _BackwardAutocast(plain)
-        entry.default.is_off, entry.default.default = is_off, plain
+    if type(entry).__name__ == _COMPUTED_ENTRY:
+        entry.__class__ = type(entry).__base__
+    if is_off is None:
+        return
+    plain = entry.default
+    # Keys of caches are digests of pickles, so the value must be a plain string that is computed when it is read.
+    default = property(lambda _: "off" if is_off() else plain)
+    entry.__class__ = type(_COMPUTED_ENTRY, (type(entry),), {"default": default})
