@@ -319,7 +319,7 @@ def test_a_value_that_cannot_be_is_exit_code_2(arguments: tuple[str, ...]) -> No
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_that_the_docs_name_is_a_script(shell: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "run.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "usage.md").read_text(encoding="utf-8")
     asked = f"_PRECAST_COMPLETE={shell}_source precast"
     assert asked in page
     program = str(Path(sys.executable).with_name("precast"))

@@ -161,9 +161,9 @@ def test_an_explanation_and_a_difference_of_traces() -> None:
     assert {"mm", "fp32"} <= set(shown(explained).texts)
     assert repr(traces[0].explain(torch.ones(2))) == "<Explanation: float32, not followed>"
     difference = traces[0].diff(traces[1])
-    assert repr(difference).startswith("<Difference: ")
+    assert repr(difference).startswith("<TraceDifference: ")
     assert "mm" in shown(difference).texts
-    assert repr(traces[0].diff(traces[0])) == "<Difference: 0 operations changed, +0 casts>"
+    assert repr(traces[0].diff(traces[0])) == "<TraceDifference: 0 operations changed, +0 casts>"
 
 
 def test_a_monitor_names_the_first_offender_and_its_largest_tensors() -> None:
