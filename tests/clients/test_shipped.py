@@ -8,15 +8,15 @@ pytest.importorskip("transformers", reason="`make test-clients` runs these tests
 
 from tests.clients.shipped_cases import CASES, POLICIES
 from tests.clients.shipped_ways import DTYPES, compared
+from tests.support.processor import runs_lstm_in_bfloat16
 
 # A module rule says nothing of names that a model has twice; what libraries warn of is theirs to repair.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CANNOT = {
-    ("LSTM", "torch", "float16"),
-    ("LSTM", "default", "float16"),
-    ("LSTM", "lean", "float16"),
-    ("LSTM", "module rules", "float16"),
+    ("LSTM", policy, dtype)
+    for policy in ("torch", "default", "lean", "module rules")
+    for dtype in ("float16", *(() if runs_lstm_in_bfloat16() else ("bfloat16",)))
 }
 """PyTorch's own kernels refuse these on the CPU, in a region too."""
 
