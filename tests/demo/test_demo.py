@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +193,23 @@ def test_peak_memory_is_the_resident_memory_and_the_peak_of_allocations() -> Non
 
     held = sum(t.nbytes for t in (model.weight, *batch))
     assert example.peak_bytes(step, model, optimizer, batch) == held + 3 * 2**20
+
+
+def test_peak_memory_is_that_of_the_device_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = []
+
+    def reading(value: int | None) -> Any:
+        return lambda device: devices.append(device) or value
+
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reading(None))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", reading(10))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", reading(25))
+    model = torch.nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    elsewhere: Any = SimpleNamespace(device=torch.device("cuda:1"))
+    peak = example.peak_bytes(lambda: None, model, optimizer, (elsewhere, elsewhere))
+    assert peak == model.weight.nbytes + 15
+    assert devices == [torch.device("cuda:1")] * 3
 
 
 # --- the table and the picture ---

@@ -263,12 +263,12 @@ def demo_task(
         MissingExtraError: scikit-learn is not installed, for digits.
     """
     place = _device(device)
-    kind = "cuda" if place.type == "cuda" else "cpu"
-    dtype = dtype or ("float16" if kind == "cuda" else "bfloat16")  # the defaults of autocast
+    on_cuda = place.type == "cuda"
+    dtype = dtype or ("float16" if on_cuda else "bfloat16")  # the defaults of autocast
     dtype = canonical_dtype(dtype) or dtype
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"expected dtype bfloat16 or float16, got {dtype!r}")
-    default_size, steps = _DEFAULTS[name]["cuda" if kind == "cuda" else dtype]
+    default_size, steps = _DEFAULTS[name]["cuda" if on_cuda else dtype]
     size = default_size if size is None else size
     smallest, largest, unit = TASKS[name]
     if not smallest <= size <= largest:
@@ -501,16 +501,16 @@ def peak_bytes(
     }
     resident = sum(storages.values())
     gc.collect()  # a tensor allocated earlier and freed during the step would count as negative
-    if batch[0].device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    device = batch[0].device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         step()
-        return resident + torch.cuda.max_memory_allocated() - before
+        return resident + torch.cuda.max_memory_allocated(device) - before
     with _no_kineto_log(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         step()
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # only an exported trace has each allocation, in order
+    # Only an exported trace has each allocation, in order.
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
         events = json.loads(path.read_bytes())["traceEvents"]
