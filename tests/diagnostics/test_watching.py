@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import precast
 from precast._internal import pytree
-from tests.support.processor import runs_lstm_in_bfloat16
+from tests.support.processor import has_bfloat16, runs_lstm_in_bfloat16
 from tests.support.profiled import casts_profiled
 
 Build = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
@@ -255,9 +255,8 @@ def test_casts_are_those_of_the_profiler(name: str) -> None:
                 where = f"{mode}, {'train' if trains else 'eval'}, {policy}"
                 casts = trace.totals.casts
                 # Without bfloat16 instructions, kernels such as convolutions cast inside, which no trace can see.
-                has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
                 assert (
-                    casts == expected if has_bfloat16 else 0 < casts <= expected or not expected
+                    casts == expected if has_bfloat16() else 0 < casts <= expected or not expected
                 ), where
                 assert sum(row.casts for row in trace.rows) == casts, where
                 assert sum(flow.casts for flow in trace.flow) == casts, where

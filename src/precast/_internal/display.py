@@ -7,13 +7,14 @@ Invariants:
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import os
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 __all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "size", "terminal_width"]
 
@@ -80,9 +81,17 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def terminal_width() -> int:
-    """Return the number of columns of the terminal, from 40 to 200; 80 where there is none."""
-    return min(max(shutil.get_terminal_size((80, 24)).columns, 40), 200)
+def terminal_width(stream: TextIO | None) -> int:
+    """Return the number of columns of the terminal at `stream`, from 40 to 200; 80 where there is none.
+
+    The environment variable COLUMNS has priority.
+    """
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    if width == 0 and stream is not None:
+        with contextlib.suppress(OSError, ValueError):
+            width = os.get_terminal_size(stream.fileno()).columns
+    return min(max(width or 80, 40), 200)
 
 
 def _row(cell: str, values: Iterable[Any]) -> str:

@@ -226,7 +226,7 @@ def _check(path: Path, inputs: Inputs, explicit: dict[str, Any], seed: int, as_j
         content = {"policy": str(path), "outcome": result.outcome, "because": result.because}
         click.echo(json.dumps({**content, "trials": figures_of(result.proof)}, indent=2))
     else:
-        width = terminal_width()
+        width = terminal_width(sys.__stdout__)
         lines = [f"{path}: {_OUTCOMES[result.outcome]}"]
         for reason in result.because:
             lines += wrapped(reason, width, "- ", "  ")

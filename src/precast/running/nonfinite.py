@@ -68,12 +68,12 @@ class NonfiniteStates:
         states: dict[str, NonfiniteState] = {}
         with torch.no_grad(), _torch.without_dispatch():
             extremes = (
-                _Extremes(name, kind, *memory.aminmax(), before.get(name))
+                _extremes(
+                    named_parameters(model), model.named_buffers(), self._finite.get(model, {})
+                )
                 for model in models
-                for before in [self._finite.get(model, {})]
-                for name, kind, memory in _states(named_parameters(model), model.named_buffers())
             )
-            for each in chain(extremes, *self._freed):
+            for each in chain.from_iterable(chain(extremes, self._freed)):
                 if each.name not in states and (state := each.state()) is not None:
                     states[each.name] = state
         return sorted(states.values(), key=lambda state: state.kind != "parameter")[:_MOST]
@@ -85,11 +85,8 @@ class NonfiniteStates:
         ):
             return
         with contextlib.suppress(RuntimeError), torch.no_grad(), _torch.without_dispatch():
-            extremes = [
-                _Extremes(name, kind, *memory.aminmax(), finite.get(name))
-                for name, kind, memory in _states(references.parameters(), references.buffers())
-            ]
-            self._freed.append(extremes)
+            extremes = _extremes(references.parameters(), references.buffers(), finite)
+            self._freed.append(list(extremes))
 
 
 @dataclass(frozen=True)
@@ -144,14 +141,16 @@ class _References:
                 yield name, value
 
 
-def _states(
-    parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
-) -> Iterator[tuple[str, Literal["parameter", "buffer"], Tensor]]:
-    """Yield the name, the kind and the numbers of each floating-point parameter and buffer."""
+def _extremes(
+    parameters: Iterable[tuple[str, Tensor]],
+    buffers: Iterable[tuple[str, Tensor]],
+    finite: dict[str, Tensor],
+) -> Iterator[_Extremes]:
+    """Yield the extremes of each floating-point parameter and buffer; `finite` has buffers at the first call."""
     for name, memory in _memory(parameters):
-        yield name, "parameter", memory
+        yield _Extremes(name, "parameter", *memory.aminmax(), None)
     for name, memory in _memory(buffers):
-        yield name, "buffer", memory
+        yield _Extremes(name, "buffer", *memory.aminmax(), finite.get(name))
 
 
 def _memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

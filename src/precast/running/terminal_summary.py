@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from precast._internal.display import terminal_width
 from precast.report.evidence import lost
 from precast.report.run_summary import (
     beyond_scale,
@@ -31,7 +31,6 @@ _ENDED: Final = {
     "exception": "failed",
     "interrupted": "interrupted",
 }
-_NARROWEST, _WIDEST, _DEFAULT = 40, 200, 80
 _LINES_OF_A_POLICY: Final = 6  # a longer policy file is shown in the report alone
 
 
@@ -49,26 +48,13 @@ def summary(document: RunDocument, where: list[str]) -> str:
 def said(*sentences: str) -> str:
     """Return the sentences, each on lines that begin with precast's name; long paths are not broken."""
     wrap = textwrap.TextWrapper(
-        width=_width() - 1,
+        width=terminal_width(sys.__stderr__) - 1,
         initial_indent=_MARK,
         subsequent_indent=" " * len(_MARK),
         break_long_words=False,
         break_on_hyphens=False,
     )
     return "".join(f"{wrap.fill(sentence)}\n" for sentence in sentences)
-
-
-def _width() -> int:
-    """Return the number of columns of the terminal at stderr; 80 where there is none."""
-    columns = os.environ.get("COLUMNS", "")
-    width = int(columns) if columns.isdecimal() else 0
-    if width == 0:
-        try:
-            assert sys.__stderr__ is not None
-            width = os.get_terminal_size(sys.__stderr__.fileno()).columns
-        except (AssertionError, OSError, ValueError):
-            width = 0
-    return min(max(width or _DEFAULT, _NARROWEST), _WIDEST)
 
 
 def _run(document: RunDocument) -> Iterator[str]:

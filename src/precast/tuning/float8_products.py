@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from precast._internal.display import dtype_name
 from precast.autocast_mode.region import autocast
 from precast.errors import PrecastWarning
 from precast.policy.module_rules import decide
@@ -275,7 +276,7 @@ def _no_gain_text(
         pairs = [(p.in_8_bits.seconds, p.in_16_bits.seconds) for p in products]
         verb, amount = "take", "the time"
     ratio = math.fsum(a for a, _ in pairs) / max(math.fsum(b for _, b in pairs), 1e-12)
-    low = str(program.low).removeprefix("torch.")
+    low = dtype_name(program.low)
     support = support_of(torch.device(program.device))
     return (
         f"{rule} saves nothing here: its products {verb} {ratio:.2f} times {amount} of {low} "

@@ -9,6 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ class TuningResult(Displayed):
         }
 
     def __str__(self) -> str:
-        return "\n".join(self._lines(terminal_width()))
+        return "\n".join(self._lines(terminal_width(sys.__stdout__)))
 
     def _lines(self, width: int) -> Iterator[str]:
         yield from wrapped(_answer(self.evidence), width)

@@ -8,6 +8,7 @@ import torch
 from precast.diagnostics.hardware import float8
 from precast.diagnostics.hardware.float8 import RULES, Float8Report, Float8Speed, float8_on
 from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
+from tests.support.processor import has_bfloat16
 
 CPU = torch.device("cpu")
 
@@ -30,8 +31,7 @@ def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
 def test_an_emulation_is_slower_than_bfloat16(here: Float8Report) -> None:
     """It does what bfloat16 does in a wider dtype, and quantises beside it."""
     # Without bfloat16 instructions, bfloat16 is emulated too, and can be the slower one.
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert all(s.ratio is not None and (s.ratio < 1 or not has_bfloat16) for s in here.speeds)
+    assert all(s.ratio is not None and (s.ratio < 1 or not has_bfloat16()) for s in here.speeds)
 
 
 def test_measuring_leaves_the_number_of_threads() -> None:
