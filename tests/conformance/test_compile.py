@@ -509,6 +509,11 @@ def test_the_users_own_setting_for_compiled_backward_passes_comes_first() -> Non
         assert config.backward_pass_autocast == "off"
         with config.patch(backward_pass_autocast="same_as_forward"):
             assert config.backward_pass_autocast == "same_as_forward"
+        assert config.backward_pass_autocast == "off"
     assert config.backward_pass_autocast == "same_as_forward"
+    with config.patch(backward_pass_autocast="off"):
+        assert config.backward_pass_autocast == "off"
+    with precast.autocast("cpu"):
+        assert config.backward_pass_autocast == "off"
     with torch.autocast("cpu"):
         assert config.backward_pass_autocast == "same_as_forward"

@@ -53,7 +53,7 @@ REFUSALS = {
     "control flow or a result that depends on data": r"DataDependent|data-dependent|depends on data",
     "a size that depends on data": r"DynamicOutputShape",
     "tensors that are taken for constants, as those of `.data`": (
-        r"fake tensor in the exported program constant|a constant that it has no numbers of"
+        r"fake tensor in the exported program constant|treats a tensor without values as a constant"
     ),
     "an operation that PyTorch has no version of without numbers": r"its data is not allocated yet",
     "an operation that calls others as its numbers decide": r"linalg_matrix_exp calls operations that the policy",

@@ -72,6 +72,7 @@ PROGRAM = TunedProgram(
         TensorEdge(None, NORM, 8, dtype=F32, weight="body.norm.weight", decides=False),
         TensorEdge(NORM, TANH, 16),
         TensorEdge(TANH, HEAD, 16),
+        TensorEdge(None, HEAD, 32, dtype=F32, weight="head.weight"),
         TensorEdge(HEAD, LOSS, 8),
     ),
     modules=("", "body", "body.up", "body.norm", "head"),

@@ -74,6 +74,8 @@ _COMPUTED_ENTRY: Final = "_BackwardAutocastEntry"
 def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
     """Differentiate functions that are compiled while `is_off()` with autocast off; None ends that.
 
+    The first function is in force until None.
+
     PyTorch records the backward pass of a compiled function in the regions around its forward (2.11 to 2.15). An
     uncompiled function has its backward run in the regions around `backward()`: normally none.
     `torch._functorch.config` has a setting for this; that its default can be replaced is not public. A user's setting
@@ -86,11 +88,31 @@ def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
     entry = config._config.get("backward_pass_autocast")
     if entry is None:
         return
-    if type(entry).__name__ == _COMPUTED_ENTRY:
-        entry.__class__ = type(entry).__base__
     if is_off is None:
+        if type(entry).__name__ == _COMPUTED_ENTRY:
+            entry.__class__ = type(entry).__base__
         return
-    plain = entry.default
-    # Keys of caches are digests of pickles, so the value must be a plain string that is computed when it is read.
-    default = property(lambda _: "off" if is_off() else plain)
-    entry.__class__ = type(_COMPUTED_ENTRY, (type(entry),), {"default": default})
+    if type(entry).__name__ == _COMPUTED_ENTRY:
+        return
+    # Keys of caches are digests of pickles, so the values must be plain strings. `config.patch` later stores as
+    # the user's setting what it read: these two objects, which nobody else has, are recognized there by identity.
+    off, plain = "".join("off"), "".join(entry.default)
+    unset = torch.utils._config_module._UNSET_SENTINEL
+
+    def user_override(self: Any) -> Any:
+        stored = self.__dict__["user_override"]  # a value before PyTorch 2.13
+        is_variable = isinstance(stored, ContextVar)
+        if not any((stored.get() if is_variable else stored) is own for own in (off, plain)):
+            return stored
+        if is_variable:
+            stored.set(unset)
+            return stored
+        return unset
+
+    members = {
+        "default": property(lambda _: off if is_off() else plain),
+        "user_override": property(
+            user_override, lambda self, value: self.__dict__.update(user_override=value)
+        ),
+    }
+    entry.__class__ = type(_COMPUTED_ENTRY, (type(entry),), members)
