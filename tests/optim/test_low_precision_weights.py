@@ -458,6 +458,23 @@ def test_a_sparse_gradient_is_one_clear_error_and_changes_nothing(programs: Any)
     assert all(p.grad is not None for p in (model["l"].weight, model["e"].weight))
 
 
+@pytest.mark.trial("bfloat16_weights: dense gradients")
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_an_embedding_with_dense_gradients_or_another_optimizer_trains(is_dense: bool) -> None:
+    embedding, layer = nn.Embedding(400, 64, sparse=not is_dense), nn.Linear(64, WIDTH)
+    model = nn.Sequential(embedding, layer)
+    optimizers = [SGD((model if is_dense else layer).parameters(), lr=0.1)]
+    bfloat16_weights(model, optimizers[0], masters="kahan")
+    if not is_dense:
+        optimizers.append(SGD(embedding.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in model.parameters()]
+    with precast.autocast("cpu"):
+        model(torch.arange(8)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
 @pytest.mark.parametrize("how", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_states_of_another_dtype_are_one_clear_error(how: Any, dtype: torch.dtype) -> None:
@@ -737,6 +754,7 @@ def test_an_average_that_stays_in_bfloat16_is_warned_of_and_the_advice_works(pro
     ended_as(model, average.module[0].weight.detach(), expected)
 
 
+@pytest.mark.trial("bfloat16_weights: before DistributedDataParallel")
 def test_weights_for_which_ddp_has_allocated_buffers_keep_their_dtype(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -746,5 +764,13 @@ def test_weights_for_which_ddp_has_allocated_buffers_keep_their_dtype(tmp_path: 
         with pytest.raises(AttachError, match="then wrap the model"):
             bfloat16_weights(model, optimizer)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+        model = net()
+        optimizer = AdamW(model.parameters())
+        bfloat16_weights(model, optimizer)
+        model = nn.parallel.DistributedDataParallel(model)
+        give_gradients(model, 0)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert not any(map(torch.equal, before, model.parameters()))
     finally:
         torch.distributed.destroy_process_group()

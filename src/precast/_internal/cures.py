@@ -1,4 +1,4 @@
-"""All advice in traces, reports, runs, and errors of the scaler, policies and shipping: its condition and its text.
+"""All advice in traces, reports, runs, and errors of scalers, policies, shipping and optim: its condition and text.
 
 Invariant: each piece has a test with the mark `trial(name)`, which follows the advice on a program with the fault and
 checks the result (`tests/project/test_cures.py`).
@@ -471,6 +471,19 @@ EXPORT_RULE: Final = Cure(
     "export: a rule for the operation",
     "an operation without a rule calls operations with rules, depending on values",
     'Give it a rule, as in policy.replace(ops={{"{name}": "fp32"}}), or call it outside of regions',
+)
+
+# --- weights that are stored in bfloat16 ---
+
+BFLOAT16_BEFORE_DDP: Final = Cure(
+    "bfloat16_weights: before DistributedDataParallel",
+    "the model is wrapped in DistributedDataParallel, and the dtype of a parameter has to change",
+    "Call bfloat16_weights first, then wrap the model.",
+)
+BFLOAT16_DENSE: Final = Cure(
+    "bfloat16_weights: dense gradients",
+    "a weight in bfloat16 has a sparse gradient",
+    "remove sparse=True from nn.Embedding, or give that module's weight another optimizer.",
 )
 
 # --- rules for modules ---

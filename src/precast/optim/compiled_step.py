@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
 from precast.errors import AttachError, PrecastWarning
@@ -139,8 +140,7 @@ class CompiledStep:
             if id(parameter) in self._weights.roundings:
                 raise AttachError(
                     f"{self._name}.step(): a weight in bfloat16 of shape {tuple(parameter.shape)} has a sparse "
-                    "gradient. precast.optim.bfloat16_weights supports dense gradients: remove sparse=True from "
-                    "nn.Embedding, or give that module's weight another optimizer."
+                    f"gradient. precast.optim.bfloat16_weights supports dense gradients: {cures.BFLOAT16_DENSE.text}"
                 )
         if sparse:
             self._warn("a gradient is sparse")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast._internal import cures
 from precast._torch import is_dtensor
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.errors import AttachError
@@ -218,7 +219,7 @@ def _check_wrappers(model: nn.Module, chosen: dict[str, Tensor], masters: str) -
     if changed and is_wrapped:
         raise AttachError(
             f"{_NAME}: the dtype of {changed[0]} has to change, but DistributedDataParallel has allocated its "
-            "buffers. Call bfloat16_weights first, then wrap the model."
+            f"buffers. {cures.BFLOAT16_BEFORE_DDP.text}"
         )
     for name, parameter in chosen.items():
         if masters == "float32" and is_dtensor(parameter):
