@@ -53,11 +53,16 @@ def opened(browser: Any, tmp_path: Path) -> Callable[..., Any]:
         report.write(document, path)
         leave(browser)
         resize(browser, width, height)
-        browser.get(path.as_uri())
-        assert browser.execute_script("return document.documentElement.dataset.ready") == "true"
+        go(browser, path)
         return browser
 
     return open_
+
+
+def go(browser: Any, page: Path) -> None:
+    """Open a page, and wait until its scripts have drawn it: the driver may return before it has left the last one."""
+    browser.get(page.as_uri())
+    wait(browser, "document.documentElement.dataset.ready === 'true'")
 
 
 def leave(browser: Any) -> None:

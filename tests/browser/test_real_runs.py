@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from precast import report
-from tests.browser.conftest import leave
+from tests.browser.conftest import go, leave
 from tests.browser.test_report import ask, column, put
 
 PROGRAM = '''\
@@ -44,7 +44,7 @@ def test_a_run_that_overflows_is_told_and_shown(browser: Any, tmp_path: Path) ->
     made: Any = report.load(tmp_path / "run.json")
 
     leave(browser)
-    browser.get((tmp_path / "run.html").as_uri())
+    go(browser, tmp_path / "run.html")
     assert browser.get_log("browser") == []
     headline = ask(browser, "document.querySelector('#headline').textContent")
     assert headline == "1 of 9 steps was lost: the output of 2 was the first that was not finite."

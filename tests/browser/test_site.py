@@ -54,6 +54,7 @@ def visit(browser: Any, address: str, page: str, scheme: str = "light") -> None:
     forget = {"source": "localStorage.clear()"}
     added = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", forget)
     browser.get(address + page)
+    wait(browser, f"location.href.startsWith({address!r}) && document.readyState === 'complete'")
     browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from precast.tuning.training import TrainingTask
-from tests.browser.conftest import leave, prefers, resize
+from tests.browser.conftest import go, leave, prefers, resize
 from tests.tuning.test_tuner import tune
 
 
@@ -24,8 +24,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(browser: Any, page: Path, width: int) -> Any:
     leave(browser)
     resize(browser, width)
-    browser.get(page.as_uri())
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "true"
+    go(browser, page)
     return browser
 
 
