@@ -189,7 +189,8 @@ def outcome(call: Call, watch: Callable[[], Any] = contextlib.nullcontext) -> st
         except Exception as raised:
             error = f"{type(raised).__name__}: {_UNSTABLE.sub('', str(raised))}"
     called = dict(Logged.calls)
-    said = [f"{each.category.__name__}: {each.message}" for each in caught]
+    # Each once: how often depends on PyTorch's formula for backward, which any dispatch mode changes.
+    said = list(dict.fromkeys(f"{each.category.__name__}: {each.message}" for each in caught))
     texts = [_text(value) for value in (result, args, kwargs, torch.get_rng_state())]
     return re.sub(r"0x[0-9a-f]+|\bj\d+\b", "#", repr([error, *texts, said, called]))
 
