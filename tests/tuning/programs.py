@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from precast.policy.policy import Rule
 from precast.tuning.costs import CallCost, ProgramCosts
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
-from precast.tuning.timing import Timing
 
 F32, LOW = torch.float32, torch.bfloat16
 _MODULES = ("", "a", "a.0", "a.1", "a.0.x", "a.1.x", "b", "b.x")
@@ -73,11 +72,43 @@ def costs_of(draw, program):
     seconds = st.integers(0, 50).map(lambda n: n * 1e-6)
     kept = st.integers(0, 50)
     known = {
-        site: {
-            dtype: CallCost(Timing(draw(seconds)), Timing(0.0), draw(kept)) for dtype in (F32, LOW)
-        }
+        site: {dtype: CallCost(draw(seconds), 0.0, draw(kept)) for dtype in (F32, LOW)}
         for site in program.sites
     }
     sizes = (1, 100, 10_000)
-    casts = {down: {size: Timing(draw(seconds)) for size in sizes} for down in (True, False)}
+    casts = {down: {size: draw(seconds) for size in sizes} for down in (True, False)}
     return ProgramCosts(known, casts)
+
+
+def total_cost(program, costs, choice, objective="time"):
+    """Return the cost of a choice: operations with rows, casts along edges, and one copy of each weight."""
+    low, is_time = program.low, objective == "time"
+    whole = sum(costs.amount(site, F32, objective) for site in program.sites)
+    row = whole * min(1e-3, 0.1 / len(program.sites))
+
+    def cast(edge, down):
+        back = costs.cast(edge.elements, down=not down) if edge.needs_grad else 0.0
+        return costs.cast(edge.elements, down=down) + back
+
+    total = 0.0
+    for site in program.sites:
+        differs = (site.rule is Rule.LOWER and choice[site] is F32) or (
+            site.rule is Rule.FP32 and choice[site] is low
+        )
+        total += costs.amount(site, choice[site], objective) + row * differs
+    weights = {}
+    for edge in program.edges:
+        if edge.is_written or not (edge.decides or edge.consumer.rule is Rule.LOWER):
+            continue
+        if edge.weight:
+            weights.setdefault(edge.weight, []).append(edge)
+        elif is_time and edge.dtype_under(choice) is not choice[edge.consumer]:
+            total += edge.count * cast(edge, down=choice[edge.consumer] is low)
+    for edges in weights.values():
+        largest = max(edges, key=lambda edge: edge.elements)
+        is_low = [choice[edge.consumer] is low for edge in edges]
+        if program.is_inference:
+            total -= 0.0 if is_time else 2.0 * largest.elements * all(is_low)
+        elif any(is_low):
+            total += cast(largest, down=True) if is_time else 2.0 * largest.elements
+    return total

@@ -13,18 +13,17 @@ from hypothesis import strategies as st
 
 from precast.errors import MissingExtraError
 from precast.policy.policy import Rule
-from precast.tuning.chooser import choose, total_cost
+from precast.tuning.chooser import choose
 from precast.tuning.costs import CallCost, ProgramCosts
 from precast.tuning.sensitivity import SiteErrors
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
-from precast.tuning.timing import Timing
-from tests.tuning.programs import F32, LOW, costs_of, programs
+from tests.tuning.programs import F32, LOW, costs_of, programs, total_cost
 
 
 def _all_choices(program):
     for dtypes in itertools.product((F32, LOW), repeat=len(program.sites)):
         choice = dict(zip(program.sites, dtypes, strict=True))
-        if program.is_settled(choice):
+        if program.settle(choice) == choice:
             yield choice
 
 
@@ -37,7 +36,7 @@ def test_no_choice_is_better(objective, is_inference, data):
     costs = data.draw(costs_of(program))
     found = choose(program, costs, {}, objective=objective)
     least = min(total_cost(program, costs, choice, objective) for choice in _all_choices(program))
-    assert program.is_settled(found.choice)
+    assert program.settle(found.choice) == found.choice
     assert total_cost(program, costs, found.choice, objective) == pytest.approx(least, abs=1e-9)
 
 
@@ -61,7 +60,7 @@ ONE = OperationSite("a", "linear", rule=Rule.LOWER)
 
 
 def _cost(seconds):
-    return CallCost(Timing(seconds))
+    return CallCost(seconds)
 
 
 TWO = OperationSite("b", "add")
@@ -69,7 +68,7 @@ PAIR = TunedProgram((ONE, TWO), (TensorEdge(None, ONE, 100, dtype=F32), TensorEd
 
 
 def _costs(one, two, cast=1.0):
-    figures = {100: Timing(cast)}
+    figures = {100: cast}
     return ProgramCosts(
         {
             ONE: {F32: _cost(one[0]), LOW: _cost(one[1])},
@@ -106,7 +105,7 @@ def test_an_infinite_error_is_never_accepted():
 
 def held_back(site):
     """Return the errors of a site that overflows."""
-    return {site: SiteErrors(math.inf, math.inf)}
+    return {site: SiteErrors(loss=math.inf, gradient=math.inf)}
 
 
 @settings(max_examples=30, deadline=None)
@@ -115,7 +114,10 @@ def test_no_choice_within_the_allowed_errors_is_better(data):
     program = data.draw(programs(most=8))
     costs = data.draw(costs_of(program))
     number = st.integers(0, 9).map(float)
-    errors = {site: SiteErrors(data.draw(number), data.draw(number)) for site in program.sites}
+    errors = {
+        site: SiteErrors(loss=data.draw(number), gradient=data.draw(number))
+        for site in program.sites
+    }
     loss, gradient = data.draw(number), data.draw(number)
 
     def is_allowed(choice):
@@ -135,7 +137,7 @@ def test_a_weight_is_cast_once_for_all_who_use_it():
     program = TunedProgram(sites, edges)
     costs = ProgramCosts(
         {site: {F32: _cost(1.0), LOW: _cost(0.0)} for site in sites},
-        {True: {100: Timing(1.0)}, False: {100: Timing(1.0)}},
+        {True: {100: 1.0}, False: {100: 1.0}},
     )
     choice = choose(program, costs, {}).choice
     assert set(choice.values()) == {LOW}

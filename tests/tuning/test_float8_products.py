@@ -21,6 +21,7 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule
 from precast.tuning import float8_products, training
 from precast.tuning.costs import CallCost
+from precast.tuning.error_meter import GroupErrors
 from precast.tuning.float8_products import (
     Float8Choice,
     Float8Product,
@@ -30,10 +31,8 @@ from precast.tuning.float8_products import (
 )
 from precast.tuning.options import TuningOptions
 from precast.tuning.recording import record
-from precast.tuning.sensitivity import GroupErrors
 from precast.tuning.setups import Setup, Workload
 from precast.tuning.sites import OperationSite, TunedProgram
-from precast.tuning.timing import Timing
 from precast.tuning.training import GradientMeter, TrainingTask
 from tests.support.processor import has_bfloat16
 
@@ -93,7 +92,7 @@ def recorded(model: nn.Module) -> TunedProgram:
     return record(model, lambda m: step(m, batch), Policy.load("default"))
 
 
-def searched(model: nn.Module, rule: str, **options) -> Float8Choice:
+def searched(model: nn.Module, rule: str, **options) -> tuple[Setup | None, Float8Choice]:
     base, program = Policy.load("default"), recorded(model)
     given = Workload(model, step, tuple(batches()), SGD, "cpu")
     around = Setup("default", base, torch.bfloat16)
@@ -101,10 +100,10 @@ def searched(model: nn.Module, rule: str, **options) -> Float8Choice:
     return choose_products(GradientMeter(given, steps=0), program, around, rule, **asked)
 
 
-def rules_of(found: Float8Choice) -> dict[str, str]:
-    """The rule of each layer's product under the policy that was found."""
-    assert found.setup is not None
-    resolved = {name: found.setup.policy.resolve("linear", "cpu", name).rule for name in LAYERS}
+def rules_of(setup: Setup | None) -> dict[str, str]:
+    """Return the rule of each layer's product under the policy of a setup."""
+    assert setup is not None
+    resolved = {name: setup.policy.resolve("linear", "cpu", name).rule for name in LAYERS}
     return {name: str(rule) for name, rule in resolved.items()}
 
 
@@ -122,9 +121,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     slow: list[str] = []
 
     def planted(sites: Sequence[OperationSite], *_: object) -> list[Float8Product]:
-        low = CallCost(Timing(0.004))
+        low = CallCost(0.004)
         return [
-            Float8Product(s, low, CallCost(Timing(0.008 if s.module in slow else 0.002)))
+            Float8Product(s.module, s.op, low, CallCost(0.008 if s.module in slow else 0.002))
             for s in sites
         ]
 
@@ -136,30 +135,30 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_all_products_that_run_in_8_bits_are_those_that_fit(kernel: list[str]) -> None:
-    found = searched(Layers(), "float8_rowwise")
-    assert rules_of(found) == dict.fromkeys(LAYERS, "float8_rowwise")
+    setup, found = searched(Layers(), "float8_rowwise")
+    assert rules_of(setup) == dict.fromkeys(LAYERS, "float8_rowwise")
     assert "3 of 3 products run in float8_rowwise, which saves 6.00 ms a step" in found.because
 
 
 def test_what_loses_too_much_stays_in_16_bits(kernel: list[str]) -> None:
     """With one scale the outlier costs all other rows; with a scale a row, only its own."""
-    found = searched(Outliers(), "float8", gradient=0.2)
-    assert rules_of(found) == {"body": "lower", "mid": "float8", "head": "float8"}
-    by_name = {product.site.module: product for product in found.products}
+    setup, found = searched(Outliers(), "float8", gradient=0.2)
+    assert rules_of(setup) == {"body": "lower", "mid": "float8", "head": "float8"}
+    by_name = {product.module: product for product in found.products}
     assert (by_name["body"].gradient or 0) > 10 * (by_name["mid"].gradient or 0)
-    by_row = searched(Outliers(), "float8_rowwise", gradient=0.2)
+    by_row, _ = searched(Outliers(), "float8_rowwise", gradient=0.2)
     assert rules_of(by_row)["body"] == "float8_rowwise"
 
 
 def test_what_saves_nothing_stays_in_16_bits(kernel: list[str]) -> None:
     kernel.append("mid")
-    found = searched(Layers(), "float8")
-    assert rules_of(found) == {"body": "float8", "mid": "lower", "head": "float8"}
+    setup, _ = searched(Layers(), "float8")
+    assert rules_of(setup) == {"body": "float8", "mid": "lower", "head": "float8"}
 
 
 def test_where_each_product_loses_too_much_there_is_no_policy(kernel: list[str]) -> None:
-    found = searched(Layers(), "float8", loss=1e-9, gradient=1e-9)
-    assert found.setup is None
+    setup, found = searched(Layers(), "float8", loss=1e-9, gradient=1e-9)
+    assert setup is None
     assert found.because == "each product in float8 loses more than is allowed"
 
 
@@ -179,8 +178,8 @@ def test_the_errors_of_what_is_chosen_are_measured_together(kernel: list[str]) -
 
     around = Setup("default", Policy.load("default"), torch.bfloat16)
     asked = {"objective": "time", "loss": 0.05, "gradient": 0.3}
-    found = choose_products(Together(), recorded(Layers()), around, "float8", **asked)  # type: ignore[arg-type]
-    assert sorted(rules_of(found).values()) == ["float8", "lower", "lower"]
+    setup, _ = choose_products(Together(), recorded(Layers()), around, "float8", **asked)  # type: ignore[arg-type]
+    assert sorted(rules_of(setup).values()) == ["float8", "lower", "lower"]
 
 
 @pytest.mark.skipif(
@@ -188,8 +187,8 @@ def test_the_errors_of_what_is_chosen_are_measured_together(kernel: list[str]) -
     reason="emulated float8 is faster than emulated bfloat16: both multiply in float32",
 )
 def test_an_emulation_is_declined_for_its_measured_time() -> None:
-    found = searched(Layers(), "float8")
-    assert found.setup is None
+    setup, found = searched(Layers(), "float8")
+    assert setup is None
     said = re.search(r"its products take (\d+\.\d\d) times the time", found.because)
     assert said is not None, found.because
     assert float(said[1]) > 1
@@ -213,7 +212,8 @@ def test_what_a_policy_says_of_a_module_otherwise_stays() -> None:
     program = recorded(Layers())
     [mid] = [site for site in program.sites if (site.module, site.op) == ("mid", "linear")]
     rows = {"m*": {"ops": {"tanh": "fp32"}}}
-    policy = with_products(Policy.load("default").replace(modules=rows), [mid], "float8")
+    product = Float8Product("mid", mid.op, CallCost(), CallCost())
+    policy = with_products(Policy.load("default").replace(modules=rows), [product], "float8")
     assert policy.resolve("tanh", "cpu", "mid").rule is Rule.FP32
     assert policy.resolve("linear", "cpu", "mid").rule is Rule.FLOAT8
     assert policy.resolve("linear", "cpu", "body").rule is Rule.LOWER
@@ -227,9 +227,9 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
     found = tune(Sums(), "float8")
     assert found.name == "tuned with float8"
     [said] = found.evidence.eight_bits
-    assert all(product["chosen"] for product in said.products)
-    assert all(p["kept_bytes_in_8_bits"] < p["kept_bytes"] for p in said.products)
-    kept = {f.name: f.kept_bytes for f in found.evidence.proofs[-1].figures.values()}
+    assert all(product.is_chosen for product in said.products)
+    assert all(p.in_8_bits.kept_bytes < p.in_16_bits.kept_bytes for p in said.products)
+    kept = {f.name: f.kept_bytes for f in found.evidence.proof.figures.values()}
     assert kept["tuned with float8"] < min(kept["default"], kept["float32"])
     found.save(tmp_path / "tuned.toml")
     policy, model = Policy.load(tmp_path / "tuned.toml"), Sums()
@@ -248,7 +248,7 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
 def test_what_others_keep_as_well_is_kept_twice_and_the_proof_says_so() -> None:
     """Each product saves memory by itself; but `tanh` keeps the 16-bit form of what it gives anyway."""
     found = tune(Layers(), "float8")
-    assert all(product["chosen"] for product in found.evidence.eight_bits[0].products)
+    assert all(product.is_chosen for product in found.evidence.eight_bits[0].products)
     assert "float8" not in found.name
     said = re.search(r"tuned with float8 keeps (\d\.\d\d) of the memory of", found.because)
     assert said is not None, found.because
@@ -291,7 +291,7 @@ def test_where_8_bits_save_no_time_the_answer_says_so() -> None:
     found = tune(Layers(), "float8", objective="time")
     assert "float8" not in found.name
     assert "float8 saves nothing here" in found.because
-    assert "tuned with float8" not in found.evidence.proofs[-1].figures
+    assert "tuned with float8" not in found.evidence.proof.figures
 
 
 # --- what is asked ---
@@ -302,7 +302,7 @@ def test_float8_alone_is_tried_beside_bfloat16(kernel: list[str]) -> None:
     found = precast.tune(
         Layers(), step, batches, optimizer=SGD, objective="memory", options=options
     )
-    figures = found.evidence.proofs[-1].figures.values()
+    figures = found.evidence.proof.figures.values()
     assert {each.dtype for each in figures} == {"float32", "bfloat16"}
 
 

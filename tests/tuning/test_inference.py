@@ -80,7 +80,7 @@ def test_what_overflows_in_float16_is_held_back() -> None:
     assert found.dtype is torch.float16
     assert planted.is_held_back(found.policy, case)
     assert "default fails (the metric of batch 1 is nan)" in found.because
-    compared = {(c.name, c.against): c for c in found.evidence.proofs[-1].comparisons}
+    compared = {(c.name, c.against): c for c in found.evidence.proof.comparisons}
     assert compared[found.name, "float32"].loss == "equal"
     assert compared["default", "float32"].loss == "worse"
 
@@ -107,7 +107,7 @@ def test_a_reduction_that_loses_in_bfloat16_is_held_back() -> None:
 
 def test_memory_is_that_of_weights_and_results() -> None:
     found = tune()
-    trials = found.evidence.proofs[-1].figures
+    trials = found.evidence.proof.figures
     weights = sum(p.nbytes for p in Wide().parameters())
     assert trials["float32"].kept_bytes > weights
     assert trials["default"].kept_bytes < 0.7 * trials["float32"].kept_bytes
@@ -134,7 +134,7 @@ def test_a_weight_that_only_a_follower_uses_is_stored_in_16_bits_where_that_pays
     ]
     found = tune(Words().eval(), batches=given)
     assert found.name == "tuned"
-    trials = found.evidence.proofs[-1].figures
+    trials = found.evidence.proof.figures
     assert trials[found.name].kept_bytes < 0.6 * trials["default"].kept_bytes
     assert "embedding" in found.text
 
@@ -152,7 +152,7 @@ def test_the_time_of_calls_of_the_model_counts(is_slow_in_16_bits: bool, answers
 
     found = tune(Slow().eval(), with_pause, objective="time", tolerance=0.1)
     assert (found.name == "float32") is (answers == "float32")
-    (proof,) = found.evidence.proofs
+    proof = found.evidence.proof
     assert proof.seeds == 6
 
 
@@ -189,7 +189,7 @@ def test_a_model_stays_in_its_mode_and_as_it_is() -> None:
 
 def test_numbers_drawn_at_random_are_the_same_in_each_setup() -> None:
     found = tune(Wide())  # in training mode, with dropout, which cannot be converted
-    compared = {(c.name, c.against): c for c in found.evidence.proofs[-1].comparisons}
+    compared = {(c.name, c.against): c for c in found.evidence.proof.comparisons}
     assert abs(compared["default", "float32"].difference.middle) < 0.02
 
 
@@ -200,7 +200,7 @@ def test_a_copy_is_converted_or_else_attached() -> None:
     serving = InferenceRun(workload(), LOW)
     assert serving.is_converted
     assert {p.dtype for p in serving.model.parameters()} == {torch.bfloat16}
-    serving.detach()
+    serving.close()
 
     def around(model: nn.Module, batch) -> float:
         return F.cross_entropy(model.head(torch.tanh(model.body(batch[0]))), batch[1]).item()
@@ -212,7 +212,7 @@ def test_a_copy_is_converted_or_else_attached() -> None:
     assert math.isfinite(serving.values()[0])
     assert serving.weight_bytes() > alone  # the held copies count
     assert not serving.failure
-    serving.detach()
+    serving.close()
 
 
 def test_results_count_as_long_as_they_live() -> None:

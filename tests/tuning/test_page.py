@@ -41,7 +41,7 @@ def test_the_page_has_the_answer_what_was_tried_and_the_policy(result: TuningRes
     assert [point["is_answer"] for point in data["points"]].count(True) == 1
     kept = {point["name"]: point["cost"][1] for point in data["points"]}
     assert kept["default"] < kept["float32"]
-    assert len(data["curves"][0]["mean"]) == result.evidence.proofs[-1].steps
+    assert len(data["curves"][0]["mean"]) == result.evidence.proof.steps
 
 
 def test_the_tree_shows_the_model_as_it_ran_under_the_answer(result: TuningResult) -> None:

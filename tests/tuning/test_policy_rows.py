@@ -95,18 +95,6 @@ def test_the_loss_has_its_row_for_the_device_alone():
     assert policy.entries("cuda") == Policy.load("default").entries("cuda")
 
 
-def test_a_choice_that_no_policy_can_carry_out_is_an_error():
-    stuck = OperationSite("", "relu", casts_down=False)
-    program = TunedProgram((stuck,), (TensorEdge(None, stuck, 8, dtype=F32),))
-    with pytest.raises(PolicyError, match=r"the model: relu.*settle"):
-        policy_of({stuck: LOW}, program, Policy.load("default"))
-
-
-def test_the_error_counts_the_sites():
-    with pytest.raises(PolicyError, match=r"body\.up: linear and 6 other operations"):
-        policy_of({}, PROGRAM, Policy.load("default"))
-
-
 # --- the shortest file ---
 
 NOTHING = Policy("nothing", {})

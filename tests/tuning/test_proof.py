@@ -58,7 +58,6 @@ def test_a_policy_that_trains_as_well_is_equal() -> None:
     assert found.ended == "proven"
     assert found.seeds == 3
     assert len(found.figures["default"].seconds) == 3 * 6
-    assert found.figures["default"].time_spread >= 0
     assert found.figures["default"].kept_bytes < found.figures["float32"].kept_bytes
 
 
@@ -107,9 +106,9 @@ def test_where_the_time_ends_nothing_is_claimed() -> None:
 
 
 def test_an_interrupt_keeps_what_was_found() -> None:
-    def interrupt(names: str, seed: int) -> None:
-        assert names == "float32, default"
-        if seed == 2:
+    def interrupt(text: str) -> None:
+        assert text.endswith(": float32, default")
+        if text.startswith("seed 3"):
             raise KeyboardInterrupt
 
     found = prove(_task(), [DEFAULT], steps=4, tolerance=0.05, progress=interrupt)

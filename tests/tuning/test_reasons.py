@@ -11,22 +11,16 @@ from precast.tuning.policy_rows import PolicyRow, policy_of
 from precast.tuning.reasons import RowReasons
 from precast.tuning.sensitivity import Sensitivity, SiteErrors
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
-from precast.tuning.timing import Timing
 
 F32, LOW = torch.float32, torch.bfloat16
 ONE, TWO = OperationSite("a", "softmax"), OperationSite("b", "softmax")
 BARRED = OperationSite("c", "softmax", barred="raises in bfloat16: no kernel")
 SITES = (ONE, TWO, BARRED)
 PROGRAM = TunedProgram(SITES, tuple(TensorEdge(None, site, 8, dtype=LOW) for site in SITES))
-COSTS = ProgramCosts(
-    {
-        site: {F32: CallCost(Timing(2e-3), Timing(1e-3)), LOW: CallCost(Timing(1e-3))}
-        for site in SITES
-    }
-)
+COSTS = ProgramCosts({site: {F32: CallCost(2e-3, 1e-3), LOW: CallCost(1e-3)} for site in SITES})
 
 
-ERRORS = Sensitivity({TWO: SiteErrors(0.0004, 0.01)})
+ERRORS = Sensitivity({TWO: SiteErrors(loss=0.0004, gradient=0.01)})
 TOO_WRONG = "bfloat16 changes gradients by 10%, and the loss by 2%"
 
 
@@ -55,7 +49,7 @@ def test_an_operation_without_a_kernel():
 
 
 def test_bytes_where_memory_is_the_objective():
-    sizes = {F32: CallCost(kept=8192), LOW: CallCost(kept=4096)}
+    sizes = {F32: CallCost(kept_bytes=8192), LOW: CallCost(kept_bytes=4096)}
     of = {"costs": ProgramCosts(dict.fromkeys(SITES, sizes)), "objective": "memory"}
     assert _reason(ONE, low=[ONE], **of) == "bfloat16 keeps 4 KiB a step, float32 8 KiB"
     assert _reason(ONE, prices={ONE: -2048}, **of) == "bfloat16 would cost 2 KiB more a step"

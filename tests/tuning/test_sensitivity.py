@@ -189,7 +189,7 @@ def test_sites_that_are_alike_share_what_is_not_measured_alone() -> None:
     program, found = _errors(_chain(40), 1e-9, 1e-9)
     by_error: dict[float, set[str]] = {}
     for site, errors in found.sites.items():
-        if errors.measured is None:
+        if not errors.alone:
             by_error.setdefault(errors.gradient, set()).add(site.op)
     assert max(map(len, by_error.values())) == 1
     assert any(len({s for s in found.sites if found.sites[s].gradient == e}) > 1 for e in by_error)

@@ -69,11 +69,4 @@ def test_what_a_barred_operation_writes_to_is_in_float32():
 @given(st.sets(st.sampled_from(PROGRAM.sites)))
 def test_a_settled_choice_stays_as_it_is(low):
     choice = PROGRAM.choose(low)
-    assert PROGRAM.is_settled(choice)
     assert PROGRAM.settle(choice) == choice
-
-
-@given(st.sets(st.sampled_from(PROGRAM.sites)))
-def test_a_choice_that_is_not_settled_is_told_from_one_that_is(low):
-    choice = {site: LOW if site in low else F32 for site in PROGRAM.sites}
-    assert PROGRAM.is_settled(choice) == (PROGRAM.settle(choice) == choice)

@@ -216,7 +216,7 @@ def _check(path: Path, inputs: Inputs, explicit: dict[str, Any], seed: int, as_j
     from precast._internal.display import terminal_width
     from precast.policy.policy import Policy
     from precast.tuning import checking
-    from precast.tuning.result import figures_of, table_lines, wrapped
+    from precast.tuning.tables import figures_of, table_lines, wrapped
 
     policy = Policy.load(path)
     question = _question(policy, explicit)

@@ -19,16 +19,19 @@ __all__ = ["whole_file"]
 _HEAD = 3  # lines of a rendered policy before its tables: name, summary, mixed
 
 
-def whole_file(policy: Policy, *, ops: Mapping[str, object] | None = None) -> str:
+def whole_file(
+    policy: Policy, *, ops: Mapping[str, object] | None = None, with_reasons: bool = False
+) -> str:
     """Return the text of a policy file for `policy`, optionally with some rules changed.
 
     Args:
         policy: the policy to write.
         ops: the changes, as for `Policy.replace`: device type -> (operation -> rule).
+        with_reasons: write the reasons of the operations' rules, too; those of modules are always written.
     """
     base = _nearest(policy)
     changed = policy.replace(ops=ops) if ops else policy
-    rows = _different(changed, base)
+    rows = _different(changed, base, with_reasons=with_reasons)
     tables = {device: table for device, table in rows.items() if table}
     modules = _different_modules(changed, base)
     contents = PolicyContents(tables=tables, modules=modules, measured=changed.measured)
@@ -48,7 +51,9 @@ def _nearest(policy: Policy) -> Policy | None:
     return min([*same, None], key=lambda base: _size(_different(policy, base)), default=None)
 
 
-def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry]]:
+def _different(
+    policy: Policy, base: Policy | None, *, with_reasons: bool = False
+) -> dict[str, dict[str, Entry]]:
     """Return the rows that differ from the base. A row that only the base has becomes `keep`, which equals no row."""
     rows: dict[str, dict[str, Entry]] = {}
     for device in DEVICE_TYPES:
@@ -60,7 +65,7 @@ def _different(policy: Policy, base: Policy | None) -> dict[str, dict[str, Entry
             if key not in mine and split(key)[0] not in mine
         }
         rows[device] = removed | {
-            key: Entry(entry.rule)
+            key: entry if with_reasons else Entry(entry.rule)
             for key, entry in mine.items()
             if key not in theirs or theirs[key].rule is not entry.rule
         }

@@ -8,9 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -18,14 +17,21 @@ import torch
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
+from precast.tuning.costs import Objective
 from precast.tuning.judging import Judge, duration_text
-from precast.tuning.proof import Proof, SetupComparison, prove
+from precast.tuning.proof import Proof, SetupComparison, Verdict, prove
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
 from precast.tuning.tuner import task_of
 
 __all__ = ["CheckQuestion", "PolicyCheck", "check"]
 
 Outcome = Literal["holds", "does not hold", "cannot tell"]
+_OUTCOMES: Final[dict[Verdict, Outcome]] = {
+    "better": "holds",
+    "equal": "holds",
+    "cannot tell": "cannot tell",
+    "worse": "does not hold",
+}
 _USED: Final = 0.8
 """The share of the budget for the first seeds."""
 
@@ -35,14 +41,12 @@ class CheckQuestion:
     """The question that a policy was found for.
 
     Attributes:
-        objective: the minimized quantity.
-        tolerance: the relative difference that does not count.
         budget: in seconds.
         dtype: of the region; torch.float32 where the answer had none.
         base: the policy that it was made from.
     """
 
-    objective: Literal["time", "memory"]
+    objective: Objective
     tolerance: float
     budget: float
     dtype: torch.dtype
@@ -90,79 +94,57 @@ def check(
             tolerance=question.tolerance,
             deadline=start + question.budget,
             timed=question.objective == "time",
-            progress=lambda names, number: progress(f"{task.words.round} {number + 1}: {names}"),
+            progress=progress,
         )
     judge = Judge(question.objective, {question.base.name}, task.words)
     clauses = list(_comparisons(judge, proof, name))
     because = [text for _, text in clauses]
     if proof.ended == "interrupted":
         because.append("the check was interrupted")
-    return PolicyCheck(_worst([outcome for outcome, _ in clauses if outcome]), because, proof)
+    outcomes = {outcome for outcome, _ in clauses}
+    worst: tuple[Outcome, ...] = ("does not hold", "cannot tell", "holds")
+    return PolicyCheck(next(filter(outcomes.__contains__, worst), "cannot tell"), because, proof)
 
 
 def _setups(policy: Policy, question: CheckQuestion) -> tuple[str, list[Setup]]:
     """Return the name of the checked setup, and the setups beside float32."""
     policy = policy.replace(measured={})  # which would warn about the other machine
     base = question.base
-    is_float32 = question.dtype is torch.float32
-    low = torch.bfloat16 if is_float32 else question.dtype
-    setups = [Setup(base.name, base, low)]
-    if is_float32:
-        return FLOAT32.name, setups
+    if question.dtype is torch.float32:
+        return FLOAT32.name, [Setup(base.name, base, torch.bfloat16)]
+    setups = [Setup(base.name, base, question.dtype)]
     if (policy.fingerprint, policy.modules) == (base.fingerprint, base.modules):
         return base.name, setups
     name = "tuned" if policy.name in (base.name, FLOAT32.name) else policy.name
-    return name, [*setups, Setup(name, policy, low)]
+    return name, [*setups, Setup(name, policy, question.dtype)]
 
 
-def _comparisons(judge: Judge, proof: Proof, name: str) -> list[tuple[Outcome | None, str]]:
-    """Return the outcome and a sentence for each comparison of a setup; no outcome for those that do not count."""
+def _comparisons(judge: Judge, proof: Proof, name: str) -> Iterator[tuple[Outcome | None, str]]:
+    """Yield the outcome and a sentence for each comparison of a setup; no outcome for those that do not count."""
     if name == FLOAT32.name:  # the answer was that the base policy is not better
-        results: list[tuple[Outcome | None, str]] = []
         for compared in proof.comparisons:
             gain, is_better = judge.gain(proof, compared.name, compared.against)
-            text = f"{_loss_text(judge, compared)[1]}; {gain}"
-            results.append(
-                ("does not hold" if is_better and compared.is_as_good else "holds", text)
-            )
-        return results
-    results = []
-    for compared in (c for c in proof.comparisons if c.name == name):
-        if compared.against == FLOAT32.name:
-            results.append(_loss_text(judge, compared))
-        elif not (base := proof.comparison(compared.against, FLOAT32.name)).is_as_good:
+            text, _ = judge.loss_text(compared, proof.tolerance)
+            is_lost = is_better and compared.is_as_good
+            yield "does not hold" if is_lost else "holds", f"{text}; {gain}"
+    for compared in proof.comparisons:
+        against = compared.against
+        if compared.name != name:
+            continue
+        if against == FLOAT32.name:
+            text, _ = judge.loss_text(compared, proof.tolerance)
+            yield _OUTCOMES[compared.loss], text
+        elif not (base := proof.comparison(against)).is_as_good:
             verb = "does not" if base.loss == "worse" else "may not"
             does = judge.words.does
-            text = f"{compared.against} {verb} {does} as well as float32, so it is not compared"
-            results.append((None, text))
+            yield None, f"{against} {verb} {does} as well as float32, so it is not compared"
             continue
-        results.append(_gain(judge, proof, compared))
-    return results
-
-
-def _loss_text(judge: Judge, compared: SetupComparison) -> tuple[Outcome, str]:
-    name, value = compared.name, judge.words.value
-    if compared.because:
-        return "does not hold", f"{name} fails: {compared.because}"
-    low, high = compared.difference.low, compared.difference.high
-    if not math.isfinite(high):
-        return "cannot tell", f"too few {judge.words.trials} to compare the {value} of {name}"
-    text = f"the {value} of {name} differs from that of float32 by {low:+.2%} to {high:+.2%}"
-    outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
-    return outcomes.get(compared.loss, "holds"), text
+        yield _gain(judge, proof, compared)
 
 
 def _gain(judge: Judge, proof: Proof, compared: SetupComparison) -> tuple[Outcome, str]:
     text, _ = judge.gain(proof, compared.name, compared.against)
-    if judge.objective == "memory":
-        mine, other = proof.figures[compared.name], proof.figures[compared.against]
-        return ("holds" if mine.kept_bytes <= other.kept_bytes else "does not hold"), text
-    outcomes: dict[str, Outcome] = {"worse": "does not hold", "cannot tell": "cannot tell"}
-    return outcomes.get(compared.time, "holds"), text
-
-
-def _worst(outcomes: list[Outcome]) -> Outcome:
-    for outcome in ("does not hold", "cannot tell"):
-        if outcome in outcomes:
-            return outcome
-    return "holds" if outcomes else "cannot tell"
+    if judge.objective == "time":
+        return _OUTCOMES[compared.time], text
+    mine, other = (proof.figures[name].kept_bytes for name in (compared.name, compared.against))
+    return "holds" if mine <= other else "does not hold", text

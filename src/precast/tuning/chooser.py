@@ -13,22 +13,21 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
-from precast.tuning.costs import ProgramCosts
+from precast.tuning.costs import Objective, ProgramCosts
 from precast.tuning.policy_rows import FLOAT32_RULES
 from precast.tuning.sensitivity import SiteErrors
 from precast.tuning.sites import DtypeChoice, OperationSite, TensorEdge, TunedProgram
 
-__all__ = ["Chosen", "Objective", "choose", "total_cost"]
+__all__ = ["Chosen", "choose"]
 
-Objective = Literal["time", "memory"]
 _F32: Final = torch.float32
 _SECONDS: Final = 60.0
 _ROW: Final = 1e-3
@@ -67,7 +66,7 @@ def choose(
         program: the operations.
         costs: their costs.
         errors: their errors in 16 bits.
-        objective: the time of a step, or the memory that it keeps for the backward pass.
+        objective: the quantity to minimize.
         loss: the square of the relative error of the loss that all operations in 16 bits may add.
         gradient: that of the gradient of each parameter.
         seconds: the time after which the best choice so far is taken.
@@ -82,22 +81,13 @@ def choose(
     model.limit({site: each.loss for site, each in errors.items()}, loss)
     model.limit({site: each.gradient for site, each in errors.items()}, gradient)
     choice = program.choose(model.solve(seconds))
-    return Chosen(choice, dict(_prices(program, costs, choice, objective)))
-
-
-def total_cost(
-    program: TunedProgram, costs: ProgramCosts, choice: DtypeChoice, objective: Objective = "time"
-) -> float:
-    """Return the cost of a settled choice, the quantity that `choose` minimizes."""
-    terms = _CostTerms(program, costs, objective)
-    total = sum(terms.site(site, choice[site]) for site in program.sites)
-    for edge in terms.edges:
-        total += terms.edge(edge, edge.dtype_under(choice), choice[edge.consumer])
-    for weight, consumers in terms.weights.items():
-        is_low = [choice[site] is program.low for site in consumers]
-        if all(is_low) if program.is_inference else any(is_low):
-            total += terms.weight(weight)
-    return total
+    wide = [
+        site
+        for site in program.sites
+        if choice[site] is not program.low and not site.barred
+        if not any(edge.is_written for edge in program.inputs(site))
+    ]
+    return Chosen(choice, _CostTerms(program, costs, objective).saved_in_16_bits(choice, wide))
 
 
 class _CostTerms:
@@ -106,7 +96,7 @@ class _CostTerms:
     def __init__(self, program: TunedProgram, costs: ProgramCosts, objective: Objective) -> None:
         self._costs = costs
         self._program = program
-        self._is_time = objective == "time"
+        self._objective = objective
         casting = [e for e in program.edges if not e.is_written and _is_cast(e)]
         self.edges = [edge for edge in casting if not edge.weight]
         self.weights: dict[str, list[OperationSite]] = {}
@@ -116,9 +106,8 @@ class _CostTerms:
                 self.weights.setdefault(edge.weight, []).append(edge.consumer)
                 largest = self._largest.get(edge.weight, edge)
                 self._largest[edge.weight] = max(largest, edge, key=lambda each: each.elements)
-        count = max(1, len(program.sites))
-        whole = math.fsum(self._measured(site, _F32) for site in program.sites)
-        self._row = whole * min(_ROW, _ROWS / count)
+        whole = math.fsum(costs.amount(site, _F32, objective) for site in program.sites)
+        self._row = whole * min(_ROW, _ROWS / max(1, len(program.sites)))
 
     def site(self, site: OperationSite, dtype: torch.dtype) -> float:
         """Return the cost of an operation in a dtype, with the penalty for a row."""
@@ -126,29 +115,56 @@ class _CostTerms:
         differs = (site.rule is Rule.LOWER and not is_low) or (
             site.rule in FLOAT32_RULES and is_low
         )
-        return self._measured(site, dtype) + self._row * differs
+        return self._costs.amount(site, dtype, self._objective) + self._row * differs
 
     def edge(self, edge: TensorEdge, producer: torch.dtype, consumer: torch.dtype) -> float:
         """Return the cost of the casts along an edge. The operation counts the memory of its casts."""
-        if producer is consumer or not self._is_time:
+        if producer is consumer or self._objective == "memory":
             return 0.0
         return edge.count * self._casts(edge, down=consumer is self._program.low)
 
     def weight(self, name: str) -> float:
         """Return the cost of one 16-bit copy of a weight; in inference weights are stored in 16 bits, which saves."""
-        edge = self._largest[name]
+        edge, is_time = self._largest[name], self._objective == "time"
         if self._program.is_inference:
-            return 0.0 if self._is_time else -2.0 * edge.elements
-        return self._casts(edge, down=True) if self._is_time else 2.0 * edge.elements
+            return 0.0 if is_time else -2.0 * edge.elements
+        return self._casts(edge, down=True) if is_time else 2.0 * edge.elements
 
-    def _measured(self, site: OperationSite, dtype: torch.dtype) -> float:
-        return self._costs.seconds(site, dtype) if self._is_time else self._costs.kept(site, dtype)
+    def saved_in_16_bits(
+        self, choice: DtypeChoice, sites: Collection[OperationSite]
+    ) -> dict[OperationSite, float]:
+        """Return the cost that each of these operations in float32 would save if it alone ran in 16 bits."""
+        edges: dict[OperationSite | None, set[TensorEdge]] = {site: set() for site in sites}
+        for edge in self.edges:
+            for site in (edge.producer, edge.consumer):
+                if site in edges:
+                    edges[site].add(edge)
+        weights: dict[OperationSite, set[str]] = {site: set() for site in sites}
+        for name, consumers in self.weights.items():
+            for site in weights.keys() & set(consumers):
+                weights[site].add(name)
+
+        def cost(site: OperationSite, under: DtypeChoice) -> float:
+            around = sum(self._edge_under(edge, under) for edge in edges[site])
+            stored = sum(self._weight_under(name, under) for name in weights[site])
+            return self.site(site, under[site]) + around + stored
+
+        low = self._program.low
+        return {site: cost(site, choice) - cost(site, {**choice, site: low}) for site in sites}
+
+    def _edge_under(self, edge: TensorEdge, choice: DtypeChoice) -> float:
+        """Return the cost of the casts along an edge under a choice."""
+        return self.edge(edge, edge.dtype_under(choice), choice[edge.consumer])
+
+    def _weight_under(self, name: str, choice: DtypeChoice) -> float:
+        is_low = [choice[site] is self._program.low for site in self.weights[name]]
+        is_copied = all(is_low) if self._program.is_inference else any(is_low)
+        return self.weight(name) * is_copied
 
     def _casts(self, edge: TensorEdge, *, down: bool) -> float:
         """Return the time of a cast, and of the cast of the gradient back."""
-        there = self._costs.cast(edge.elements, down=down)
         back = self._costs.cast(edge.elements, down=not down) if edge.needs_grad else 0.0
-        return there + back
+        return self._costs.cast(edge.elements, down=down) + back
 
 
 def _is_cast(edge: TensorEdge) -> bool:
@@ -276,36 +292,6 @@ class _IntegerProgram:
         self, row: dict[int, float], *, least: float = -math.inf, most: float = math.inf
     ) -> None:
         self._constraints.append((row, least, most))
-
-
-def _prices(
-    program: TunedProgram, costs: ProgramCosts, choice: DtypeChoice, objective: Objective
-) -> Iterator[tuple[OperationSite, float]]:
-    """Yield what each operation in float32 would save if it alone ran in 16 bits."""
-    terms = _CostTerms(program, costs, objective)
-    adjacent: dict[OperationSite, set[TensorEdge]] = {}
-    for edge in terms.edges:
-        for site in filter(None, (edge.producer, edge.consumer)):
-            adjacent.setdefault(site, set()).add(edge)
-    weights: dict[OperationSite, set[str]] = {}
-    for weight, consumers in terms.weights.items():
-        wide = {site for site in consumers if choice[site] is not program.low}
-        if len(wide) == 1 if program.is_inference else wide == set(consumers):
-            for site in wide:
-                weights.setdefault(site, set()).add(weight)
-    for site in program.sites:
-        is_tied = any(edge.is_written for edge in program.inputs(site))
-        if choice[site] is program.low or site.barred or is_tied:
-            continue
-        saved = terms.site(site, _F32) - terms.site(site, program.low)
-        for edge in adjacent.get(site, ()):
-            producer, consumer = edge.dtype_under(choice), choice[edge.consumer]
-            saved += terms.edge(edge, producer, consumer)
-            producer = program.low if edge.producer == site and edge.dtype is None else producer
-            consumer = program.low if edge.consumer == site else consumer
-            saved -= terms.edge(edge, producer, consumer)
-        saved -= sum(map(terms.weight, weights.get(site, ())))
-        yield site, saved
 
 
 def _import_scipy() -> tuple[Any, Any, Any]:

@@ -3,42 +3,55 @@
 Invariants:
 - equal calls are measured once, however many modules make them, those with the most work in a step first. Operations
   that there is no time for have no cost, so no dtype is preferred for them;
-- the dtypes of one call are timed in turns;
-- a call is made at the dispatcher, outside of regions, on random tensors of the recorded shapes, strides and ranges.
-  Casts of its arguments are measured separately;
+- the variants of one call are timed in the same rounds, in an order that changes from round to round, so that other
+  work of the machine affects all of them alike. A function that is shorter than the clock can resolve runs several
+  times;
+- a call is made at the dispatcher on random tensors of the recorded shapes, strides and ranges. Casts of its arguments
+  are measured separately;
 - times are those of the host, and so only right for devices that work synchronously, such as the CPU.
 """
 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import math
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.tuning.calls import is_castable, make_arguments, tensor_arguments, tensors_in_order
-from precast.tuning.sites import CallRecord, OperationSite, TensorArgument, TunedProgram
-from precast.tuning.timing import Timing, time_in_turns
+from precast.tuning.memory import saved_for_backward, storage_sizes
+from precast.tuning.sites import (
+    CallRecord,
+    OperationSite,
+    TensorArgument,
+    TunedProgram,
+    is_castable,
+    tensors_in_order,
+)
 
-__all__ = ["CallCost", "CallTrial", "ProgramCosts", "call_key", "costs_in_turns"]
-__all__ += ["measure_costs", "sum_of_calls"]
+__all__ = ["CallCost", "CallVariant", "Objective", "ProgramCosts", "distinct_calls"]
+__all__ += ["measure_calls", "measure_costs", "time_in_turns"]
 
+Objective = Literal["time", "memory"]
 _F32: Final = torch.float32
 _ROUNDS: Final = 7
+_FEWEST_ROUNDS: Final = 3
+_MOST_REPEATS: Final = 64
+_SHORTEST: Final = 200e-6
+"""The least seconds of a turn, about a thousand times what reading the clock takes."""
+_Key = TypeVar("_Key", bound=Hashable)
 _SMALLEST: Final = 64
 """Elements of the smallest cast that is measured; below, a cast takes as long as its call does."""
-_NOTHING: Final = Timing(0.0)
 
 
 @dataclass(frozen=True)
@@ -46,28 +59,19 @@ class CallCost:
     """The cost of calls in one dtype.
 
     Attributes:
-        forward: the time of the forward pass.
-        backward: the time of the backward pass; 0 where no gradient is needed.
-        kept: the bytes that autograd keeps for the backward pass, without weights. Bytes that two operations keep count
-            for both. In inference, the bytes of the results.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass; 0 where no gradient is needed.
+        kept_bytes: the bytes that autograd keeps for the backward pass, without weights. Bytes that two operations keep
+            count for both. In inference, the bytes of the results.
     """
 
-    forward: Timing = _NOTHING
-    backward: Timing = _NOTHING
-    kept: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+    kept_bytes: int = 0
 
-    @property
-    def seconds(self) -> float:
-        """The time of both passes."""
-        return self.forward.seconds + self.backward.seconds
-
-    @property
-    def spread(self) -> float:
-        """The spread of that time, in seconds."""
-        return self.forward.plus(self.backward).spread
-
-
-_ByDtype = Mapping[Any, CallCost]
+    def amount(self, objective: Objective) -> float:
+        """Return the seconds of both passes, or the bytes."""
+        return self.forward + self.backward if objective == "time" else self.kept_bytes
 
 
 @dataclass(frozen=True)
@@ -77,23 +81,18 @@ class ProgramCosts:
     Attributes:
         sites: the cost of all calls of an operation in one step, by dtype. Operations that could not be measured, as
             they refuse random numbers or there was no time, are missing.
-        casts: the time of one cast by its number of elements; the key is True for casts to 16 bits.
+        casts: the seconds of one cast by its number of elements; the key is True for casts to 16 bits.
         skipped: the number of operations that there was no time for.
     """
 
     sites: Mapping[OperationSite, Mapping[torch.dtype, CallCost]]
-    casts: Mapping[bool, Mapping[int, Timing]] = field(default_factory=dict)
+    casts: Mapping[bool, Mapping[int, float]] = field(default_factory=dict)
     skipped: int = 0
 
-    def seconds(self, site: OperationSite, dtype: torch.dtype) -> float:
-        """Return the time of an operation in a step; 0 where it is unknown, which prefers neither dtype."""
+    def amount(self, site: OperationSite, dtype: torch.dtype, objective: Objective) -> float:
+        """Return the seconds or bytes of an operation; 0 where they are unknown, which prefers neither dtype."""
         costs = self.sites.get(site, {})
-        return costs[dtype].seconds if len(costs) == 2 else 0.0
-
-    def kept(self, site: OperationSite, dtype: torch.dtype) -> int:
-        """Return the bytes that an operation keeps in a step."""
-        costs = self.sites.get(site, {})
-        return costs[dtype].kept if len(costs) == 2 else 0
+        return costs[dtype].amount(objective) if len(costs) == 2 else 0.0
 
     def cast(self, elements: int, *, down: bool) -> float:
         """Return the seconds of one cast; between measured sizes, on a straight line in logarithms."""
@@ -103,12 +102,12 @@ class ProgramCosts:
             return 0.0
         at = bisect.bisect_left(sizes, elements)
         if at == 0:
-            return measured[sizes[0]].seconds
+            return measured[sizes[0]]
         if at == len(sizes):
-            return measured[sizes[-1]].seconds * elements / sizes[-1]
+            return measured[sizes[-1]] * elements / sizes[-1]
         low, high = sizes[at - 1], sizes[at]
         share = math.log(elements / low) / math.log(high / low)
-        one, other = (max(measured[size].seconds, 1e-12) for size in (low, high))
+        one, other = (max(measured[size], 1e-12) for size in (low, high))
         return float(one ** (1 - share) * other**share)
 
 
@@ -118,176 +117,178 @@ def measure_costs(
     rounds: int = _ROUNDS,
     seed: int = 0,
     deadline: float = math.inf,
-    progress: Callable[[int, int, str], None] = lambda _done, _all, _what: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> ProgramCosts:
     """Measure every distinct call in float32 and in 16 bits, and casts of the sizes that the program has.
 
-    Args:
-        program: the recorded program.
-        rounds: the number of times that each is timed.
-        seed: of the random tensors.
-        deadline: on `time.monotonic`'s clock; one call, and casts of two sizes, are measured anyway.
-        progress: called before each measurement with the number of measurements made, that of all, and the next one.
+    After `deadline`, on `time.monotonic`'s clock, one call and casts of two sizes are measured anyway.
     """
-    calls, sizes = _distinct_calls(program), _cast_sizes(program)
-    steps = len(calls) + len(sizes)
-    casts: dict[bool, dict[int, Timing]] = {True: {}, False: {}}
-    for done, size in enumerate(sizes):
+    casts: dict[bool, dict[int, float]] = {True: {}, False: {}}
+    for done, size in enumerate(_cast_sizes(program)):
         if done > 1 and time.monotonic() > deadline:
             break
-        progress(done, steps, f"casts of {size:,} elements")
-        for down, timing in _time_casts(size, program, rounds, deadline).items():
-            casts[down][size] = timing
-    measured: dict[object, _ByDtype] = {}
-    for done, key in enumerate(calls):
-        if measured and time.monotonic() > deadline:
-            break
-        progress(len(sizes) + done, steps, calls[key].overload)
-        measured[key] = _measure_call(calls[key], program, rounds, seed, deadline)
-    sites = {
-        site: sum_of_calls([(call, measured.get(call_key(call), {})) for call in site.calls])
-        for site in program.sites
-    }
-    skipped = sum(any(call_key(call) not in measured for call in s.calls) for s in program.sites)
-    return ProgramCosts({site: each for site, each in sites.items() if each}, casts, skipped)
-
-
-def _distinct_calls(program: TunedProgram) -> dict[object, CallRecord]:
-    """Return the calls that cost the same by their keys, those with the most work in a step first."""
-    calls: dict[object, CallRecord] = {}
-    work: Counter[object] = Counter()
-    for site in program.sites:
-        for call in site.calls:
-            key = call_key(call)
-            calls.setdefault(key, call)
-            work[key] += round(_work(call) * (call.count + call.recomputed))
-    return {key: calls[key] for key, _ in work.most_common()}
+        progress(f"casts of {size:,} elements")
+        for down, seconds in _time_casts(size, program, rounds, deadline).items():
+            casts[down][size] = seconds
+    variants = {dtype: CallVariant(dtype) for dtype in (_F32, program.low)}
+    sites, skipped = measure_calls(
+        program,
+        program.sites,
+        variants,
+        rounds=rounds,
+        seed=seed,
+        deadline=deadline,
+        progress=progress,
+    )
+    return ProgramCosts(sites, casts, skipped)
 
 
 def _cast_sizes(program: TunedProgram) -> list[int]:
     """Return powers of 4 from the smallest tensor that may be cast to the largest."""
     largest = max((edge.elements for edge in program.edges), default=0)
-    if largest == 0:
-        return []
-    sizes = [_SMALLEST]
-    while sizes[-1] < largest:
+    sizes = [_SMALLEST] * (largest > 0)
+    while sizes and sizes[-1] < largest:
         sizes.append(sizes[-1] * 4)
     return sizes
 
 
-def call_key(call: CallRecord) -> object:
-    """Return what makes calls cost the same: everything but the ranges of their numbers and their counts."""
-    shapes = tuple(
-        (a.shape, a.strides, a.dtype, a.is_weight, a.needs_grad, a.stays)
-        for a in tensor_arguments(call)
-    )
-    others = (_without_tensors(call.args), _without_tensors(tuple(call.kwargs.items())))
-    return call.overload, shapes, others
+def _time_casts(
+    size: int, program: TunedProgram, rounds: int, deadline: float
+) -> dict[bool, float]:
+    generator = torch.Generator(program.device).manual_seed(0)
+    wide = torch.randn(size, generator=generator, device=program.device)
+
+    def cast(tensor: Tensor, dtype: torch.dtype) -> float:
+        start = perf_counter()
+        tensor.to(dtype)
+        return perf_counter() - start
+
+    functions = {
+        True: functools.partial(cast, wide, program.low),
+        False: functools.partial(cast, wide.to(program.low), _F32),
+    }
+    return time_in_turns(functions, rounds, deadline)
 
 
-def _without_tensors(value: object) -> object:
-    if isinstance(value, tuple):
-        return tuple(_without_tensors(each) for each in value)
-    return "tensor" if dataclasses.is_dataclass(value) else value
+# --- calls ---
 
 
-def sum_of_calls(calls: Sequence[tuple[CallRecord, _ByDtype]]) -> dict[Any, CallCost]:
-    """Return the cost of all calls of an operation in a step, by dtype; without those that one call lacks."""
+@dataclass(frozen=True)
+class CallVariant:
+    """The dtype of the arguments of a call, and a region to call it in, which casts weights; None for no region."""
+
+    dtype: torch.dtype
+    region: AbstractContextManager[object] | None = None
+
+
+def measure_calls(
+    program: TunedProgram,
+    sites: Sequence[OperationSite],
+    variants: Mapping[Any, CallVariant],
+    *,
+    rounds: int = _ROUNDS,
+    seed: int = 0,
+    deadline: float = math.inf,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[dict[OperationSite, dict[Any, CallCost]], int]:
+    """Return the cost of all calls of each operation in a step by variant, and the number of operations without time.
+
+    Variants in which a call raises an error are missing.
+    """
+    calls = distinct_calls(sites)
+    costs: dict[CallRecord, dict[Any, CallCost]] = {}
+    for call in calls:
+        if costs and time.monotonic() > deadline:
+            break
+        progress(f"{len(costs)} of {len(calls)}, {call.overload}")
+        with torch.random.fork_rng([]):
+            trials = {
+                key: _CallTrial(call, variant, program.device, seed)
+                for key, variant in variants.items()
+            }
+            costs[call] = _time_trials(trials, rounds, deadline, program.is_inference)
+    result = {}
+    for site in sites:
+        total = _sum_of_calls([(call, costs.get(call, {})) for call in site.calls])
+        if total:
+            result[site] = total
+    skipped = sum(any(call not in costs for call in site.calls) for site in sites)
+    return result, skipped
+
+
+def distinct_calls(sites: Iterable[OperationSite]) -> list[CallRecord]:
+    """Return the calls with different costs, those with the most work in a step first."""
+    work: Counter[CallRecord] = Counter()
+    for call in (call for site in sites for call in site.calls):
+        work[call] += round(_work(call) * (call.count + call.recomputed))
+    return [call for call, _ in work.most_common()]
+
+
+def _work(call: CallRecord) -> float:
+    """Return about how much work a call is: the multiplications of a product of matrices, or else the elements."""
+    matrices = [a.shape for a in call.tensors if a.dtype.is_floating_point and len(a.shape) > 1]
+    elements = float(sum(math.prod(argument.shape) for argument in call.tensors))
+    if len(matrices) < 2:
+        return elements
+    summed = max(set(matrices[0]) & set(matrices[1]), default=1)
+    return max(elements, math.prod(matrices[0]) * math.prod(matrices[1]) / max(1, summed))
+
+
+def _sum_of_calls(calls: Sequence[tuple[CallRecord, dict[Any, CallCost]]]) -> dict[Any, CallCost]:
+    """Return the cost of all calls of an operation in a step by variant, without variants that one call lacks."""
     result: dict[Any, CallCost] = {}
-    for key in dict.fromkeys(key for _, costs in calls for key in costs):
-        if not all(key in costs for _, costs in calls):
-            continue
-        total = CallCost()
-        for call, costs in calls:
-            one = costs[key]
-            total = CallCost(
-                total.forward.plus(one.forward.times(call.count + call.recomputed)),
-                total.backward.plus(one.backward.times(call.count)),
-                total.kept + one.kept * (call.count - min(call.count, call.recomputed)),
+    for key in calls[0][1] if calls else ():
+        if all(key in costs for _, costs in calls):
+            result[key] = CallCost(
+                sum(costs[key].forward * (call.count + call.recomputed) for call, costs in calls),
+                sum(costs[key].backward * call.count for call, costs in calls),
+                sum(
+                    costs[key].kept_bytes * max(0, call.count - call.recomputed)
+                    for call, costs in calls
+                ),
             )
-        result[key] = total
     return result
 
 
-# --- one call ---
-
-
-def _measure_call(
-    call: CallRecord, program: TunedProgram, rounds: int, seed: int, deadline: float
+def _time_trials(
+    trials: Mapping[Any, _CallTrial], rounds: int, deadline: float, is_inference: bool
 ) -> dict[Any, CallCost]:
-    """Return the cost of one call in each dtype in which it can be made."""
-    trials: dict[object, CallTrial] = {}
-    with torch.random.fork_rng([]):
-        for dtype in (_F32, program.low):
-            trial = CallTrial(call, dtype, program.device, seed)
-            if trial.works():
-                trials[dtype] = trial
-        return costs_in_turns(trials, rounds, deadline, is_inference=program.is_inference)
-
-
-def costs_in_turns(
-    trials: Mapping[Any, CallTrial],
-    rounds: int = _ROUNDS,
-    deadline: float = math.inf,
-    *,
-    is_inference: bool = False,
-) -> dict[Any, CallCost]:
-    """Return the costs of trials, which are timed in turns."""
-    functions: dict[tuple[object, str], Callable[[], float]] = {}
+    """Return the costs of the trials that work, which are timed in turns."""
+    trials = {key: trial for key, trial in trials.items() if trial.works()}
+    functions: dict[tuple[object, bool], Callable[[], float]] = {}
     for key, trial in trials.items():
-        functions[key, "forward"] = trial.forward
-        functions[key, "backward"] = trial.backward
-    timings = time_in_turns(functions, rounds, deadline)
+        functions |= {(key, True): trial.forward, (key, False): trial.backward}
+    seconds = time_in_turns(functions, rounds, deadline)
     return {
         key: CallCost(
-            timings[key, "forward"],
-            timings[key, "backward"],
-            trial.result_bytes() if is_inference else trial.kept_bytes(),
+            seconds[key, True],
+            seconds[key, False],
+            trial.result_bytes() if is_inference else trial.saved_bytes(),
         )
         for key, trial in trials.items()
     }
 
 
-class CallTrial:
-    """One call on random tensors, which can be timed."""
+class _CallTrial:
+    """One call on random tensors."""
 
-    def __init__(
-        self,
-        call: CallRecord,
-        dtype: torch.dtype,
-        device: str,
-        seed: int = 0,
-        *,
-        region: AbstractContextManager[object] | None = None,
-    ) -> None:
-        """Make the arguments.
-
-        Args:
-            call: the recorded call.
-            dtype: the dtype of its arguments.
-            device: the device type.
-            seed: of the random numbers.
-            region: a region to call it in, which casts weights; without one they have the dtype already.
-        """
+    def __init__(self, call: CallRecord, variant: CallVariant, device: str, seed: int) -> None:
         generator = torch.Generator(device).manual_seed(seed)
         function = _torch.find_overload(call.overload)
         assert function is not None, f"{call.overload} was recorded"
         self._function = function
-        self._region = nullcontext() if region is None else region
-        arguments = tensor_arguments(call)
+        self._region = variant.region or nullcontext()
 
         def dtype_of(_: int, argument: TensorArgument) -> torch.dtype:
-            is_fixed = argument.stays or (region is not None and argument.is_weight)
-            return dtype if is_castable(argument.dtype) and not is_fixed else argument.dtype
+            is_fixed = argument.stays or (variant.region is not None and argument.is_weight)
+            is_free = is_castable(argument.dtype) and not is_fixed
+            return variant.dtype if is_free else argument.dtype
 
-        self._args, self._kwargs = make_arguments(call, dtype_of, generator)
+        self._args, self._kwargs = call.random_arguments(dtype_of, generator)
         tensors = tensors_in_order(self._args, self._kwargs)
         self._leaves = [tensor for tensor in tensors if tensor.requires_grad]
-        self._weights = {
-            id(tensor.untyped_storage())
-            for tensor, argument in zip(tensors, arguments, strict=True)
-            if argument.is_weight
-        }
+        pairs = zip(tensors, call.tensors, strict=True)
+        self._weights = [tensor for tensor, argument in pairs if argument.is_weight]
         self._gradients: list[Tensor] | None = None
         self._writes = any(
             argument.alias_info is not None and argument.alias_info.is_write
@@ -297,7 +298,6 @@ class CallTrial:
     def works(self) -> bool:
         """Return True if neither pass raises an error."""
         try:
-            self.forward()
             self.backward()
         except Exception:  # an operation may raise anything
             return False
@@ -305,7 +305,7 @@ class CallTrial:
 
     def forward(self) -> float:
         """Run the forward pass; return its seconds."""
-        args, kwargs = self._fresh_arguments()
+        args, kwargs = self._arguments()
         start = perf_counter()
         with self._region:
             self._function(*args, **kwargs)
@@ -313,10 +313,7 @@ class CallTrial:
 
     def backward(self) -> float:
         """Run both passes; return the seconds of the backward pass."""
-        args, kwargs = self._fresh_arguments()
-        with self._region:
-            result = self._function(*args, **kwargs)
-        roots = [tensor for tensor in tensors_in_order((result,), {}) if tensor.requires_grad]
+        roots = [tensor for tensor in self._results(*self._arguments()) if tensor.requires_grad]
         if not roots:
             return 0.0
         if self._gradients is None:
@@ -325,31 +322,24 @@ class CallTrial:
         torch.autograd.grad(roots, self._leaves, self._gradients, allow_unused=True)
         return perf_counter() - start
 
-    def kept_bytes(self) -> int:
-        """Return the bytes that autograd keeps, each storage once, without weights."""
-        kept: dict[int, Any] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if id(storage) not in self._weights:
-                kept[id(storage)] = storage
-            return tensor
-
-        args, kwargs = self._fresh_arguments()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), self._region:
-            result = self._function(*args, **kwargs)
-        del result
-        return sum(storage.nbytes() for storage in kept.values())
+    def saved_bytes(self) -> int:
+        """Return the bytes that autograd saves for the backward pass, without weights."""
+        with saved_for_backward(self._weights) as saved:
+            self._results(*self._arguments())
+        return sum(storage.nbytes() for storage in saved.values())
 
     def result_bytes(self) -> int:
         """Return the bytes of its results that are not its arguments'."""
-        args, kwargs = self._fresh_arguments()
-        inputs = {id(tensor.untyped_storage()) for tensor in tensors_in_order(args, kwargs)}
-        results = tensors_in_order((self._function(*args, **kwargs),), {})
-        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in results)}
-        return sum(storage.nbytes() for key, storage in storages.items() if key not in inputs)
+        args, kwargs = self._arguments()
+        inputs = storage_sizes(tensors_in_order(args, kwargs))
+        results = storage_sizes(self._results(args, kwargs))
+        return sum(size for storage, size in results.items() if storage not in inputs)
 
-    def _fresh_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _results(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        with self._region:
+            return tensors_in_order((self._function(*args, **kwargs),), {})
+
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, or copies of them where the operation writes to them."""
         if not self._writes:
             return self._args, self._kwargs
@@ -362,29 +352,28 @@ def _cloned(value: Any) -> Any:
     return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
 
 
-def _time_casts(
-    size: int, program: TunedProgram, rounds: int, deadline: float
-) -> dict[bool, Timing]:
-    generator = torch.Generator(program.device).manual_seed(0)
-    wide = torch.randn(size, generator=generator, device=program.device)
-    narrow = wide.to(program.low)
-
-    def cast(tensor: Tensor, dtype: torch.dtype) -> None:
-        tensor.to(dtype)
-
-    functions: dict[bool, Callable[[], None]] = {
-        True: functools.partial(cast, wide, program.low),
-        False: functools.partial(cast, narrow, _F32),
-    }
-    return time_in_turns(functions, rounds, deadline)
+# --- timing ---
 
 
-def _work(call: CallRecord) -> float:
-    """Return about how much work a call is: the multiplications of a product of matrices, or else the elements."""
-    tensors = tensor_arguments(call)
-    matrices = [a.shape for a in tensors if a.dtype.is_floating_point and len(a.shape) > 1]
-    elements = float(sum(math.prod(argument.shape) for argument in tensors))
-    if len(matrices) < 2:
-        return elements
-    summed = max(set(matrices[0]) & set(matrices[1]), default=1)
-    return max(elements, math.prod(matrices[0]) * math.prod(matrices[1]) / max(1, summed))
+def time_in_turns(
+    functions: Mapping[_Key, Callable[[], float]], rounds: int, deadline: float = math.inf
+) -> dict[_Key, float]:
+    """Call each function `rounds` times, in turns, and return the median of the seconds that it returns.
+
+    After `deadline`, on `time.monotonic`'s clock, each gets only the fewest turns.
+    """
+    repeats = {key: _repeats(function) for key, function in functions.items()}
+    seconds: dict[_Key, list[float]] = {key: [] for key in functions}
+    keys = list(functions)
+    for turn in range(rounds):
+        if turn >= _FEWEST_ROUNDS and time.monotonic() > deadline:
+            break
+        for key in keys[turn % len(keys) :] + keys[: turn % len(keys)] if keys else ():
+            times = [functions[key]() for _ in range(repeats[key])]
+            seconds[key].append(statistics.fmean(times))
+    return {key: statistics.median(times) for key, times in seconds.items()}
+
+
+def _repeats(function: Callable[[], float]) -> int:
+    function()  # the first call loads code and memory
+    return max(1, min(_MOST_REPEATS, round(_SHORTEST / max(function(), 1e-7))))

@@ -13,37 +13,28 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from precast._internal.display import size
-from precast.tuning.chooser import Objective
+from precast.tuning.costs import Objective
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import Proof, SetupComparison, is_time_decided
 from precast.tuning.setups import FLOAT32, MOST_BATCHES, Setup
+from precast.tuning.tasks import TuningTask
 from precast.tuning.words import TRAINING, TaskWords
 
 __all__ = ["Judge", "OtherPrograms", "SearchTime", "deciding_changes", "duration_text"]
 
-_BUDGETS: Final = tuple(
-    60.0 * minutes
-    for minutes in (1, 2, 3, 5, 8, 10, 15, 20, 30, 45, 60, 90, 120, 180, 240, 360, 480, 720)
-)
 _BUSY: Final = 0.1
 """The share of the processors that other programs use on a machine that is not quiet."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Finds the answer of a proof.
-
-    Attributes:
-        objective: the quantity to minimize.
-        bases: the names of the setups of the base policy.
-        words: the words of the task.
-    """
+    """Finds the answer of a proof; `bases` are the names of the setups of the base policy."""
 
     objective: Objective
     bases: Collection[str]
@@ -51,53 +42,44 @@ class Judge:
 
     def best(self, proof: Proof, setups: Iterable[Setup]) -> tuple[Setup, str]:
         """Return the answer, and a clause on each of the other setups."""
-        reasons: dict[str, str] = {}
-        able = []
-        for setup in setups:
-            reasons[setup.name] = self.refusal(proof, setup)
-            if not reasons[setup.name]:
-                able.append(setup)
+        reasons = {setup.name: self.refusal(proof, setup) for setup in setups}
+        able = [setup for setup in setups if not reasons[setup.name]]
         reference = FLOAT32
         for setup in able:
             if setup.name in self.bases:
                 reasons[setup.name], is_better = self.gain(proof, setup.name, reference.name)
-                if is_better:
-                    reference = setup
+                reference = setup if is_better else reference
         winners = []
         for setup in able:
             if setup.name not in self.bases:
                 reasons[setup.name], is_better = self.gain(proof, setup.name, reference.name)
                 compared = proof.comparison(setup.name, reference.name)
                 if compared.loss == "worse":
-                    reasons[setup.name] = self._loss_text(compared, proof.tolerance)
+                    _, reasons[setup.name] = self.loss_text(compared, proof.tolerance)
                 elif is_better:
                     winners.append(setup)
         best = min(winners, key=lambda setup: self._spent(proof, setup), default=reference)
-        reasons |= self._slower(proof, best, reasons)
         return best, "; ".join(reasons.values())
 
     def undecided(self, proof: Proof, setups: Iterable[Setup]) -> list[str]:
         """Return the names of the setups that may be better than float32."""
         names = []
         for setup in setups:
-            compared = proof.comparison(setup.name, FLOAT32.name)
-            if compared.because or compared.loss == "worse" or setup.silent:
-                continue
+            compared, ratio = proof.comparison(setup.name), proof.comparison(setup.name).ratio
+            may_be_better = ratio.low <= 1 - proof.tolerance
+            is_better = ratio.high < 1
             if self.objective == "memory":
-                may_be_better = self._bytes(proof, setup.name) < self._bytes(proof, FLOAT32.name)
-                is_decided = compared.is_as_good
-            else:
-                may_be_better = compared.ratio.low <= 1 - proof.tolerance
-                is_decided = compared.is_as_good and compared.ratio.high < 1
-            if may_be_better and not is_decided:
+                is_better = may_be_better = self.gain(proof, setup.name, FLOAT32.name)[1]
+            is_refused = compared.because or compared.loss == "worse" or setup.silent
+            if not is_refused and may_be_better and not (compared.is_as_good and is_better):
                 names.append(setup.name)
         return names
 
     def refusal(self, proof: Proof, setup: Setup) -> str:
         """Return why a setup cannot be the answer; "" if it can."""
-        quality = proof.comparison(setup.name, FLOAT32.name)
+        quality = proof.comparison(setup.name)
         if not quality.is_as_good:
-            return self._loss_text(quality, proof.tolerance)
+            return self.loss_text(quality, proof.tolerance)[1]
         if setup.silent:
             return (
                 f"under {setup.name} the gradient of {setup.silent} is zero, so it is not trained"
@@ -107,7 +89,7 @@ class Judge:
     def gain(self, proof: Proof, name: str, against: str) -> tuple[str, bool]:
         """Return a clause on how a setup compares at the objective, and True if it is better for certain."""
         if self.objective == "memory":
-            mine, theirs = self._bytes(proof, name), self._bytes(proof, against)
+            mine, theirs = (proof.figures[each].kept_bytes for each in (name, against))
             share = f"{mine / max(theirs, 1):.2f}"
             return f"{name} {self.words.needs} {share} of the memory of {against}", mine < theirs
         compared, tolerance = proof.comparison(name, against), proof.tolerance
@@ -124,49 +106,30 @@ class Judge:
             text = f"{name} is not faster than {against} by more than {tolerance:.2%}"
         return f"{text}: it takes {figures} its time", False
 
-    def _bytes(self, proof: Proof, name: str) -> int:
-        return proof.figures[name].kept_bytes
+    def loss_text(self, compared: SetupComparison, tolerance: float) -> tuple[str, str]:
+        """Return a clause on the difference of the losses, and one on why the setup is not accepted for it."""
+        name, against, value = compared.name, compared.against, self.words.value
+        if compared.because:
+            text = f"{name} fails ({compared.because})"
+            return text, text
+        difference = compared.difference
+        if not math.isfinite(difference.high):
+            text = f"too few {self.words.trials} were compared to tell the {value} of {name}"
+            return text, text
+        figures = f"by {difference.low:+.2%} to {difference.high:+.2%}"
+        text = f"the {value} of {name} differs from that of {against} {figures}"
+        if compared.loss == "worse":
+            return text, f"the {value} of {name} is worse than that of {against} {figures}"
+        return text, (
+            f"could not tell whether the {value} of {name} is that of {against} within {tolerance:.2%}: it differs "
+            f"{figures}"
+        )
 
     def _spent(self, proof: Proof, setup: Setup) -> float:
         """Return the time or memory of a setup, by which setups are ordered."""
         if self.objective == "memory":
-            return float(self._bytes(proof, setup.name))
-        return proof.comparison(setup.name, FLOAT32.name).ratio.middle
-
-    def _slower(self, proof: Proof, best: Setup, names: Collection[str]) -> dict[str, str]:
-        """Return clauses on setups whose loss is undecided because they were too slow to get more rounds."""
-        texts: dict[str, str] = {}
-        for compared in proof.comparisons if self.objective == "time" else ():
-            pair = (compared.name, compared.against)
-            if best.name not in pair:
-                continue
-            [name] = {*pair} - {best.name, FLOAT32.name} or {""}
-            if name not in names:
-                continue
-            if proof.comparison(name, FLOAT32.name).loss != "cannot tell":
-                continue
-            text, is_better = self.gain(proof, *pair)
-            if compared.name == name and compared.ratio.low > 1:
-                texts[name] = text
-            elif compared.name == best.name and is_better:
-                texts[name] = f"{name} is slower: {text}"
-        return texts
-
-    def _loss_text(self, compared: SetupComparison, tolerance: float) -> str:
-        """Return why the loss of a setup is not accepted."""
-        name, against, value = compared.name, compared.against, self.words.value
-        if compared.because:
-            return f"{name} fails ({compared.because})"
-        difference = compared.difference
-        if not math.isfinite(difference.high):
-            return f"too few {self.words.trials} were compared to tell the {value} of {name}"
-        figures = f"by {difference.low:+.2%} to {difference.high:+.2%}"
-        if compared.loss == "worse":
-            return f"the {value} of {name} is worse than that of {against} {figures}"
-        return (
-            f"could not tell whether the {value} of {name} is that of {against} within {tolerance:.2%}: it differs "
-            f"{figures}"
-        )
+            return proof.figures[setup.name].kept_bytes
+        return proof.comparison(setup.name).ratio.middle
 
 
 # --- changes that would decide a proof ---
@@ -178,11 +141,11 @@ class OtherPrograms:
     def __init__(self) -> None:
         self._first = _processor_times()
 
-    def share(self) -> float | None:
-        """Return the share of the time of all processors that other programs used; None where it is not counted."""
+    def share(self) -> float:
+        """Return the share of the time of all processors that other programs used; 0 where it is not counted."""
         current, first = _processor_times(), self._first
         if current is None or first is None or current[1] <= first[1]:
-            return None
+            return 0.0
         busy, total, own = (after - before for after, before in zip(current, first, strict=True))
         return min(1.0, max(0.0, (busy - own) / total))
 
@@ -200,13 +163,13 @@ def _processor_times() -> tuple[float, float, float] | None:
 
 @dataclass(frozen=True)
 class SearchTime:
-    """The time that a search has spent, and how it would spend more.
+    """The time that a search has spent.
 
     Attributes:
         budget: seconds.
         before: the seconds before the proof.
         proof: the seconds of the proof.
-        steps_for: returns the steps of a training for which there is time in so many seconds; 0 if too few.
+        least: the least budget in which all setups are tried.
         untried: the number of setups that there was no time for.
         other_programs: the share of the processors that other programs used.
     """
@@ -214,62 +177,41 @@ class SearchTime:
     budget: float
     before: float
     proof: float
-    steps_for: Callable[[float], int]
+    least: float = 0.0
     untried: int = 0
-    other_programs: float | None = None
+    other_programs: float = 0.0
 
 
 def deciding_changes(
-    proof: Proof,
-    names: Collection[str],
-    spent: SearchTime,
-    looks: Sequence[int],
-    words: TaskWords,
-    *,
-    is_timed: bool,
-) -> list[str]:
-    """Return the changes that would decide a proof, a phrase for each.
+    task: TuningTask, proof: Proof, names: Collection[str], spent: SearchTime, *, is_timed: bool
+) -> Iterator[str]:
+    """Yield the changes that would decide a proof.
 
     Args:
+        task: the task of the search.
         proof: an undecided proof.
         names: the setups that may be better than float32.
         spent: the time of the search.
-        looks: the numbers of rounds after which intervals are computed.
-        words: the words of the task.
         is_timed: True if the times have to be decided too.
     """
     compared = [c for c in proof.comparisons if c.name in names and c.against == FLOAT32.name]
     losses = [c for c in compared if c.loss == "cannot tell"]
     times = [c for c in compared if is_timed and not is_time_decided(c, proof.tolerance)]
-    phrases = []
-    if times and spent.other_programs is not None and spent.other_programs > _BUSY:
-        phrases.append(
-            f"a quieter machine: other programs used {spent.other_programs:.0%} of the processors, and the times of a "
-            f"{words.run} in float32 varied by {proof.figures[FLOAT32.name].time_spread:.0%}"
-        )
+    if times and spent.other_programs > _BUSY:
+        yield f"a quieter machine: other programs used {spent.other_programs:.0%} of the processors"
     factor_losses = max((_factor(c.difference, proof.tolerance) for c in losses), default=1.0)
     edges = 1.0, 1 - proof.tolerance
     factor_times = max((min(_factor(c.ratio, edge) for edge in edges) for c in times), default=1.0)
-    is_training = words is TRAINING
-    if is_training or not losses or spent.untried:
-        budget = _sufficient_budget(
-            proof, factor_losses, factor_times, spent, looks, is_training=is_training
-        )
+    if task.is_training or not losses or spent.untried:
+        budget = _sufficient_budget(task, proof, factor_losses, factor_times, spent)
         if budget is not None:
-            phrases.append(
-                f"a budget of about {duration_text(budget)}, if times and losses vary as they did here"
-            )
+            yield f"a budget of about {duration_text(budget)}, if times and losses vary as they did here"
     batches = proof.seeds * factor_losses
-    if not is_training and losses and batches <= MOST_BATCHES and proof.seeds < MOST_BATCHES:
-        phrases.append(
-            f"about {size(math.ceil(batches), 'batch', 'batches')} instead of {proof.seeds}"
-        )
+    if not task.is_training and losses and batches <= MOST_BATCHES and proof.seeds < MOST_BATCHES:
+        yield f"about {size(math.ceil(batches), 'batch', 'batches')} instead of {proof.seeds}"
     widest = max((c.difference.high for c in losses), default=math.inf)
     if widest < 1:
-        phrases.append(
-            f"a tolerance of {widest:.2%} or more, within which the {words.value} is that of float32"
-        )
-    return phrases
+        yield f"a tolerance of {widest:.2%} or more, within which the {task.words.value} is that of float32"
 
 
 def _factor(interval: Interval, edge: float) -> float:
@@ -285,34 +227,22 @@ def _factor(interval: Interval, edge: float) -> float:
 
 
 def _sufficient_budget(
-    proof: Proof,
-    factor_losses: float,
-    factor_times: float,
-    spent: SearchTime,
-    looks: Sequence[int],
-    *,
-    is_training: bool,
+    task: TuningTask, proof: Proof, factor_losses: float, factor_times: float, spent: SearchTime
 ) -> float | None:
-    """Return the least usual budget with enough rounds; None if none is enough."""
-    setups = len(proof.figures)
-    growth = (setups + spent.untried) / setups
-    if is_training:
-        rounds = proof.seeds * factor_losses
-        timed_steps = proof.seeds * max(1, proof.steps) * factor_times
-        seconds = spent.proof / max(1, proof.seeds) / max(1, proof.steps) * growth
+    """Return a budget with enough rounds of the longest trainings, or of passes; None if none is enough."""
+    steps = max(1, proof.steps)
+    if task.is_training:
+        longest = task.steps[1]
+        rounds = max(proof.seeds * factor_losses, proof.seeds * factor_times * steps / longest)
+        seconds = spent.proof / max(1, proof.seeds) / steps * longest
     else:
-        rounds = timed_steps = max(1, proof.steps) * factor_times
-        seconds = spent.proof / max(1, proof.steps) * growth
-    least = next((look for look in looks if look >= rounds), None)
-    for budget in _BUDGETS if least is not None else ():
-        remaining = budget - spent.before
-        steps = spent.steps_for(remaining)
-        if budget <= spent.budget or steps < 1:
-            continue
-        needed = max(least or 0, timed_steps / steps)
-        if needed <= looks[-1] and remaining >= needed * steps * seconds:
-            return budget
-    return None
+        rounds, seconds = steps * factor_times, spent.proof / steps
+    look = next((look for look in task.looks if look >= rounds), None)
+    if look is None:
+        return None
+    growth = 1 + spent.untried / len(proof.figures)
+    budget = max(spent.before + look * seconds * growth, spent.least)
+    return budget if budget > spent.budget else None
 
 
 def duration_text(seconds: float) -> str:

@@ -23,8 +23,9 @@ from precast.engine.operator_kinds import Cast, kind_of
 from precast.policy.module_names import modules_by_name, name_of_each
 from precast.policy.module_plan import is_called, outwards
 from precast.policy.rows import short, split
+from precast.tuning.sites import OperationSite
 
-__all__ = ["ModuleStack", "ObservedCall", "SiteListener", "row_name"]
+__all__ = ["ModuleStack", "ObservedCall", "SiteListener"]
 
 
 class ObservedCall(NamedTuple):
@@ -49,14 +50,9 @@ class ObservedCall(NamedTuple):
     is_view: bool = False
 
     @property
-    def key(self) -> tuple[str | None, str]:
-        """The module and the operation, by its name in a policy."""
-        return self.module, row_name(self.overload)
-
-
-def row_name(overload: str) -> str:
-    """Return the name of an operation in a policy's row: `aten::softmax.int` -> `softmax`."""
-    return short(split(overload)[0])
+    def site(self) -> OperationSite:
+        """The operation of the module, by its name in a policy's row, such as `softmax` for `aten::softmax.int`."""
+        return OperationSite(self.module, short(split(self.overload)[0]))
 
 
 class ModuleStack:
@@ -93,34 +89,30 @@ class ModuleStack:
 
 
 class SiteListener(OperationListener):
-    """Calls `before` and `after` around each operation that kernels and a dispatch mode report.
+    """Calls `before` and `after` for each operation that kernels and a dispatch mode report.
 
     All policies that the process has used decide which operations have kernels at the autocast keys. So that the same
     sites are recorded in any process, an operation counts as a whole only if it is in `ruled`, by the dispatcher's
     name.
     """
 
-    def __init__(
-        self,
-        modules: ModuleStack,
-        device: str,
-        ruled: Collection[str],
-        before: Callable[[ObservedCall], None],
-        after: Callable[[ObservedCall, Any], None],
-    ) -> None:
-        self._modules = modules
+    def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
+        self.modules = ModuleStack(model)
         self.device = device
         self._ruled = ruled
         self.failures = Failures()
-        self._before = before
-        self._after = after
-        self._is_paused = False
-        """True while a callback runs, whose operations are not the program's."""
         self._kernels: list[ObservedCall | None] = []
         """The call of each kernel that runs; None if it is not reported."""
         self._open = 0
+        """The number of reported kernels that run, and of callbacks, whose operations are not the program's."""
         self.failed_call: ObservedCall | None = None
         """The first operation that has raised an error."""
+
+    def before(self, call: ObservedCall) -> None:
+        """Handle the start of an operation."""
+
+    def after(self, call: ObservedCall, out: Any) -> None:
+        """Handle the end of an operation."""
 
     @property
     def depth(self) -> int:
@@ -134,10 +126,10 @@ class SiteListener(OperationListener):
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Handle the start of a kernel at an autocast key, which another policy may have put there."""
         call = None
-        if op.name in self._ruled and not (self._open or self._is_paused):
+        if op.name in self._ruled and not self._open:
             call = self._observe(op.name, args, kwargs, False)
         if call is not None:
-            self._report(self._before, call)
+            self._report(self.before, call)
         self._open += call is not None
         self._kernels.append(call)
 
@@ -145,7 +137,7 @@ class SiteListener(OperationListener):
         """Handle the end of a kernel."""
         call = self._pop()
         if call is not None:
-            self._report(self._after, call, result)
+            self._report(self.after, call, result)
 
     def fail(self, _error: BaseException) -> None:
         """Handle an error of a kernel."""
@@ -154,13 +146,13 @@ class SiteListener(OperationListener):
 
     def saw(self, func: Any, call: Any, out: Any, _seconds: float, _inside: Sequence[Cast]) -> None:
         """Handle an operation below the autocast keys."""
-        if self._open or self._is_paused:
+        if self._open:
             return
         kind, (args, kwargs) = kind_of(func), call
         observed = self._observe(_dispatcher_name(func), args, kwargs, kind.is_view)
         if observed is not None:
-            self._report(self._before, observed)
-            self._report(self._after, observed, out)
+            self._report(self.before, observed)
+            self._report(self.after, observed, out)
 
     def failed(self, func: Any, call: Any, _error: BaseException) -> None:
         """Handle an error of an operation below the autocast keys."""
@@ -174,16 +166,16 @@ class SiteListener(OperationListener):
         return call
 
     def _report(self, callback: Callable[..., None], *arguments: Any) -> None:
-        self._is_paused = True
+        self._open += 1
         try:
             callback(*arguments)
         finally:
-            self._is_paused = False
+            self._open -= 1
 
     def _observe(
         self, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
     ) -> ObservedCall | None:
-        module, is_pinned = self._modules.module_of(frame_above(1))
+        module, is_pinned = self.modules.module_of(frame_above(1))
         in_backward = _torch.current_node() is not None
         if in_backward and module is None:
             return None

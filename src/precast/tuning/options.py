@@ -76,14 +76,8 @@ def check_arguments(  # noqa: PLR0917 -- in the order of `tune`
     """
     if not isinstance(model, nn.Module):
         raise TuningError(f"model is {type(model).__name__}; it has to be a torch.nn.Module")
-    if step is not None and not callable(step):
-        raise TuningError(
-            f"step is {type(step).__name__}; it has to be a function of a model and a batch"
-        )
-    if optimizer is not None and not callable(optimizer):
-        raise TuningError(
-            f"optimizer is {type(optimizer).__name__}; it has to be a function of parameters"
-        )
+    _check_function("step", step, "a model and a batch")
+    _check_function("optimizer", optimizer, "parameters")
     if step is None and optimizer is not None:
         raise TuningError(
             "optimizer needs step: pass the step of the training, or leave out optimizer for inference"
@@ -104,12 +98,9 @@ def check_options(step: object, options: TuningOptions) -> list[torch.dtype | st
     Raises:
         TuningError: one has another type or an unknown value.
     """
-    metric, candidates = options.metric, options.candidates
-    if metric is not None and not callable(metric):
-        raise TuningError(
-            f"metric is {type(metric).__name__}; it has to be a function of a model and a batch"
-        )
-    if step is None and metric is None:
+    candidates = options.candidates
+    _check_function("metric", options.metric, "a model and a batch")
+    if step is None and options.metric is None:
         raise TuningError(
             "step is None: pass step(model, batch), which returns the loss; for inference, pass "
             "options=TuningOptions(metric=...)"
@@ -128,3 +119,10 @@ def check_options(step: object, options: TuningOptions) -> list[torch.dtype | st
             f"candidates is {candidates!r}: float8 rules are tried in trainings, and without a step nothing is trained"
         )
     return names
+
+
+def _check_function(name: str, value: object, arguments: str) -> None:
+    if value is not None and not callable(value):
+        raise TuningError(
+            f"{name} is {type(value).__name__}; it has to be a function of {arguments}"
+        )

@@ -13,10 +13,10 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from precast._internal.display import milliseconds
 from precast.report.page import asset, needed, script_json
 from precast.tuning.evidence import TuningEvidence, as_values
-from precast.tuning.proof import Proof, SetupComparison, SetupFigures
+from precast.tuning.proof import Proof
+from precast.tuning.tables import setup_cells
 from precast.tuning.words import words_for
 
 __all__ = ["html"]
@@ -47,16 +47,19 @@ def html(evidence: TuningEvidence, policy: str) -> str:
 
     words = words_for(evidence.settings.task)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    proof = evidence.proof
     data = {
         "objective": evidence.settings.objective,
         "tolerance": evidence.settings.tolerance,
         "words": asdict(words),
-        "points": [
-            point
-            for number, proof in enumerate(evidence.proofs, 1)
-            for point in _points(evidence, proof, number)
+        "points": [] if proof is None else [*_points(evidence, proof)],
+        "curves": [
+            {
+                "name": each.name,
+                "mean": [statistics.fmean(s) for s in zip(*each.curves, strict=False)],
+            }
+            for each in (proof.figures.values() if proof else ())
         ],
-        "curves": _curves(evidence.proofs[-1]) if evidence.proofs else [],
         "nodes": _nodes(evidence),
         "sites": [
             {"dtype": search.dtype, **asdict(site)}
@@ -69,7 +72,7 @@ def html(evidence: TuningEvidence, policy: str) -> str:
         words=words,
         is_training=evidence.settings.task == "training",
         facts=[(name, value) for name, value in _facts(evidence).items() if value],
-        rows=[_row(proof, each) for proof in evidence.proofs for each in proof.figures.values()],
+        rows=[setup_cells(proof, each) for each in proof.figures.values()] if proof else [],
         policy=policy,
         style=Markup(asset("style.css") + _own_asset("style.css")),
         data=Markup(script_json(as_values(data))),
@@ -79,43 +82,23 @@ def html(evidence: TuningEvidence, policy: str) -> str:
     return page
 
 
-def _points(evidence: TuningEvidence, proof: Proof, number: int) -> Iterable[dict[str, Any]]:
+def _points(evidence: TuningEvidence, proof: Proof) -> Iterable[dict[str, Any]]:
     """Yield a point of the chart for each setup: its cost against its loss relative to float32, both with intervals.
 
     A setup that failed, or whose loss is unknown, has no point.
     """
-    is_memory = evidence.settings.objective == "memory"
     for figures in proof.figures.values():
         cost = [float(figures.kept_bytes)] * 3
-        if not is_memory:
+        if evidence.settings.objective == "time":
             times = figures.seconds
             cost = statistics.quantiles(times, n=4) if len(times) > 1 else []
-        compared = _against_float32(proof, figures)
         loss = [0.0] * 3
-        if compared is not None:
-            loss = [compared.difference.low, compared.difference.middle, compared.difference.high]
+        if figures.name != "float32":
+            difference = proof.comparison(figures.name).difference
+            loss = [difference.low, difference.middle, difference.high]
         if cost and not figures.failure and all(map(math.isfinite, loss)):
-            yield {
-                "name": figures.name,
-                "round": number,
-                "rounds": len(evidence.proofs),
-                "cost": cost,
-                "loss": loss,
-                "is_answer": figures.name == evidence.answer and number == len(evidence.proofs),
-            }
-
-
-def _against_float32(proof: Proof, figures: SetupFigures) -> SetupComparison | None:
-    pair = (figures.name, "float32")
-    return next((c for c in proof.comparisons if (c.name, c.against) == pair), None)
-
-
-def _curves(proof: Proof) -> list[dict[str, Any]]:
-    """Return the mean loss of each step over the seeds, for each setup."""
-    return [
-        {"name": each.name, "mean": [statistics.fmean(s) for s in zip(*each.curves, strict=False)]}
-        for each in proof.figures.values()
-    ]
+            is_answer = figures.name == evidence.answer
+            yield {"name": figures.name, "cost": cost, "loss": loss, "is_answer": is_answer}
 
 
 def _nodes(evidence: TuningEvidence) -> list[dict[str, Any]]:
@@ -144,7 +127,7 @@ def _is_inside(module: str | None, name: str) -> bool:
 
 def _facts(evidence: TuningEvidence) -> dict[str, str]:
     settings = evidence.settings
-    proof = evidence.proofs[-1] if evidence.proofs else None
+    proof = evidence.proof
     return {
         "Model": evidence.model,
         "Parameters": f"{evidence.parameters:,}",
@@ -159,27 +142,6 @@ def _facts(evidence: TuningEvidence) -> dict[str, str]:
         "Machine": evidence.machine,
         "PyTorch": evidence.torch,
         "Date": evidence.date[:16].replace("T", " "),
-    }
-
-
-def _row(proof: Proof, figures: SetupFigures) -> dict[str, str]:
-    """Return the cells of a setup in the table."""
-    compared = _against_float32(proof, figures)
-    ratio = difference = "-"
-    if compared is not None and math.isfinite(compared.ratio.high):
-        ratio = f"{compared.ratio.low:.2f} to {compared.ratio.high:.2f}"
-    if compared is not None and math.isfinite(compared.difference.high):
-        difference = f"{compared.difference.low:+.2%} to {compared.difference.high:+.2%}"
-    median, final = figures.median_seconds, figures.mean_final
-    return {
-        "name": figures.name,
-        "dtype": figures.dtype,
-        "step": "-" if median is None else milliseconds(median),
-        "ratio": ratio,
-        "kept": f"{figures.kept_bytes / 2**20:,.2f} MiB",
-        "loss": "-" if final is None else f"{final:.5g}",
-        "difference": difference,
-        "verdict": figures.failure or (compared.loss if compared else ""),
     }
 
 

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -32,13 +32,9 @@ _RULES: Final = (Rule.FP32, Rule.KEEP, Rule.LOWER)
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """One row of a policy.
+    """One row of a policy, and the operations that it decides for.
 
-    Attributes:
-        place: the module's name, or a pattern of several; None for a row of the device type.
-        op: the operation.
-        rule: the rule.
-        sites: the operations that it decides for.
+    `place` is the module's name, or a pattern of several; None for a row of the device type.
     """
 
     place: str | None
@@ -54,32 +50,24 @@ def policy_of(
     *,
     reason: Callable[[PolicyRow], str] = lambda _: "",
 ) -> Policy:
-    """Return the policy that carries out a choice.
-
-    Args:
-        choice: the dtype of every operation of the program; see `TunedProgram.settle`.
-        program: the program.
-        base: the policy for everything else.
-        reason: returns why a row is needed, with figures.
+    """Return the policy that carries out a settled choice; `reason` tells why a row is needed, with figures.
 
     Raises:
-        PolicyError: the choice is not settled, or the base has rules for modules.
+        PolicyError: the base has rules for modules.
     """
-    _check(choice, program, base)
     rows = with_patterns(rows_of(choice, program), program.modules)
     return _with_rows(base, rows, program, reason)
 
 
 def explicit_policy(choice: DtypeChoice, program: TunedProgram, base: Policy) -> Policy:
-    """Return the policy that carries out a choice with a row for every site.
+    """Return the policy that carries out a settled choice with a row for every site.
 
     `policy_of` omits rows by a prediction from the inputs of each site, which may be wrong for a site whose calls have
     inputs of different dtypes.
 
     Raises:
-        PolicyError: as `policy_of`.
+        PolicyError: the base has rules for modules.
     """
-    _check(choice, program, base)
     rows = []
     for site in program.sites:
         is_low = choice[site] is program.low
@@ -88,15 +76,20 @@ def explicit_policy(choice: DtypeChoice, program: TunedProgram, base: Policy) ->
             rules.insert(0, site.rule)
         rule = next(rule for rule in rules if fulfills(site, rule, choice, program))
         rows.append(PolicyRow(site.module, site.op, rule, (site,)))
-    return _with_rows(base, rows, program)
+    return _with_rows(base, rows, program, lambda _: "")
 
 
 def _with_rows(
     base: Policy,
     rows: Iterable[PolicyRow],
     program: TunedProgram,
-    reason: Callable[[PolicyRow], str] = lambda _: "",
+    reason: Callable[[PolicyRow], str],
 ) -> Policy:
+    if base.modules:
+        raise PolicyError(
+            f"the base {base.name!r} has rules for modules, which rows for the modules of a choice would change. "
+            "Start from a policy without [modules], such as 'default'."
+        )
     modules: dict[str, dict[str, Any]] = {}
     device_rows: dict[str, Any] = {}
     for row in rows:
@@ -107,22 +100,6 @@ def _with_rows(
         name=TUNED,
         ops={program.device: device_rows},
         modules={name: {"ops": place_rows} for name, place_rows in modules.items()},
-    )
-
-
-def _check(choice: DtypeChoice, program: TunedProgram, base: Policy) -> None:
-    if base.modules:
-        raise PolicyError(
-            f"the base {base.name!r} has rules for modules, which rows for the modules of a choice would change. "
-            "Start from a policy without [modules], such as 'default'."
-        )
-    if program.is_settled(choice):
-        return
-    settled = program.settle(choice)
-    wrong = [site for site in program.sites if choice.get(site) is not settled[site]]
-    raise PolicyError(
-        f"no policy can carry out this choice: {wrong[0]} and {len(wrong) - 1} other operations cannot run in their "
-        "dtypes. Use program.settle(choice)."
     )
 
 
@@ -152,61 +129,39 @@ def rows_of(choice: DtypeChoice, program: TunedProgram) -> list[PolicyRow]:
     order = {name: i for i, name in enumerate(program.modules)}
     rows: list[PolicyRow] = []
     for op, sites in by_op.items():
-        ordered = sorted(sites, key=lambda site: order.get(site.module or "", 0))
-        candidates = [_rows_under(rule, op, ordered, choice, program) for rule in (None, *_RULES)]
-        fewest: list[PolicyRow] = min([c for c in candidates if c is not None], key=_size)
-        rows += fewest
+        sites.sort(key=lambda site: order.get(site.module or "", 0))
+        candidates = [_places(rule, sites, choice, program) for rule in (None, *_RULES)]
+        # Rows of modules need hooks.
+        places = min(
+            [each for each in candidates if each is not None],
+            key=lambda each: (sum(place is not None for place in each), len(each)),
+        )
+        governed: dict[str | None, list[OperationSite]] = {}
+        for site in sites:
+            governed.setdefault(_nearest(site.module, places), []).append(site)
+        rows += [
+            PolicyRow(place, op, rule, tuple(governed.get(place, ())))
+            for place, rule in places.items()
+        ]
     return sorted(rows, key=lambda row: -1 if row.place is None else order.get(row.place, 0))
 
 
-def _size(rows: Collection[PolicyRow]) -> tuple[int, int]:
-    """Return the number of rows that need hooks, and of all rows."""
-    return sum(row.place is not None for row in rows), len(rows)
-
-
-def _rows_under(
-    device_rule: Rule | None,
-    op: str,
-    sites: Sequence[OperationSite],
-    choice: DtypeChoice,
-    program: TunedProgram,
-) -> list[PolicyRow] | None:
-    """Return the rows of one operation beside a row of the device type; None if there are none that suffice.
-
-    Args:
-        device_rule: the rule of that row; None for no such row.
-        op: the operation.
-        sites: where it runs, outer modules first.
-        choice: the choice.
-        program: the program.
-    """
-    device_row: dict[str | None, Rule] = {} if device_rule is None else {None: device_rule}
-    places = _places(device_row, sites, choice, program, pins=False)
-    if places is not None and len(places) > len(device_row):
-        places = _places(device_row, sites, choice, program, pins=True)
-    if places is None:
-        return None
-    governed: dict[str | None, list[OperationSite]] = {}
-    for site in sites:
-        governed.setdefault(_nearest(site.module, places), []).append(site)
-    return [
-        PolicyRow(place, op, rule, tuple(governed.get(place, ()))) for place, rule in places.items()
-    ]
-
-
 def _places(
-    device_row: Mapping[str | None, Rule],
+    device_rule: Rule | None,
     sites: Sequence[OperationSite],
     choice: DtypeChoice,
     program: TunedProgram,
-    *,
-    pins: bool,
 ) -> dict[str | None, Rule] | None:
-    """Return the rules by place, from the outer modules to the inner ones; with `pins` also for all pinned sites."""
-    places = dict(device_row)
+    """Return the rules of one operation by place, from the outer modules to the inner ones; None if none suffice.
+
+    `device_rule` is the rule of the row of the device type; None for no such row. A row of any module may reach pinned
+    operations or not, so they have rows of their own.
+    """
+    places: dict[str | None, Rule] = {} if device_rule is None else {None: device_rule}
+    needs_modules = not all(fulfills(site, device_rule, choice, program) for site in sites)
     for site in sites:
         inherited = places.get(_nearest(site.module, places))
-        is_pinned = pins and site.pinned and site.module is not None
+        is_pinned = needs_modules and site.pinned and site.module is not None
         if not is_pinned and fulfills(site, inherited, choice, program):
             continue
         if site.module is None:

@@ -17,66 +17,22 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.tuning.intervals import UNKNOWN, Interval, mean_interval, median_interval
 from precast.tuning.setups import FLOAT32, Setup
+from precast.tuning.tasks import ModelTrial, TuningTask
 
-__all__ = ["ModelTrial", "Proof", "SetupComparison", "SetupFigures", "TuningTask", "Verdict"]
-__all__ += ["compare", "is_time_decided", "prove", "verdict_of"]
+__all__ = ["Proof", "SetupComparison", "SetupFigures", "Verdict", "compare", "is_time_decided"]
+__all__ += ["prove", "verdict_of"]
 
 Verdict = Literal["better", "equal", "worse", "cannot tell"]
 _SMALLEST: Final = 1e-6
 """The smallest loss that a difference is divided by, as a share of the largest loss."""
-
-
-class ModelTrial(Protocol):
-    """A copy of the model that trains or runs under one setup."""
-
-    setup: Setup
-    seconds: list[float]
-    losses: list[float]
-    failure: str
-
-    def run(self, place: int, /) -> object:
-        """Train or run on a batch, and append its time and loss; do nothing after a failure."""
-
-    def values(self) -> list[float]:
-        """Return the values that are compared: the final loss of a training, or the metric of each batch."""
-
-    def close(self) -> None:
-        """Remove what the copy added to the process."""
-
-
-class TuningTask(Protocol):
-    """Training or running copies of a model."""
-
-    @property
-    def looks(self) -> tuple[int, ...]:
-        """The numbers of rounds after which the intervals are computed."""
-
-    @property
-    def warmup(self) -> int:
-        """The first steps of a trial, whose times do not count."""
-
-    @property
-    def is_training(self) -> bool:
-        """True for trainings, where each round adds a pair of losses; else only the first round adds pairs."""
-
-    def length(self, steps: int) -> int:
-        """Return the number of steps in a round."""
-
-    def open(self, setup: Setup, number: int) -> ModelTrial:
-        """Return the copy that trains or runs under a setup in a round."""
-
-    def close(self) -> None:
-        """Close the copies that rounds share."""
-
-    def needed_bytes(self, setup: Setup) -> int:
-        """Return the memory of a setup, in bytes."""
 
 
 @dataclass
@@ -84,7 +40,6 @@ class SetupFigures:
     """The measurements of one setup.
 
     Attributes:
-        name: the name of the setup.
         finals: the final loss of each seed, or the metric of each batch.
         curves: the losses of all steps, for each seed.
         seconds: the times of steps. Equal places belong to steps that followed each other.
@@ -113,22 +68,12 @@ class SetupFigures:
         """The mean of the final losses or metrics; None if there is none."""
         return statistics.fmean(self.finals) if self.finals else None
 
-    @property
-    def time_spread(self) -> float:
-        """Half of the distance between the quartiles of the times, as a share of their median."""
-        if len(self.seconds) < 2:
-            return math.nan
-        low, median, high = statistics.quantiles(self.seconds, n=4)
-        return (high - low) / 2 / median
-
 
 @dataclass(frozen=True)
 class SetupComparison:
     """The comparison of one setup with another.
 
     Attributes:
-        name: the setup.
-        against: the other setup.
         loss: the verdict on the loss. "equal" is within the tolerance.
         difference: the relative difference of the losses; below zero is better.
         time: the verdict on the time.
@@ -172,7 +117,7 @@ class Proof:
     tolerance: float
     ended: Literal["proven", "time", "seeds", "interrupted"]
 
-    def comparison(self, name: str, against: str) -> SetupComparison:
+    def comparison(self, name: str, against: str = FLOAT32.name) -> SetupComparison:
         """Return the comparison of a setup with one before it."""
         return next(c for c in self.comparisons if (c.name, c.against) == (name, against))
 
@@ -185,7 +130,7 @@ def prove(
     tolerance: float,
     deadline: float = math.inf,
     timed: bool = False,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Proof:
     """Compare setups with float32 and with each other until their losses and times are decided.
 
@@ -196,66 +141,55 @@ def prove(
         tolerance: the relative difference of losses that does not count.
         deadline: on `time.monotonic`'s clock.
         timed: True if the times have to be decided too.
-        progress: called before each round with the names of its setups and its number.
+        progress: called before each round with its number and setups.
 
     Raises:
         TuningError: float32 fails.
     """
     running = [FLOAT32, *setups]
-    figures = {setup.name: figures_of(task, setup) for setup in running}
-    proof = Proof(figures, [], steps, 0, tolerance, "seeds")
-    looks = task.looks
-    try:
-        for number in range(looks[-1]):
-            if progress is not None:
-                progress(", ".join(setup.name for setup in running), number)
-            if not _run_round(task, running, proof, number, deadline):
-                proof.ended = "time"
-                break
-            proof.steps = steps if task.is_training else number + 1
-            running = [setup for setup in running if not proof.figures[setup.name].failure]
-            if number + 1 in looks:
-                running, is_decided = _undecided_setups(proof, running, task, timed=timed)
-                if len(running) == 1 or is_decided or not (timed or task.is_training):
-                    proof.ended = "proven"
+    with closing(task):
+        figures = {setup.name: _figures_of(task, setup) for setup in running}
+        proof = Proof(figures, [], steps, 0, tolerance, "seeds")
+        try:
+            for number in range(task.looks[-1]):
+                names = ", ".join(setup.name for setup in running)
+                progress(f"{task.words.round} {number + 1}: {names}")
+                if not _run_round(task, running, proof, number, deadline):
+                    proof.ended = "time"
                     break
-    except KeyboardInterrupt:
-        proof.ended = "interrupted"
-    finally:
-        task.close()
-    names = [FLOAT32.name, *(setup.name for setup in setups)]
+                proof.steps = steps if task.is_training else number + 1
+                running = [setup for setup in running if not figures[setup.name].failure]
+                if number + 1 in task.looks:
+                    running, is_decided = _undecided_setups(proof, running, task, timed=timed)
+                    if len(running) == 1 or is_decided:
+                        proof.ended = "proven"
+                        break
+        except KeyboardInterrupt:
+            proof.ended = "interrupted"
     proof.comparisons = [
         compare(proof, name, against, task)
-        for place, name in enumerate(names)
-        for against in names[:place]
+        for place, name in enumerate(figures)
+        for against in list(figures)[:place]
     ]
     return proof
 
 
-def figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
+def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
     """Return the figures of a setup before its trials: its policy and memory."""
+    figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype))
+    figures.policy = "" if setup.policy is None else setup.policy.dump()
     try:
-        kept_bytes = task.needed_bytes(setup)
+        figures.kept_bytes = task.needed_bytes(setup)
     except TuningError:
         raise
-    except Exception:
+    except Exception:  # it cannot run, which its trials will report
         if setup is FLOAT32:
             raise
-        kept_bytes = 0  # it cannot run, which its trials will report
-    return SetupFigures(
-        setup.name,
-        dtype=dtype_name(setup.dtype),
-        policy="" if setup.policy is None else setup.policy.dump(),
-        kept_bytes=kept_bytes,
-    )
+    return figures
 
 
 def _run_round(
-    task: TuningTask,
-    setups: Sequence[Setup],
-    proof: Proof,
-    number: int,
-    deadline: float,
+    task: TuningTask, setups: Sequence[Setup], proof: Proof, number: int, deadline: float
 ) -> bool:
     """Run one round of all setups, step by step in turns; return True if there was time for all of it."""
     trials: list[ModelTrial] = []
@@ -273,7 +207,7 @@ def _run_round(
         _add_figures(task, trials, number, proof, length)
     finally:
         for trial in trials:
-            trial.close()
+            task.release(trial)
     return True
 
 
@@ -281,6 +215,7 @@ def _add_figures(
     task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof, places: int
 ) -> None:
     """Add the results of a round; in inference, values of the first round alone."""
+    adds_values = task.is_training or number == 0
     all_values = [trial.values() for trial in trials]
     for trial, values in zip(trials, all_values, strict=True):
         figures = proof.figures[trial.setup.name]
@@ -291,16 +226,14 @@ def _add_figures(
                 f"float32 fails: {figures.failure}. No precision can be compared with it. Find the cause first, for "
                 "example with precast.monitor(model)."
             )
-        if task.is_training:
+        if adds_values:
             figures.curves.append(list(trial.losses))
         if figures.failure:
             continue
-        if task.is_training or number == 0:
+        if adds_values:
             figures.finals += values
-        if not task.is_training and number == 0:
-            figures.curves = [list(values)]
         figures.seconds += trial.seconds[task.warmup :]
-    if task.is_training or number == 0:
+    if adds_values:
         proof.seeds += 1 if task.is_training else places
 
 
@@ -309,28 +242,31 @@ def _undecided_setups(
 ) -> tuple[list[Setup], bool]:
     """Return float32 with the setups that more rounds can decide something about, and True if none is undecided.
 
-    Where times count, each setup is compared with the fastest one that may be as good as float32.
+    Where times count, each setup is compared with the fastest one that may be as good as float32. More passes of an
+    inference decide only times.
     """
     against_float32 = {s.name: compare(proof, s.name, FLOAT32.name, task) for s in setups[1:]}
     possible = [s for s in setups if s is FLOAT32 or against_float32[s.name].loss != "worse"]
-    slower: set[str] = set()
-    is_timed = True
+    undecided = {
+        name
+        for name, compared in against_float32.items()
+        if task.is_training and compared.loss == "cannot tell"
+    }
     if timed:
-        shares = {name: c.ratio.middle for name, c in against_float32.items()} | {FLOAT32.name: 1.0}
-        fastest = min(
-            possible, key=lambda s: math.inf if math.isnan(shares[s.name]) else shares[s.name]
-        )
+        ratios = {name: compared.ratio.middle for name, compared in against_float32.items()}
+        ratios = {name: ratio for name, ratio in ratios.items() if not math.isnan(ratio)}
+        fastest = min(possible, key=lambda s: ratios.get(s.name, 1.0 if s is FLOAT32 else math.inf))
         behind = [compare(proof, s.name, fastest.name, task) for s in possible if s is not fastest]
         slower = {compared.name for compared in behind if compared.ratio.low > 1}
-        is_timed = all(
-            c.name in slower or (c.time != "cannot tell" and is_time_decided(c, proof.tolerance))
-            for c in behind
-        )
         possible = [setup for setup in possible if setup is FLOAT32 or setup.name not in slower]
-    is_decided = all(
-        against_float32[s.name].loss != "cannot tell" for s in possible if s is not FLOAT32
-    )
-    return possible, is_timed and (is_decided or not task.is_training)
+        undecided -= slower
+        undecided |= {
+            c.name
+            for c in behind
+            if c.name not in slower
+            if c.time == "cannot tell" or not is_time_decided(c, proof.tolerance)
+        }
+    return possible, not undecided & {setup.name for setup in possible}
 
 
 def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupComparison:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from precast._internal.display import dtype_name, milliseconds, size
-from precast.tuning.chooser import Chosen, Objective
-from precast.tuning.costs import ProgramCosts
+from precast.tuning.chooser import Chosen
+from precast.tuning.costs import Objective, ProgramCosts
 from precast.tuning.policy_rows import PolicyRow
 from precast.tuning.sensitivity import Sensitivity, SiteErrors
 from precast.tuning.sites import OperationSite, TunedProgram
@@ -24,15 +24,7 @@ __all__ = ["RowReasons", "error_text"]
 
 @dataclass(frozen=True)
 class RowReasons:
-    """The reasons of the rows of a choice.
-
-    Attributes:
-        program: the program.
-        costs: the costs of its operations.
-        errors: their errors.
-        chosen: the choice.
-        objective: the quantity that it minimizes.
-    """
+    """The reasons of the rows of a choice."""
 
     program: TunedProgram
     costs: ProgramCosts
@@ -92,9 +84,7 @@ class RowReasons:
             yield f"in float32 because its neighbours are{_count(others)}"
 
     def _cost(self, sites: Iterable[OperationSite], dtype: torch.dtype) -> float:
-        if self.objective == "time":
-            return sum(self.costs.seconds(site, dtype) for site in sites)
-        return sum(self.costs.kept(site, dtype) for site in sites)
+        return sum(self.costs.amount(site, dtype, self.objective) for site in sites)
 
     @property
     def _words(self) -> TaskWords:
@@ -111,10 +101,9 @@ def error_text(errors: SiteErrors, *, is_inference: bool = False) -> str:
     gradient, loss = _percent(errors.gradient), _percent(errors.loss)
     if is_inference:
         return f"changes outputs by {gradient}, and the metric by {loss}"
-    alone = errors.measured
-    if alone is not None and alone.flushed > 0.1:
-        return f"makes {alone.flushed:.0%} of the gradient of {alone.parameter} zero"
-    subject = f"the gradient of {alone.parameter}" if alone is not None else "gradients"
+    if errors.flushed > 0.1:
+        return f"makes {errors.flushed:.0%} of the gradient of {errors.parameter} zero"
+    subject = f"the gradient of {errors.parameter}" if errors.parameter else "gradients"
     return f"changes {subject} by {gradient}, and the loss by {loss}"
 
 

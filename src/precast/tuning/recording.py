@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Final
 
@@ -20,12 +20,11 @@ from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.listening import listen
 from precast.policy.policy import Policy
-from precast.tuning.calls import first_floating
-from precast.tuning.listener import ModuleStack, ObservedCall, SiteListener
+from precast.tuning.listener import ObservedCall, SiteListener
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.recorder import ProgramRecorder
 from precast.tuning.setups import copy_model
-from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.sites import OperationSite, TunedProgram, first_floating
 
 __all__ = ["record"]
 
@@ -43,6 +42,7 @@ def record(
     *,
     low: torch.dtype = torch.bfloat16,
     device: str = "cpu",
+    is_inference: bool = False,
 ) -> TunedProgram:
     """Run a step in float32, and as often as needed in 16 bits, and return its program.
 
@@ -52,31 +52,28 @@ def record(
         base: the policy whose rules the operations have.
         low: the 16-bit dtype.
         device: the type of the model's device.
+        is_inference: True if weights are stored in the dtypes in which they are used.
 
     Raises:
         TuningError: the model cannot be copied.
     """
     with autocast(device, dtype=low, policy=base):
         pass  # so that operations with rules in the base have kernels, which report them
+    # Operations are reported as wholes if the base or PyTorch has a rule for them.
+    ruled = frozenset(base.expand(device)[0]) | frozenset(Policy.load("torch").expand(device)[0])
     copied = copy_model(model)
-    modules, recorder = ModuleStack(copied), ProgramRecorder(copied)
-    listener = SiteListener(
-        modules, device, _ruled_operations(base, device), recorder.before, recorder.after
-    )
+    recorder = ProgramRecorder(copied, device, ruled)
     with autocast(device, dtype=low, policy=Policy("float32", {})):
-        _run(copied, step, listener)
-    program = recorder.program(modules.names, base, low, device)
+        _run(copied, step, recorder)
+    program = recorder.program(base, low, is_inference=is_inference)
     for _ in range(_ROUNDS):
-        barred = _unable_sites(copy_model(model), step, program, base)
+        listener = _DtypeListener(copy_model(model), device, ruled)
+        barred = _unable_sites(listener, step, program, base)
         if not barred:
             break
-        program = _with_barred(program, barred)
+        sites = (replace(each, barred=barred.get(each, each.barred)) for each in program.sites)
+        program = replace(program, sites=tuple(sites))
     return program
-
-
-def _ruled_operations(base: Policy, device: str) -> frozenset[str]:
-    """Return the operations that are reported as wholes, because the base or PyTorch has a rule for them."""
-    return frozenset(base.expand(device)[0]) | frozenset(Policy.load("torch").expand(device)[0])
 
 
 def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
@@ -88,51 +85,41 @@ def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
                 torch.autograd.backward(tensor, torch.ones_like(tensor))
 
 
+class _DtypeListener(SiteListener):
+    """Records the dtypes of the first result of each operation."""
+
+    def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
+        super().__init__(model, device, ruled)
+        self.model = model
+        self.dtypes: dict[OperationSite, set[torch.dtype]] = {}
+
+    def after(self, call: ObservedCall, out: Any) -> None:
+        first = first_floating(out)
+        if first is not None and not call.is_view:
+            self.dtypes.setdefault(call.site, set()).add(first.dtype)
+
+
 def _unable_sites(
-    model: nn.Module, step: Step, program: TunedProgram, base: Policy
+    listener: _DtypeListener, step: Step, program: TunedProgram, base: Policy
 ) -> dict[OperationSite, str]:
     """Return the operations that cannot run in 16 bits at their places in the program, with the reasons."""
     choice = program.choose(program.sites)
     policy = explicit_policy(choice, program, base)
-    dtypes: dict[tuple[str | None, str], set[torch.dtype]] = {}
-
-    def after(call: ObservedCall, out: Any) -> None:
-        first = first_floating(out)
-        if first is not None and not call.is_view:
-            dtypes.setdefault(call.key, set()).add(first.dtype)
-
-    ruled = _ruled_operations(base, program.device)
-    listener = SiteListener(ModuleStack(model), program.device, ruled, lambda _: None, after)
     try:
         with (
-            attach(model, policy),
+            attach(listener.model, policy),
             autocast(program.device, dtype=program.low, policy=policy),
         ):
-            _run(model, step, listener)
+            _run(listener.model, step, listener)
     except Exception as error:
-        key = None if listener.failed_call is None else listener.failed_call.key
-        site = next((site for site in program.sites if (site.module, site.op) == key), None)
-        if site is None or choice[site] is not program.low:
+        failed = listener.failed_call
+        if failed is None or choice.get(failed.site) is not program.low:
             raise
-        return {site: f"raises in the program: {str(error).partition(chr(10))[0]}"}
+        return {failed.site: f"raises in the program: {str(error).partition(chr(10))[0]}"}
     barred = {}
     for site in program.sites:
-        actual = dtypes.get((site.module, site.op), {program.low})
+        actual = listener.dtypes.get(site, {program.low})
         if choice[site] is program.low and actual != {program.low}:
             names = " and ".join(sorted(map(dtype_name, actual)))
             barred[site] = f"runs in {names} in the program"
     return barred
-
-
-def _with_barred(program: TunedProgram, barred: Mapping[OperationSite, str]) -> TunedProgram:
-    changed = {site: replace(site, barred=why) for site, why in barred.items()}
-    sites = {site: changed.get(site, site) for site in program.sites}
-    edges = tuple(
-        replace(
-            edge,
-            consumer=sites[edge.consumer],
-            producer=None if edge.producer is None else sites[edge.producer],
-        )
-        for edge in program.edges
-    )
-    return replace(program, sites=tuple(sites.values()), edges=edges)

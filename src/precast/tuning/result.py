@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,21 +23,25 @@ from precast._internal.display import (
     Card,
     Displayed,
     dtype_name,
-    milliseconds,
     size,
     terminal_width,
 )
 from precast.errors import MissingExtraError
 from precast.policy import toml_file
-from precast.policy.policy import Entry, Policy
+from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 from precast.policy.toml_file import PolicyContents
-from precast.tuning.evidence import SCHEMA, DtypeEvidence, TuningEvidence, as_values, json_text
-from precast.tuning.intervals import Interval
-from precast.tuning.proof import Proof, SetupFigures
+from precast.tuning.evidence import SCHEMA, DtypeEvidence, TuningEvidence, as_values
+from precast.tuning.tables import (
+    columns_of,
+    figures_of,
+    rows_of_setups,
+    table_lines,
+    wrapped,
+)
 from precast.tuning.words import words_for
 
-__all__ = ["TuningResult", "figures_of", "is_a_result", "table_lines", "wrapped"]
+__all__ = ["TuningResult", "is_a_result"]
 
 _HEAD: Final = 3
 """The lines of a rendered policy before its tables: name, summary, mixed."""
@@ -103,7 +107,7 @@ class TuningResult(Displayed):
             : _HEAD - 1
         ]
         names = [line for line in names if line != 'summary = ""']
-        return "\n".join([comment, "", *names, _shortest_file(policy, settings.base)])
+        return "\n".join([comment, "", *names, whole_file(policy, with_reasons=True)])
 
     def save(
         self, path: str | os.PathLike[str], *, page: str | os.PathLike[str] | bool | None = None
@@ -124,7 +128,7 @@ class TuningResult(Displayed):
         if html is not None:
             place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
             atomic_write.replace_own(place, html.encode("utf-8", "replace"))
-        atomic_write.replace(target.with_suffix(".json"), json_text(self.evidence).encode())
+        atomic_write.replace(target.with_suffix(".json"), self.evidence.json_text().encode())
         atomic_write.replace(target, self.text.encode())
 
     def _page(self, *, is_needed: bool) -> str | None:
@@ -139,32 +143,29 @@ class TuningResult(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer and its comparisons as plain values for JSON; `evidence` has everything."""
-        evidence, proofs = self.evidence, self.evidence.proofs[-1:]
+        evidence = self.evidence
+        names = ("answer", "outcome", "undecided", "would_decide", "dtype", "because")
         return {
-            "answer": self.name,
-            "outcome": self.outcome,
-            "undecided": evidence.undecided,
-            "would_decide": evidence.would_decide,
-            "dtype": evidence.dtype,
-            "because": self.because,
+            **{name: getattr(evidence, name) for name in names},
             "seconds": round(evidence.seconds, 2),
             "interrupted": evidence.interrupted,
-            "trials": [each for proof in proofs for each in figures_of(proof)],
-            "comparisons": [as_values(each) for proof in proofs for each in proof.comparisons],
+            "trials": figures_of(evidence.proof),
+            "comparisons": [] if evidence.proof is None else as_values(evidence.proof.comparisons),
         }
 
     def __str__(self) -> str:
         return "\n".join(self._lines(terminal_width(sys.__stdout__)))
 
     def _lines(self, width: int) -> Iterator[str]:
-        yield from wrapped(_answer(self.evidence), width)
-        if self.evidence.would_decide:
+        evidence = self.evidence
+        yield from wrapped(_answer(evidence), width)
+        if evidence.would_decide:
             yield from ("", "It would be decided by:")
-        for change in self.evidence.would_decide:
+        for change in evidence.would_decide:
             yield from wrapped(change, width, "- ", "  ")
-        for proof in self.evidence.proofs[-1:]:
-            yield from ("", *table_lines(proof, self.evidence.settings.task, width))
-        for search in self.evidence.searches:
+        if evidence.proof is not None:
+            yield from ("", *table_lines(evidence.proof, evidence.settings.task, width))
+        for search in evidence.searches:
             excluded = [site for site in search.sites if site.barred]
             yield from ("", *wrapped(_extent(search, len(excluded)), width))
             for site in excluded[:10]:
@@ -172,26 +173,11 @@ class TuningResult(Displayed):
                 yield from wrapped(f"{where}: {site.op}: {site.barred}", width, "  ", "    ")
 
     def _card(self) -> Card:
-        columns = _columns(self.evidence.settings.task)
-        rows = [
-            _row(proof, figures)
-            for proof in self.evidence.proofs[-1:]
-            for figures in proof.figures.values()
-        ]
         facts = [self.name, f"dtype {dtype_name(self.dtype)}"]
-        return Card("TuningResult", facts, columns, rows, "setups")
-
-
-def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Return a text in lines of at most a width; longer words, such as paths, are not broken."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        columns, proof = columns_of(self.evidence.settings.task), self.evidence.proof
+        return Card(
+            "TuningResult", facts, columns, [] if proof is None else rows_of_setups(proof), "setups"
+        )
 
 
 def _answer(evidence: TuningEvidence) -> str:
@@ -209,21 +195,6 @@ def is_a_result(path: Path) -> bool:
     return head.startswith(_FIRST_LINE) or f'"schema": "{SCHEMA}"' in head
 
 
-def figures_of(proof: Proof) -> list[dict[str, Any]]:
-    """Return the figures of each setup as plain values."""
-    return [
-        {
-            "name": figures.name,
-            "dtype": figures.dtype,
-            "step_seconds": figures.median_seconds,
-            "loss": figures.mean_final,
-            "kept_bytes": figures.kept_bytes,
-            "failure": figures.failure,
-        }
-        for figures in proof.figures.values()
-    ]
-
-
 def _extent(search: DtypeEvidence, excluded: int) -> str:
     """Return the number of operations that were measured in one dtype, and how completely."""
     count = f"{excluded} excluded" if excluded else "none excluded"
@@ -233,69 +204,3 @@ def _extent(search: DtypeEvidence, excluded: int) -> str:
     if search.skipped:
         parts.append(f"no time to measure the cost of {search.skipped}")
     return "; ".join(parts)
-
-
-def _shortest_file(policy: Policy, base_name: str) -> str:
-    """Return the policy's file without its name: the rows that differ from a preset, with the reasons."""
-    presets = Policy.presets()
-    if policy.name in presets and Policy.load(policy.name).fingerprint == policy.fingerprint:
-        base_name = policy.name
-    if base_name not in presets or not policy.tables:
-        return whole_file(policy)
-    base = Policy.load(base_name)
-    tables: dict[str, dict[str, Entry]] = {}
-    for device, rows in policy.tables.items():
-        base_rows = base.entries(device)
-        changed = {key: row for key, row in rows.items() if base_rows.get(key) != row}
-        if changed:
-            tables[device] = changed
-    contents = PolicyContents(tables=tables, modules=policy.modules, measured=policy.measured)
-    lines = toml_file.render(contents).splitlines()
-    return "\n".join([f'base = "{base_name}"', *lines[_HEAD:]]).strip() + "\n"
-
-
-def _columns(task: str) -> tuple[str, ...]:
-    words = words_for(task)
-    memory = "kept" if task == "training" else "memory"
-    return "setup", words.run, words.value, "against float32", "time", memory
-
-
-def table_lines(proof: Proof, task: str, width: int) -> list[str]:
-    """Return the figures of a proof, a line for each setup, or a paragraph where the width is too small for that."""
-    columns = _columns(task)
-    rows = [_row(proof, figures) for figures in proof.figures.values()]
-    widths = [max(len(row[k]) for row in (columns, *rows)) for k in range(len(columns))]
-    if sum(widths) + 2 * (len(widths) - 1) <= width:
-        lines = [_table_line(row, widths) for row in (columns, *rows)]
-    else:
-        lines = []
-        for row in rows:
-            cells = [f"{title} {cell}" for title, cell in zip(columns, row, strict=True) if cell]
-            lines += wrapped(", ".join([row[0], *cells[1:]]), width, "", "  ")
-    extent = words_for(task).extent(proof.seeds, proof.steps)
-    return [*lines, *wrapped(f"{extent}; ended: {proof.ended}", width)]
-
-
-def _table_line(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-
-
-def _row(proof: Proof, figures: SetupFigures) -> tuple[str, ...]:
-    step = "-" if figures.median_seconds is None else milliseconds(figures.median_seconds)
-    loss = "-" if figures.mean_final is None else f"{figures.mean_final:.4g}"
-    difference = ratio = ""
-    for compared in proof.comparisons:
-        if (compared.name, compared.against) == (figures.name, "float32"):
-            difference = f"{_ends(compared.difference, '{:+.2%}')} {compared.loss}".strip()
-            ratio = _ends(compared.ratio, "{:.2f}")
-    return figures.name, step, loss, difference, ratio, _bytes(figures.kept_bytes)
-
-
-def _ends(interval: Interval, form: str) -> str:
-    """Return the ends of an interval; "" where they are infinite."""
-    ends = (interval.low, interval.high)
-    return "" if float("inf") in map(abs, ends) else " to ".join(map(form.format, ends))
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**20:.3g} MiB" if count >= 2**20 else f"{count / 2**10:.3g} KiB"

@@ -14,23 +14,21 @@ Invariants:
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from precast.policy.policy import Policy
-from precast.tuning.calls import tensor_arguments
+from precast.tuning.error_meter import ErrorMeter, GroupErrors
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram
 
-__all__ = ["MOST_RUNS", "ErrorMeter", "GroupErrors", "Sensitivity", "SiteErrors"]
-__all__ += ["measure_sensitivity"]
+__all__ = ["MOST_RUNS", "Sensitivity", "SiteErrors", "measure_sensitivity"]
 
 MOST_RUNS: Final = 64
 """The most groups that are measured. To find one operation among 3,000 takes about 24."""
@@ -38,51 +36,25 @@ _MOST_EXCESS: Final = 16.0
 """The most times its share that the error of a group counts when groups are ordered; an overflow is infinite."""
 
 
-@dataclass(frozen=True)
-class GroupErrors:
-    """The errors of a group of operations in 16 bits, as squares of relative errors; infinite where it overflows.
-
-    Attributes:
-        loss: the error of the loss, or of the metric.
-        gradient: the error of the gradient that changes most, or of the output.
-        parameter: the parameter of that gradient.
-        flushed: the share of that gradient that becomes zero and is not zero in float32.
-        silent: a parameter whose gradient becomes zero, so that it is not trained; empty if there is none.
-        failure: why there is nothing to compare.
-    """
-
-    loss: float
-    gradient: float
-    parameter: str = ""
-    flushed: float = 0.0
-    silent: str = ""
-    failure: str = ""
-
-    @classmethod
-    def infinite(cls, failure: str) -> GroupErrors:
-        """Return the errors of a setup that cannot be compared."""
-        return cls(math.inf, math.inf, failure=failure)
-
-    def fits(self, loss: float, gradient: float) -> bool:
-        """Return True if both errors are at most as large as these."""
-        return self.loss <= loss and self.gradient <= gradient
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SiteErrors:
-    """The errors of one operation.
+    """The errors of one operation in 16 bits.
 
     Attributes:
-        loss: the square of the relative error of the loss.
+        loss: the square of the relative error of the loss; infinite where it overflows.
         gradient: that of the gradient that changes most.
         barred: why the operation must not run in 16 bits; empty if it may.
-        measured: the errors measured for it alone; None if it has a share of those of a group.
+        alone: True if it was measured alone, False if it has its share of a group's error.
+        parameter: the parameter of that gradient, where the operation was measured alone.
+        flushed: the share of that gradient that becomes zero.
     """
 
     loss: float
     gradient: float
     barred: str = ""
-    measured: GroupErrors | None = None
+    alone: bool = False
+    parameter: str = ""
+    flushed: float = 0.0
 
 
 @dataclass
@@ -103,19 +75,6 @@ class Sensitivity:
     shared: int = 0
 
 
-class ErrorMeter(Protocol):
-    """Measures the errors of setups against float32."""
-
-    scale: float
-    """The loss scale."""
-
-    def errors(self, setup: Setup) -> GroupErrors:
-        """Return the errors under a setup; infinite where something overflows, or it cannot run."""
-
-    def find_scale(self, setup: Setup) -> None:
-        """Set the loss scale to the largest one under which no gradient overflows with this setup."""
-
-
 def measure_sensitivity(
     meter: ErrorMeter,
     program: TunedProgram,
@@ -124,7 +83,7 @@ def measure_sensitivity(
     loss: float,
     gradient: float,
     deadline: float = math.inf,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Sensitivity:
     """Measure the errors of operations, each alone where its error is more than its share of the allowed one.
 
@@ -135,13 +94,13 @@ def measure_sensitivity(
         loss: the relative error of the loss that all operations together may add.
         gradient: that of the gradient of each parameter.
         deadline: on `time.monotonic`'s clock; groups that are not halved by then share their errors.
-        progress: called before each run with the number of operations without a result, and that of runs.
+        progress: called before each run with the counts of operations and runs.
     """
     result = Sensitivity()
     sites = [site for site in program.sites if not site.barred]
     for site in list(sites):
         if reason := _out_of_range(site, program.low):
-            result.sites[site] = SiteErrors(math.inf, math.inf, reason)
+            result.sites[site] = SiteErrors(loss=math.inf, gradient=math.inf, barred=reason)
             sites.remove(site)
     if not sites:
         return result
@@ -149,30 +108,24 @@ def measure_sensitivity(
     if program.low is torch.float16:
         meter.find_scale(halving.setup(sites))
         result.scale = meter.scale
-    halving.run(sites, deadline, progress or (lambda _remaining, _runs: None))
+    halving.run(sites, deadline, progress)
     result.sites = {site: result.sites[site] for site in program.sites if site in result.sites}
     return result
 
 
+@dataclass
 class _Halving:
-    """Measures groups of operations, and halves those whose error is more than their share, the worst first."""
+    """Measures groups of operations, and halves those whose error is more than their share, the worst first.
 
-    def __init__(
-        self,
-        meter: ErrorMeter,
-        program: TunedProgram,
-        base: Policy,
-        result: Sensitivity,
-        allowed: tuple[float, float],
-    ) -> None:
-        self._meter = meter
-        self._program = program
-        self._base = base
-        self._result = result
-        self._allowed = allowed
-        """The errors of loss and gradients that all operations together may have."""
-        self._queue: list[tuple[float, int, list[OperationSite], GroupErrors]] = []
-        self._count = itertools.count()
+    All operations together may have the `allowed` errors of loss and gradients.
+    """
+
+    _meter: ErrorMeter
+    _program: TunedProgram
+    _base: Policy
+    _result: Sensitivity
+    _allowed: tuple[float, float]
+    _queue: list[tuple[float, int, list[OperationSite], GroupErrors]] = field(default_factory=list)
 
     def setup(self, group: Sequence[OperationSite]) -> Setup:
         """Return the setup with a group of operations in 16 bits, and all others in float32."""
@@ -181,57 +134,50 @@ class _Halving:
         return Setup(f"{len(group)} operations", policy, self._program.low)
 
     def run(
-        self, sites: list[OperationSite], deadline: float, progress: Callable[[int, int], None]
+        self, sites: list[OperationSite], deadline: float, progress: Callable[[str], None]
     ) -> None:
         """Measure groups until each operation has its errors."""
-        result, remaining = self._result, len(sites)
-        groups = [_ordered_by_kind(sites)]
+        result, groups = self._result, [_ordered_by_kind(sites)]
         while groups:
             for group in groups:
-                progress(remaining, result.runs)
-                remaining -= self._measure(group, len(sites))
-            if (
-                not self._queue
-                or result.runs + 2 > MOST_RUNS
-                or (result.runs and time.monotonic() > deadline)
-            ):
-                break
-            groups = _halves(heapq.heappop(self._queue)[2])
+                progress(f"{len(result.sites)} of {len(sites)} operations, {result.runs} runs")
+                self._measure(group, len(sites))
+            is_over = result.runs + 2 > MOST_RUNS or time.monotonic() > deadline
+            groups = [] if is_over or not self._queue else _halves(heapq.heappop(self._queue)[2])
         for _, _, group, errors in self._queue:
             result.shared += len(group)
-            self._share(group, errors, alone=False)
+            self._share(group, errors)
 
-    def _measure(self, group: list[OperationSite], count: int) -> int:
-        """Measure a group; return the number of operations that have their errors now."""
+    def _measure(self, group: list[OperationSite], count: int) -> None:
+        """Measure a group of so many operations."""
         errors = self._meter.errors(self.setup(group))
         self._result.runs += 1
         loss, gradient = (allowed * len(group) / count for allowed in self._allowed)
         excess = max(errors.loss / loss, errors.gradient / gradient)
         if len(group) > 1 and excess > 1:
             gain = len(group) * min(excess, _MOST_EXCESS)
-            heapq.heappush(self._queue, (-gain, next(self._count), group, errors))
-            return 0
-        self._share(group, errors, alone=len(group) == 1)
-        return len(group)
+            heapq.heappush(self._queue, (-gain, self._result.runs, group, errors))
+        else:
+            self._share(group, errors)
 
-    def _share(self, group: Sequence[OperationSite], errors: GroupErrors, *, alone: bool) -> None:
+    def _share(self, group: Sequence[OperationSite], errors: GroupErrors) -> None:
         """Give each operation of a group its share of the errors."""
-        reason = ""
-        if not math.isfinite(errors.gradient):
-            group_note = f"; measured as one of a group of {len(group)}"
-            reason = f"{errors.failure}{'' if alone else group_note}"
-        for site in group:
-            self._result.sites[site] = SiteErrors(
-                errors.loss / len(group),
-                errors.gradient / len(group),
-                reason,
-                errors if alone else None,
-            )
+        count, is_alone = len(group), len(group) == 1
+        group_note = "" if is_alone else f"; measured as one of a group of {count}"
+        each = SiteErrors(
+            loss=errors.loss / count,
+            gradient=errors.gradient / count,
+            barred="" if math.isfinite(errors.gradient) else f"{errors.failure}{group_note}",
+            alone=is_alone,
+            parameter=errors.parameter if is_alone else "",
+            flushed=errors.flushed if is_alone else 0.0,
+        )
+        self._result.sites |= dict.fromkeys(group, each)
 
 
 def _kind(site: OperationSite) -> object:
     """Return what similar operations share: the operation, and the shapes of its first call."""
-    shapes = [argument.shape for call in site.calls[:1] for argument in tensor_arguments(call)]
+    shapes = [argument.shape for call in site.calls[:1] for argument in call.tensors]
     return site.op, tuple(shapes)
 
 
@@ -266,7 +212,7 @@ def _out_of_range(site: OperationSite, dtype: torch.dtype) -> str:
     """
     if dtype is not torch.float16:
         return ""
-    arguments = [argument for call in site.calls for argument in tensor_arguments(call)]
+    arguments = [argument for call in site.calls for argument in call.tensors]
     largest = max((max(-each.low, each.high) for each in arguments), default=0.0)
     if largest <= torch.finfo(dtype).max:
         return ""

@@ -26,17 +26,15 @@ from torch.optim import Optimizer
 
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
-from precast.errors import PrecastWarning, TuningError
+from precast.errors import PrecastError, PrecastWarning, TuningError
 from precast.policy.policy import Policy
 
-__all__ = ["FLOAT32", "MOST_BATCHES", "MOVED_BY_ROUNDING", "Setup", "Workload", "attached"]
-__all__ += ["copy_model", "current_time", "move_weights", "preserved_random_states"]
+__all__ = ["FLOAT32", "MOST_BATCHES", "Setup", "Workload", "attached", "copy_model"]
+__all__ += ["current_time", "exception_text", "move_weights", "preserved_random_states"]
 __all__ += ["read_batches", "restore_buffers", "seed_all"]
 
 MOST_BATCHES: Final = 32
 """The number of batches that are kept. A training that needs more starts again with the first one."""
-MOVED_BY_ROUNDING: Final = 2.0**-22
-"""The relative change of weights that shows which results are rounding noise."""
 _SEEDS: Final = 2**31
 
 Step = Callable[[nn.Module, Any], Tensor]
@@ -48,13 +46,8 @@ class Workload:
     """A model and how it is trained or run.
 
     Attributes:
-        model: the user's model.
         step: returns the loss of a model on a batch; None for inference.
-        batches: the batches.
-        optimizer: makes the optimizer of a copy.
-        device_type: the device type of the model.
         metric: the value that is compared for each batch, at the end of a training or of a run; None compares losses.
-        seed: the seed of everything random.
     """
 
     model: nn.Module
@@ -68,13 +61,9 @@ class Workload:
 
 @dataclass(frozen=True)
 class Setup:
-    """The precision of a copy: a policy and its 16-bit dtype, or float32 without a region.
+    """The precision of a copy: a policy and the dtype of its region; for float32 no policy, and no region.
 
-    Attributes:
-        name: the name in texts.
-        policy: the policy; None for float32.
-        dtype: the dtype of the region.
-        silent: a parameter whose gradient becomes zero under the policy; empty if there is none.
+    `silent` is a parameter whose gradient becomes zero under the policy; empty if there is none.
     """
 
     name: str
@@ -191,6 +180,11 @@ def move_weights(model: nn.Module, by: float, *seed: int) -> None:
             if parameter.is_floating_point():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.mul_(1 + by * noise.to(parameter.device, parameter.dtype))
+
+
+def exception_text(error: Exception) -> str:
+    """Return an exception of a copy in 16 bits as a reason why it fails."""
+    return str(error) if isinstance(error, PrecastError) else f"{type(error).__name__}: {error}"
 
 
 def current_time(device_type: str) -> float:

@@ -2,10 +2,13 @@
 
 An *operation site* is an operation of one module, by the name of its row in a policy. All calls of the operation in
 that module are one site, because one row decides for all of them. A *choice* assigns float32 or the program's 16-bit
-dtype to each site, and is *settled* if a policy can carry it out (`TunedProgram.settle`).
+dtype to each site, and is *settled* if a policy can carry it out: then `TunedProgram.settle` returns it.
 
 Invariants:
-- everything here is plain data; neither tensors nor modules are kept;
+- everything here is plain data; neither tensors nor modules are kept. In a recorded call lists become tuples;
+- calls are equal if they cost the same: the ranges of their numbers and their counts do not matter;
+- random arguments for a call have the recorded strides, overlapping ones too, and numbers within the recorded range, so
+  that indices stay inside of what they index;
 - sites are equal if their module and operation are;
 - edges are floating-point tensors only, other than float64, because rules act on nothing else.
 """
@@ -13,17 +16,21 @@ Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from precast.policy.policy import Rule
 
-__all__ = ["CallRecord", "DtypeChoice", "OperationSite", "TensorArgument", "TensorEdge"]
-__all__ += ["TunedProgram"]
+__all__ = ["TENSOR", "CallRecord", "DtypeChoice", "OperationSite", "TensorArgument", "TensorEdge"]
+__all__ += ["TunedProgram", "first_floating", "is_castable", "record_call", "tensors_in_order"]
 
-_F32 = torch.float32
+_F32: Final = torch.float32
+TENSOR: Final = "<tensor>"
+"""Stands for a tensor among the arguments of a recorded call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,8 @@ class TensorArgument:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    low: float = 0.0
-    high: float = 0.0
+    low: float = field(default=0.0, compare=False)
+    high: float = field(default=0.0, compare=False)
     is_weight: bool = False
     needs_grad: bool = False
     stays: bool = False
@@ -57,17 +64,35 @@ class CallRecord:
 
     Attributes:
         overload: the dispatcher's name, such as `aten::softmax.int`.
-        args: the positional arguments, with a `TensorArgument` for each tensor, also in lists.
-        kwargs: the keyword arguments, likewise.
+        args: the positional arguments, with `TENSOR` for each tensor, also in lists.
+        kwargs: the names and values of keyword arguments, likewise.
+        tensors: the tensors, in the order of the arguments.
         count: the number of calls in a step.
         recomputed: the number of calls that a checkpoint repeats in the backward pass.
     """
 
     overload: str
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object] = field(default_factory=dict)
-    count: int = 1
-    recomputed: int = 0
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    tensors: tuple[TensorArgument, ...] = ()
+    count: int = field(default=1, compare=False)
+    recomputed: int = field(default=0, compare=False)
+
+    def random_arguments(
+        self, dtype_of: Callable[[int, TensorArgument], torch.dtype], generator: torch.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return random arguments for a call like this one; tensors that had a gradient require one.
+
+        Args:
+            dtype_of: returns the dtype of the tensor with this position among the call's tensors.
+            generator: the source of the numbers.
+        """
+        tensors = (
+            _random_tensor(argument, dtype_of(i, argument), generator)
+            for i, argument in enumerate(self.tensors)
+        )
+        args = _filled(self.args, tensors)
+        return args, {name: _filled(value, tensors) for name, value in self.kwargs}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,37 +204,21 @@ class TunedProgram:
                 self._settle(site, settled)
         return settled
 
-    def is_settled(self, choice: DtypeChoice) -> bool:
-        """Return True if a policy can carry out a choice."""
-        return all(site in choice and self._is_possible(site, choice) for site in self.sites)
-
     def _settle(self, site: OperationSite, settled: dict[OperationSite, torch.dtype]) -> None:
-        targets = self._written(site)
+        targets = [edge for edge in self.inputs(site) if edge.is_written]
         if not targets:
-            settled[site] = settled[site] if self._is_possible(site, settled) else _F32
+            can_be_low = site.casts_down or self._follows_low(site, settled)
+            settled[site] = settled[site] if can_be_low and not site.barred else _F32
             return
         if site.barred or len({edge.dtype_under(settled) for edge in targets}) > 1:
             settled |= {edge.producer: _F32 for edge in targets if edge.producer is not None}
         dtypes = {edge.dtype_under(settled) for edge in targets}
         settled[site] = self.low if dtypes == {self.low} else _F32
 
-    def _is_possible(self, site: OperationSite, choice: DtypeChoice) -> bool:
-        if targets := self._written(site):
-            is_fixed = site.barred and any(edge.producer is not None for edge in targets)
-            if is_fixed and choice[site] is self.low:
-                return False
-            return {edge.dtype_under(choice) for edge in targets} == {choice[site]}
-        if choice[site] is not self.low:
-            return True
-        return not site.barred and (site.casts_down or self._follows_low(site, choice))
-
     def _follows_low(self, site: OperationSite, choice: DtypeChoice) -> bool:
         """Return True if the result is in 16 bits without a rule, because all inputs that decide are."""
         dtypes = {edge.dtype_under(choice) for edge in self.inputs(site) if edge.decides}
         return dtypes == {self.low}
-
-    def _written(self, site: OperationSite) -> list[TensorEdge]:
-        return [edge for edge in self.inputs(site) if edge.is_written]
 
     @functools.cached_property
     def _inputs(self) -> dict[OperationSite, tuple[TensorEdge, ...]]:
@@ -217,3 +226,77 @@ class TunedProgram:
         for edge in self.edges:
             inputs.setdefault(edge.consumer, []).append(edge)
         return {site: tuple(edges) for site, edges in inputs.items()}
+
+
+# --- recorded calls ---
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Return True if rules act on tensors of a dtype: floating-point, other than float64."""
+    return dtype.is_floating_point and dtype is not torch.float64
+
+
+def record_call(
+    overload: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    describe: Callable[[Tensor], TensorArgument],
+) -> CallRecord:
+    """Return the record of a call, with `describe` of each tensor."""
+    tensors: list[TensorArgument] = []
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            tensors.append(describe(value))
+            return TENSOR
+        if isinstance(value, list | tuple):
+            return tuple(map(replaced, value))
+        return None if isinstance(value, torch.Generator) else value
+
+    values = replaced(args), tuple((name, replaced(value)) for name, value in kwargs.items())
+    return CallRecord(overload, *values, tuple(tensors))
+
+
+def tensors_in_order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a call in the order of its arguments, also those in lists."""
+
+    def tensors(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            for each in value:
+                yield from tensors(each)
+
+    return list(tensors((*args, *kwargs.values())))
+
+
+def first_floating(result: Any) -> Tensor | None:
+    """Return the first tensor of a result that rules could have cast."""
+    tensors = tensors_in_order((result,), {})
+    return next((tensor for tensor in tensors if is_castable(tensor.dtype)), None)
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_filled(each, tensors) for each in value)
+    return next(tensors) if value is TENSOR else value
+
+
+def _random_tensor(
+    argument: TensorArgument, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    shape, strides = argument.shape, argument.strides
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    size = 0 if 0 in shape else last + 1
+    numbers = _random_numbers(size, argument, generator).to(dtype)
+    tensor = numbers.as_strided(shape, strides).detach()
+    return tensor.requires_grad_(argument.needs_grad and tensor.is_floating_point())
+
+
+def _random_numbers(size: int, argument: TensorArgument, generator: torch.Generator) -> Tensor:
+    low, high, dtype, device = argument.low, argument.high, argument.dtype, generator.device
+    if dtype is torch.bool:
+        return torch.rand(size, generator=generator, device=device) < 0.5
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.rand(size, generator=generator, device=device) * (high - low) + low
+    return torch.randint(int(low), int(high) + 1, (size,), generator=generator, device=device)

@@ -3,8 +3,7 @@
 1. The model's operations are recorded, and their errors, time and memory in 16 bits are measured.
 2. A policy is chosen that costs least within the allowed errors.
 3. Copies are trained in float32, under the base policy, this policy, and each preset that has other rules for the
-   model's operations. If the chosen policy trains worse, half the error is allowed, and 2. starts again. For inference
-   copies are run instead, and compared by a metric.
+   model's operations. For inference copies are run instead, and compared by a metric.
 
 Invariants:
 - the model is never run or written, only copies of it;
@@ -20,8 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +30,10 @@ from torch.optim import Optimizer
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule, as_policy
-from precast.tuning import evidence as files
-from precast.tuning.chooser import Objective, choose
-from precast.tuning.costs import ProgramCosts, measure_costs
-from precast.tuning.evidence import SearchSettings
-from precast.tuning.float8_products import choose_products, products_of, setup_name
+from precast.tuning.chooser import choose
+from precast.tuning.costs import Objective, ProgramCosts, measure_costs
+from precast.tuning.evidence import SearchSettings, new_evidence
+from precast.tuning.float8_products import choose_products, products_of
 from precast.tuning.inference import InferenceTask
 from precast.tuning.judging import (
     Judge,
@@ -51,6 +50,7 @@ from precast.tuning.result import TuningResult
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, read_batches
 from precast.tuning.sites import TunedProgram
+from precast.tuning.tasks import TuningTask
 from precast.tuning.training import TrainingTask
 
 __all__ = ["task_of", "tune"]
@@ -67,7 +67,8 @@ _PROOF: Final = 0.8
 """The share of the remaining time for the first look at a proof."""
 _SAFETY: Final = 2
 """The factor by which steps under a policy may be slower than in float32."""
-_ROUNDS: Final = 3
+_SHARES: Final = (1.0, 0.5, 0.25)
+"""The shares of the allowed errors with which a policy is chosen, until its errors together are allowed."""
 _FEWEST_SETUPS: Final = 3
 """Float32, the base policy, and the chosen one."""
 _PRESETS: Final = ("default", "lean", "torch")
@@ -144,11 +145,12 @@ def tune(
         options.seed,
         "inference" if step is None else "training",
     )
+    progress = options.progress or (lambda _: None)
     with preserved_random_states():
-        return _PolicySearch(task_of(workload), base, settings, options.progress).run(candidates)
+        return _PolicySearch(task_of(workload), base, settings, progress).run(candidates)
 
 
-def task_of(workload: Workload) -> TrainingTask | InferenceTask:
+def task_of(workload: Workload) -> TuningTask:
     """Return the task of a workload: training if it has a step, else inference.
 
     Raises:
@@ -165,38 +167,24 @@ def task_of(workload: Workload) -> TrainingTask | InferenceTask:
     return task
 
 
-@dataclass
-class _DtypeCandidate:
-    """The measurements in one 16-bit dtype, and the share of the allowed error that its policy may have."""
-
-    program: TunedProgram
-    errors: Sensitivity
-    costs: ProgramCosts = field(default_factory=lambda: ProgramCosts({}))
-    share: float = 1.0
-
-
 class _PolicySearch:
     """One search, while it runs."""
 
     def __init__(
         self,
-        task: TrainingTask | InferenceTask,
+        task: TuningTask,
         base: Policy,
         settings: SearchSettings,
-        progress: Callable[[TuningProgress], None] | None,
+        progress: Callable[[TuningProgress], None],
     ) -> None:
         self._start = time.monotonic()
         self._task = task
         self._base = base
         self._settings = settings
         self._progress = progress
-        self._evidence = files.new_evidence(task.workload, settings)
-        self._float8_shares: dict[str, float] = {}
-        """The share of the allowed error of each float8 rule."""
-        self._declined: dict[str, str] = {}
-        """Why a float8 rule is not tried in a training."""
+        self._evidence = new_evidence(task.workload, settings)
         self._best: Setup = FLOAT32
-        self._because = ""
+        self._evidence.because = "the search was interrupted before anything was proven"
         self._step_seconds = 0.0
         """The time of a step in float32."""
 
@@ -206,66 +194,101 @@ class _PolicySearch:
         try:
             self._search(candidates)
         except KeyboardInterrupt:
-            self._because = self._because or "the search was interrupted before anything was proven"
             evidence.interrupted = True
         best = self._best
         evidence.answer, evidence.dtype = best.name, dtype_name(best.dtype)
-        evidence.because = self._because
         evidence.seconds = self._elapsed()
         if not evidence.interrupted:
             evidence.traced = self._task.traced(best)
-        self._tell("done", self._because)
+        self._tell("done", evidence.because)
         policy = Policy("float32", {}, "promote") if best.policy is None else best.policy
-        policy = policy.replace(measured=files.where_measured(evidence))
-        return TuningResult(policy, best.dtype, self._because, evidence)
+        policy = policy.replace(measured=evidence.where_measured())
+        return TuningResult(policy, best.dtype, evidence.because, evidence)
 
-    def _search(self, names: Sequence[torch.dtype | str]) -> None:
-        dtypes = [name for name in names if isinstance(name, torch.dtype)] or [torch.bfloat16]
-        self._float8_shares = {str(name): 1.0 for name in names if isinstance(name, str)}
+    def _search(self, candidates: Sequence[torch.dtype | str]) -> None:
+        dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
+        float8_rules = [str(each) for each in candidates if isinstance(each, str)]
         self._tell("record", f"a {self._task.words.run} in float32")
         self._step_seconds = self._task.seconds()
         self._refuse_too_small_budget()
-        candidates = list(self._measure(dtypes))
-        for _ in range(_ROUNDS):
-            setups = self._affordable(self._setups(candidates))
-            if not setups:
-                break
-            start, others = time.monotonic(), OtherPrograms()
-            proof = self._prove(setups)
-            judge = self._judge(proof, setups)
-            self._record_undecided(judge, proof, setups, start, others.share())
-            if proof.ended != "proven" or not self._reduce_errors(proof, setups, candidates):
-                break
+        setups = self._setups(dtypes or [torch.bfloat16], float8_rules)
+        count = next((n for n in range(len(setups), 0, -1) if self._has_time(n + 1)), 0)
+        evidence, budget = self._evidence, self._settings.budget
+        evidence.untried = [setup.name for setup in setups[count:]]
+        if count == 0:
+            evidence.because = "measuring errors and costs left no time to compare anything"
+            evidence.undecided, evidence.untried = evidence.untried, []
+            needed = duration_text(self._elapsed() + self._sufficient_budget(_FEWEST_SETUPS))
+            evidence.would_decide = [f"a budget of {needed} or more"]
+            return
+        start, others = time.monotonic(), OtherPrograms()
+        is_timed = self._settings.objective == "time"
+        evidence.proof = proof = prove(
+            self._task,
+            setups[:count],
+            steps=self._steps_for(count + 1) or self._task.steps[0],
+            tolerance=self._settings.tolerance,
+            deadline=self._start + budget,
+            timed=is_timed,
+            progress=partial(self._tell, "prove"),
+        )
+        judge = self._judge(proof, setups[:count])
+        if self._best is not FLOAT32 or proof.ended == "interrupted":
+            return
+        names = judge.undecided(proof, setups[:count])
+        evidence.undecided = [*names, *evidence.untried]
+        if evidence.undecided:
+            before, seconds = start - self._start, time.monotonic() - start
+            least = before + self._proof_budget(len(setups) + 1)
+            spent = SearchTime(
+                budget, before, seconds, least, len(evidence.untried), others.share()
+            )
+            changes = deciding_changes(self._task, proof, names, spent, is_timed=is_timed)
+            evidence.would_decide = list(changes)
 
-    # --- measurements ---
+    # --- measurements and setups ---
 
-    def _measure(self, dtypes: Sequence[torch.dtype]) -> Iterator[_DtypeCandidate]:
-        """Yield the measurements in each dtype; first all errors are measured, then all costs."""
-        candidates = []
-        for number, dtype in enumerate(dtypes, 1):
-            until = self._start + self._settings.budget * _ERRORS * number / len(dtypes)
-            candidates.append(self._measure_errors(dtype, until))
-        for number, candidate in enumerate(candidates, 1):
-            share = _ERRORS + _COSTS * number / len(candidates)
-            program, name = candidate.program, dtype_name(candidate.program.low)
-            candidate.costs = measure_costs(
+    def _setups(self, dtypes: Sequence[torch.dtype], float8_rules: Sequence[str]) -> list[Setup]:
+        """Return the setups of the base policy, the chosen ones, and last those of presets.
+
+        First all errors are measured, then all costs.
+        """
+        budget, count, meter = self._settings.budget, len(dtypes), self._task.meter
+        measured = [
+            self._measure_errors(dtype, self._start + budget * _ERRORS * number / count)
+            for number, dtype in enumerate(dtypes, 1)
+        ]
+        setups: list[Setup] = []
+        presets: list[Setup] = []
+        for number, (program, errors) in enumerate(measured, 1):
+            costs = measure_costs(
                 program,
                 seed=self._settings.seed,
-                deadline=self._start + self._settings.budget * share,
-                progress=lambda done, count, what, name=name: self._tell(  # type: ignore[misc]
-                    "costs", f"{name}: {done} of {count}, {what}"
-                ),
+                deadline=self._start + budget * (_ERRORS + _COSTS * number / count),
+                progress=partial(self._tell, "costs"),
             )
-            self._evidence.searches.append(
-                files.dtype_evidence(program, candidate.errors, candidate.costs)
-            )
-            yield candidate
+            self._evidence.add_search(program, errors, costs)
+            suffix = f" in {dtype_name(program.low)}" if count > 1 else ""
+            meter.scale = errors.scale
+            base, *others = [
+                Setup(f"{policy.name}{suffix}", policy, program.low)
+                for policy in (self._base, *_other_presets(self._base, program))
+            ]
+            setups.append(replace(base, silent=meter.errors(base).silent))
+            presets += [replace(other, silent=meter.errors(other).silent) for other in others]
+            tuned = self._tuned(f"tuned{suffix}", program, errors, costs)
+            if tuned.policy is not None and not _has_rules_of(tuned.policy, self._base):
+                setups.append(tuned)
+            if number == 1:
+                setups += [*self._float8_setups(program, setups, float8_rules)]
+        return setups + presets
 
-    def _measure_errors(self, dtype: torch.dtype, deadline: float) -> _DtypeCandidate:
-        name, task = dtype_name(dtype), self._task
-        self._tell("record", f"the operations of a {task.words.run}, in {name}")
+    def _measure_errors(
+        self, dtype: torch.dtype, deadline: float
+    ) -> tuple[TunedProgram, Sensitivity]:
+        task = self._task
+        self._tell("record", f"the operations of a {task.words.run}, in {dtype_name(dtype)}")
         program = task.record(self._base, dtype)
-        count = len(program.sites)
         errors = measure_sensitivity(
             task.meter,
             program,
@@ -273,92 +296,59 @@ class _PolicySearch:
             loss=self._settings.tolerance,
             gradient=task.allowed_change,
             deadline=deadline,
-            progress=lambda remaining, runs: self._tell(
-                "errors", f"{name}: {remaining} of {count} operations left, {runs} runs"
-            ),
+            progress=partial(self._tell, "errors"),
         )
-        return _DtypeCandidate(program, errors)
+        return program, errors
 
-    # --- setups ---
-
-    def _setups(self, candidates: Sequence[_DtypeCandidate]) -> list[Setup]:
-        """Return the setups of the base policy, the chosen ones, and last those of presets."""
-        setups: list[Setup] = []
-        presets: list[Setup] = []
-        for candidate in candidates:
-            program = candidate.program
-            suffix = f" in {dtype_name(program.low)}" if len(candidates) > 1 else ""
-            self._task.meter.scale = candidate.errors.scale
-            base = self._with_silent(Setup(f"{self._base.name}{suffix}", self._base, program.low))
-            in_16_bits = [base]
-            tuned = self._tuned(f"tuned{suffix}", candidate)
-            if tuned.policy is not None and not _has_rules_of(tuned.policy, self._base):
-                in_16_bits.append(tuned)
-            setups += in_16_bits
-            if candidate is candidates[0] and self._float8_shares:
-                setups += self._float8_setups(program, in_16_bits)
-            presets += (
-                self._with_silent(Setup(f"{preset.name}{suffix}", preset, program.low))
-                for preset in _other_presets(self._base, program)
-            )
-        return setups + presets
-
-    def _with_silent(self, setup: Setup) -> Setup:
-        return replace(setup, silent=self._task.meter.errors(setup).silent)
-
-    def _tuned(self, name: str, candidate: _DtypeCandidate) -> Setup:
+    def _tuned(
+        self, name: str, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
+    ) -> Setup:
         """Return the setup that costs least within the allowed errors.
 
         Errors that were measured in groups may add up to more where all operations run together in 16 bits.
         """
-        settings, program = self._settings, candidate.program
+        settings = self._settings
         loss, gradient = settings.tolerance**2, self._task.allowed_change**2
-        share = candidate.share
-        for _ in range(_ROUNDS):
+        for share in _SHARES:
             chosen = choose(
                 program,
-                candidate.costs,
-                candidate.errors.sites,
+                costs,
+                errors.sites,
                 objective=settings.objective,
                 loss=loss * share**2,
                 gradient=gradient * share**2,
                 seconds=max(1.0, _CHOICE * settings.budget),
             )
-            reasons = RowReasons(
-                program, candidate.costs, candidate.errors, chosen, settings.objective
-            )
+            reasons = RowReasons(program, costs, errors, chosen, settings.objective)
             policy = policy_of(chosen.choice, program, self._base, reason=reasons)
             setup = Setup(name, policy, program.low)
-            errors = self._task.meter.errors(setup)
-            if errors.fits(loss, gradient):
+            together = self._task.meter.errors(setup)
+            if together.fits(loss, gradient):
                 break
-            share /= 2
-        return replace(setup, silent=errors.silent)
+        return replace(setup, silent=together.silent)
 
-    def _float8_setups(self, program: TunedProgram, in_16_bits: Sequence[Setup]) -> Iterator[Setup]:
+    def _float8_setups(
+        self, program: TunedProgram, in_16_bits: Sequence[Setup], rules: Sequence[str]
+    ) -> Iterator[Setup]:
         """Yield the last 16-bit setup that has products, with some of them under each float8 rule."""
         with_products = [s for s in in_16_bits if s.policy and products_of(program, s.policy)]
-        around = with_products[-1] if with_products else in_16_bits[-1]
-        self._evidence.eight_bits = []
-        for rule, share in self._float8_shares.items():
+        around = [*in_16_bits, *with_products][-1]
+        for rule in rules:
             self._tell("costs", f"products in {rule}")
-            choice = choose_products(
+            setup, choice = choose_products(
                 self._task.meter,
                 program,
                 around,
                 rule,
                 objective=self._settings.objective,
-                loss=self._settings.tolerance * share,
-                gradient=self._task.allowed_change * share,
+                loss=self._settings.tolerance,
+                gradient=self._task.allowed_change,
                 seed=self._settings.seed,
                 deadline=time.monotonic() + _PRODUCTS * self._settings.budget,
             )
-            self._evidence.eight_bits.append(files.float8_evidence(choice))
-            self._declined.pop(rule, None)
-            if choice.setup is None:
-                self._declined[rule] = choice.because
-            else:
-                yield choice.setup
+            self._evidence.eight_bits.append(choice)
+            if setup is not None:
+                yield setup
 
     # --- the budget ---
 
@@ -369,9 +359,13 @@ class _PolicySearch:
         """Return the time of a proof up to its first look, if steps take as long as in float32."""
         return steps * self._step_seconds * setups * self._task.least_pairs
 
-    def _recommended_budget(self) -> float:
-        """Return a budget that is enough to compare float32, the base policy and the chosen one."""
-        proof = _SAFETY * self._proof_seconds(self._task.steps[0], _FEWEST_SETUPS) / _PROOF
+    def _proof_budget(self, setups: int) -> float:
+        """Return the seconds in which the shortest trainings are tried."""
+        return _SAFETY * self._proof_seconds(self._task.steps[0], setups) / _PROOF
+
+    def _sufficient_budget(self, setups: int) -> float:
+        """Return a budget that is enough to compare so many setups."""
+        proof = self._proof_budget(setups)
         return max(proof / (1 - _ERRORS - _COSTS), proof + self._elapsed())
 
     def _refuse_too_small_budget(self) -> None:
@@ -382,141 +376,50 @@ class _PolicySearch:
         budget, words = self._settings.budget, self._task.words
         if budget >= self._proof_seconds(self._task.steps[0], _FEWEST_SETUPS):
             return
-        needed = duration_text(self._recommended_budget())
+        needed = duration_text(self._sufficient_budget(_FEWEST_SETUPS))
         raise TuningError(
             f"the budget of {budget:g} s is too small: a {words.run} of this model in float32 takes "
             f"{self._step_seconds:.2g} s now, so a search takes about {needed}. Pass a budget of {needed} or more"
         )
 
-    def _steps_for(self, seconds: float, setups: int) -> int:
+    def _steps_for(self, setups: int) -> int:
         """Return the steps of a training for which there is time; 0 if that is less than the fewest."""
         least, most = self._task.steps
+        seconds = self._settings.budget - self._elapsed()
         steps = int(_PROOF * seconds / (_SAFETY * self._proof_seconds(1, setups)))
         return min(steps, most) if steps >= least else 0
 
     def _has_time(self, setups: int) -> bool:
-        return self._steps_for(self._settings.budget - self._elapsed(), setups) > 0
-
-    def _affordable(self, setups: list[Setup]) -> list[Setup]:
-        """Return the first setups that there is time for; maybe none."""
-        evidence = self._evidence
-        for count in range(len(setups), 0, -1):
-            if self._has_time(count + 1):
-                evidence.untried = [setup.name for setup in setups[count:]]
-                return setups[:count]
-        if not evidence.proofs:
-            self._because = "measuring errors and costs left no time to compare anything"
-            evidence.undecided = [setup.name for setup in setups]
-            needed = self._elapsed() + self._recommended_budget()
-            evidence.would_decide = [f"a budget of {duration_text(needed)} or more"]
-        return []
+        return self._steps_for(setups) > 0
 
     # --- the proof ---
 
-    def _prove(self, setups: Sequence[Setup]) -> Proof:
-        settings, words = self._settings, self._task.words
-        proof = prove(
-            self._task,
-            setups,
-            steps=self._steps_for(settings.budget - self._elapsed(), len(setups) + 1)
-            or self._task.steps[0],
-            tolerance=settings.tolerance,
-            deadline=self._start + settings.budget,
-            timed=settings.objective == "time",
-            progress=lambda names, number: self._tell(
-                "prove", f"{words.round} {number + 1}: {names}"
-            ),
-        )
-        self._evidence.proofs.append(proof)
-        return proof
-
     def _judge(self, proof: Proof, setups: Sequence[Setup]) -> Judge:
         """Set the best setup and the reasons for it."""
-        before = self._best, self._because
+        evidence = self._evidence
         bases = {setup.name for setup in setups if setup.policy is self._base}
         judge = Judge(self._settings.objective, bases, self._task.words)
         self._best, text = judge.best(proof, setups)
-        reasons = [*filter(None, [text]), *self._declined.values()]
-        if self._evidence.untried:
-            reasons.append(f"there was no time to try {', '.join(self._evidence.untried)}")
+        names = {setup.name for setup in setups} | {*evidence.untried}
+        reasons = [text] if text else []
+        reasons += [
+            choice.because
+            for choice in evidence.eight_bits
+            if f"tuned with {choice.rule}" not in names
+        ]
+        if evidence.untried:
+            reasons.append(f"there was no time to try {', '.join(evidence.untried)}")
         if proof.ended == "interrupted":
-            self._evidence.interrupted = True
+            evidence.interrupted = True
             reasons.append("the search was interrupted")
         if proof.ended == "time":
             reasons.append("the budget ended")
-        self._because = "; ".join(reasons)
-        is_partial = proof.ended in ("time", "interrupted")
-        if is_partial and self._best is FLOAT32 and before[0] is not FLOAT32:
-            self._best, self._because = before
+        evidence.because = "; ".join(reasons)
         return judge
 
-    def _record_undecided(
-        self,
-        judge: Judge,
-        proof: Proof,
-        setups: Sequence[Setup],
-        start: float,
-        other_programs: float | None,
-    ) -> None:
-        """Record the setups that may be better than an answer of float32, and the changes that would decide it."""
-        evidence = self._evidence
-        evidence.undecided, evidence.would_decide = [], []
-        if self._best is not FLOAT32 or proof.ended == "interrupted":
-            return
-        names, untried = judge.undecided(proof, setups), evidence.untried
-        if not names and not untried:
-            return
-        evidence.undecided = [*names, *untried]
-        count = len(setups) + len(untried) + 1
-        spent = SearchTime(
-            self._settings.budget,
-            start - self._start,
-            time.monotonic() - start,
-            lambda seconds: self._steps_for(seconds, count),
-            len(untried),
-            other_programs,
-        )
-        evidence.would_decide = deciding_changes(
-            proof,
-            names,
-            spent,
-            self._task.looks,
-            self._task.words,
-            is_timed=self._settings.objective == "time",
-        )
-
-    def _reduce_errors(
-        self, proof: Proof, setups: Sequence[Setup], candidates: Sequence[_DtypeCandidate]
-    ) -> bool:
-        """Halve the allowed errors of the chosen policies that trained worse; return False if there are none."""
-        worse = {c.name for c in proof.comparisons if c.loss == "worse" and not c.because} | {
-            name for name, figures in proof.figures.items() if figures.failure
-        }
-        is_changed = False
-        for rule in self._float8_shares:
-            if setup_name(rule) in worse:
-                self._float8_shares[rule] /= 2
-                worse.discard(setup_name(rule))
-                is_changed = True
-        chosen = [setup for setup in setups if setup.name.startswith("tuned")]
-        dtypes = {setup.dtype for setup in chosen}
-        # Without a chosen policy in a dtype, the choice was the base policy.
-        chosen += [s for s in setups if s.policy is self._base and s.dtype not in dtypes]
-        for setup in chosen:
-            if setup.name in worse:
-                for candidate in candidates:
-                    if candidate.program.low is setup.dtype:
-                        candidate.share /= 2
-                        is_changed = True
-        return is_changed
-
-    def _tell(
-        self, stage: Literal["record", "errors", "costs", "prove", "done"], text: str
-    ) -> None:
-        if self._progress is not None:
-            self._progress(
-                TuningProgress(stage, text, self._elapsed(), self._settings.budget, self._best.name)
-            )
+    def _tell(self, stage: Any, text: str) -> None:
+        now, budget = self._elapsed(), self._settings.budget
+        self._progress(TuningProgress(stage, text, now, budget, self._best.name))
 
 
 def _other_presets(base: Policy, program: TunedProgram) -> Iterator[Policy]:

@@ -21,6 +21,7 @@ class TaskWords:
         does: the verb of a copy, as in "train without a region".
         needs: the verb for memory, as in "keeps half of the memory".
         memory: the counted memory.
+        place: the unit of a curve.
         trial: the unit of a pair.
         trials: its plural.
         round: the repeated unit.
@@ -32,6 +33,7 @@ class TaskWords:
     does: str
     needs: str
     memory: str
+    place: str
     trial: str
     trials: str
     round: str
@@ -44,10 +46,12 @@ class TaskWords:
 
 
 TRAINING: Final = TaskWords(
-    "loss", "gradients", "step", "train", "keeps", "kept for backward", "seed", "seeds", "seed"
+    *("loss", "gradients", "step", "train", "keeps", "kept for backward"),
+    *("step", "seed", "seeds", "seed"),
 )
 INFERENCE: Final = TaskWords(
-    "metric", "outputs", "run", "run", "needs", "weights and results", "batch", "batches", "pass"
+    *("metric", "outputs", "run", "run", "needs", "weights and results"),
+    *("batch", "batch", "batches", "pass"),
 )
 
 

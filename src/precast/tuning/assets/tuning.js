@@ -27,10 +27,6 @@ function section(id, filled) {
   }
 }
 
-function title(point) {
-  return point.rounds > 1 ? `${point.name} (round ${point.round})` : point.name;
-}
-
 function drawTried(host) {
   section("tried", data.points.length);
   if (!data.points.length) return;
@@ -39,11 +35,11 @@ function drawTried(host) {
   const bars = (ends, scale) => ({ type: "data", symmetric: false, array: [(ends[2] - ends[1]) / scale],
     arrayminus: [(ends[1] - ends[0]) / scale], thickness: 1.5, width: 4 });
   const traces = data.points.map((point) => ({
-    type: "scatter", mode: "markers", name: plain(title(point)), x: [point.cost[1] / unit], y: [100 * point.loss[1]],
+    type: "scatter", mode: "markers", name: plain(point.name), x: [point.cost[1] / unit], y: [100 * point.loss[1]],
     marker: { color: paint(point.name), size: point.is_answer ? 15 : 10, symbol: point.is_answer ? "star" : "circle" },
     error_x: { ...bars(point.cost, unit), color: paint(point.name), visible: !isMemory },
     error_y: { ...bars(point.loss, 0.01), color: paint(point.name) },
-    hovertemplate: `${plain(title(point))}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>${data.words.value} ${
+    hovertemplate: `${plain(point.name)}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>${data.words.value} ${
       (100 * point.loss[0]).toFixed(2)}% to ${(100 * point.loss[2]).toFixed(2)}%<extra></extra>`,
   }));
   draw(host, traces, {
@@ -60,7 +56,7 @@ function drawTried(host) {
 function drawLosses(host) {
   section("losses", data.curves.length);
   if (!data.curves.length) return;
-  const place = data.words.value === "loss" ? "step" : "batch";
+  const place = data.words.place;
   draw(host, data.curves.map((curve) => ({ type: "scatter", mode: "lines", name: plain(curve.name), y: curve.mean,
     x: curve.mean.map((_, step) => step + 1), line: { color: paint(curve.name), width: 2 },
     hovertemplate: `${place} %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` })),
