@@ -55,7 +55,7 @@ class Comparison:
         differences = [mine - other for mine, other in pairs]
         return statistics.median(differences), _interquartile_range(differences)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Median and spread of each variant, microseconds, for JSON."""
         return {
             name: {"median_us": self.median(name) * 1e6, "iqr_us": self.spread(name) * 1e6}

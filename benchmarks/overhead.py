@@ -253,7 +253,7 @@ def _row(kind: str, name: str, policy: str, result: Comparison) -> dict[str, Any
         "kind": kind,
         "case": name,
         "policy": policy,
-        **result.as_dict(),
+        **result.to_dict(),
         "difference_us": difference * 1e6,
         "difference_us_iqr": spread * 1e6,
         "ratio": ratio,
@@ -268,7 +268,7 @@ def _growth_row(kind: str, result: Comparison) -> dict[str, Any]:
         "benchmark": "growth",
         "kind": kind,
         "case": "linear with a weight",
-        **result.as_dict(),
+        **result.to_dict(),
         "ratio_to_first": {name: ratio for name, (ratio, _) in ratios.items()},
         "ratio_to_first_iqr": {name: spread for name, (_, spread) in ratios.items()},
     }

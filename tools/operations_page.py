@@ -85,12 +85,12 @@ def _lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _torch_table(policy: Policy) -> Iterator[str]:
-    devices = [device for device in DEVICE_TYPES if policy.entries(device)]
+    devices = [device for device in DEVICE_TYPES if policy.rules(device)]
     notes: dict[str, int] = {}
     yield row(["operation", *devices])
     yield "|---" * (len(devices) + 1) + "|"
-    for key in sorted({key for device in devices for key in policy.entries(device)}):
-        entries = (policy.entries(device).get(key) for device in devices)
+    for key in sorted({key for device in devices for key in policy.rules(device)}):
+        entries = (policy.rules(device).get(key) for device in devices)
         yield row([name_of(key), *(_cell(entry, notes) for entry in entries)])
     yield ""
     yield from (f"{number}. {why}" for why, number in notes.items())
@@ -117,10 +117,10 @@ def note(entry: Entry) -> str:
 def _changes(base: Policy, policy: Policy) -> Iterator[str]:
     """The rows of a policy that its base has not: those alike, on the same device types, as one."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for key in sorted({key for device in DEVICE_TYPES for key in policy.entries(device)}):
+    for key in sorted({key for device in DEVICE_TYPES for key in policy.rules(device)}):
         by_change: dict[tuple[str, str], list[str]] = {}
         for device in DEVICE_TYPES:
-            before, after = (each.entries(device).get(key) for each in (base, policy))
+            before, after = (each.rules(device).get(key) for each in (base, policy))
             if after is not None and after != before:
                 was = before.rule if before else "no rule"
                 by_change.setdefault((f"{was} -> {after.rule}", note(after)), []).append(device)

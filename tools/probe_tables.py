@@ -31,7 +31,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map
 
 from precast import _torch
-from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, expanded_rules
 from tests.support.behaviour import consistent_rules, torch_region
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--like", choices=DEVICE_TYPES, default="cpu")
     chosen = parser.parse_args(arguments)
     if chosen.table == "torch":
-        print(torch_policy().dump())
+        print(torch_policy().text)
         return
     print(f"[ops.{chosen.like}]")
     for name, why in sorted(raising_operations(chosen.like).items()):
@@ -91,7 +91,7 @@ def raising_operations(like: str, only: Container[str] | None = None) -> dict[st
     Returns:
         The dispatcher's name -> one mixture and PyTorch's words about it.
     """
-    known, _ = Policy.load("torch").expand(like)
+    known, _ = expanded_rules(Policy.load("torch"), like)
     probe = _Probe(known)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -40,7 +40,7 @@ def main() -> None:
         print(f"loss     {loss.item():.4f}")
         print(f"scaler   {used.scaler.counters if used.scaler else 'none in bfloat16'}")
         [monitor] = used.monitors
-        for entry in monitor.as_dict()["modules"]:
+        for entry in monitor.to_dict()["modules"]:
             if entry["kind"] == "gradient":
                 what_if = entry["what_if"]["float8_e5m2"]
                 print(f"layer {entry['name'] or 'all'}: {what_if['underflow']:.0%} lost", end=", ")

@@ -52,7 +52,7 @@ def main() -> None:
         [monitor] = callback.used.monitors
         largest = max(
             (max(entry["maximum"]), entry["name"])
-            for entry in monitor.as_dict()["modules"]
+            for entry in monitor.to_dict()["modules"]
             if entry["kind"] == "output"
         )
         print(f"largest  {largest[0]:.1f} in the output of {largest[1]}")

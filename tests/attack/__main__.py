@@ -68,7 +68,7 @@ def main(  # noqa: PLR0917 -- click hands on what it was given
         f"{len(outcomes) - len(failed) - limits} held, {limits} known limits, {len(failed)} failed"
     )
     if to is not None:
-        to.write_text(json.dumps([one.as_dict() for one in outcomes], indent=1), encoding="utf-8")
+        to.write_text(json.dumps([one.to_dict() for one in outcomes], indent=1), encoding="utf-8")
     if write and not failed and chosen == list(TABLE.values()):
         page.write(seeds)
     sys.exit(bool(failed))

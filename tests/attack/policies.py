@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import precast
 from precast.errors import PolicyError
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, module_context
 from tests.attack.scenarios import Limit, scenario
 from tests.attack.tools import net
 
@@ -119,8 +119,8 @@ def patterns_of_stars() -> None:
         (".".join(["**", "*a*"] * 20 + ["b"]), ".".join(["aaa"] * 40)),
     ):
         policy = T.replace(modules={pattern: "fp32"})
-        assert policy.inside(name).enabled
-        assert not policy.inside(f"{name}b" if "." not in pattern else f"{name}.b").enabled
+        assert module_context(policy, name).enabled
+        assert not module_context(policy, f"{name}b" if "." not in pattern else f"{name}.b").enabled
 
 
 @scenario(
@@ -145,12 +145,12 @@ def drawn_patterns() -> None:
         pattern = random.choices(["**", "*", "a", "a*", "*b*", "ab"], k=random.randint(1, 4))
         name = random.choices(["a", "b", "ab", "ba", "abb"], k=random.randint(1, 5))
         rule = ["**", *pattern[1:]] if pattern[0] == "*" and len(pattern) > 1 else pattern
-        inside = T.replace(modules={".".join(pattern): "fp32"}).inside(".".join(name))
+        inside = module_context(T.replace(modules={".".join(pattern): "fp32"}), ".".join(name))
         expected = any(matches(rule, name[:n]) for n in range(len(name) + 1))
         assert inside.enabled is not expected, (pattern, name)
 
 
-@scenario("policies", "random policies survive dump and load", "by hand")
+@scenario("policies", "random policies survive save and load", "by hand")
 def drawn_policies_in_files() -> None:
     for _ in range(10):
         policy = T.replace(
@@ -161,7 +161,7 @@ def drawn_policies_in_files() -> None:
             },
             modules={random.choice(["head", "a.*", "**"]): random.choice(["fp32", "lower"])},
         )
-        assert Policy.load(_file(policy.dump())) == policy
+        assert Policy.load(_file(policy.text)) == policy
 
 
 @scenario("policies", "policies that nobody uses keep no frame", "by hand")

@@ -40,7 +40,7 @@ class Outcome:
     seconds: float
     message: str = ""
 
-    def as_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, object]:
         """As plain data."""
         return asdict(self)
 

@@ -167,7 +167,7 @@ def policies_of_threads() -> None:
         lambda: run("fp32", torch.float32),
         lambda: run("lower", torch.bfloat16),
         lambda: run("keep", torch.float32),
-        *[lambda: void(precast.Policy.load("torch").dump())] * 2,
+        *[lambda: void(precast.Policy.load("torch").text)] * 2,
     )
 
 

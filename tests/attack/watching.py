@@ -203,7 +203,7 @@ def counts_as_in_float64() -> None:
         out.float().sum().backward()
         monitor.end_step()
     entry = next(
-        e for e in monitor.as_dict()["modules"] if (e["kind"], e["name"]) == ("output", "1")
+        e for e in monitor.to_dict()["modules"] if (e["kind"], e["name"]) == ("output", "1")
     )
     exact = out.detach().double()
     assert entry["zeros"][0] == int((exact == 0).sum())

@@ -300,7 +300,7 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
     assert said["outcome"] == "holds"
     assert any("of the memory of float32" in each for each in said["because"])
     policy = precast.Policy.load("tuned.toml")
-    policy.replace(modules={"2": "fp32", "0": "fp32"}).dump("worse.toml")
+    policy.replace(modules={"2": "fp32", "0": "fp32"}).save("worse.toml")
     lost = tune(*ASKED, "--check", "worse.toml")
     assert lost.exit_code == 1
     assert "worse.toml: it does not hold here" in lost.stdout

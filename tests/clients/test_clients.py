@@ -19,7 +19,7 @@ import torch
 
 import precast
 from precast.engine.registration import ENGINES, use_engine
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import Policy, Rule, expanded_rules
 from tests.clients.clients import CASES
 from tests.clients.outcome import Outcome, differences, not_finite, steps_in
 from tests.support.pages import blocks
@@ -137,5 +137,7 @@ def test_a_client_in_float16_steps_with_precasts_scaler(case: str) -> None:
 @functools.cache
 def _lowers_nothing() -> Policy:
     policy = Policy.load("torch")
-    lowered = [n for n, entry in policy.expand("cpu")[0].items() if entry.rule is Rule.LOWER]
+    lowered = [
+        n for n, entry in expanded_rules(policy, "cpu")[0].items() if entry.rule is Rule.LOWER
+    ]
     return policy.replace(name="lowers nothing", ops=dict.fromkeys(lowered, "fp32"))

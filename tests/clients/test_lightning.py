@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import precast
+from precast.policy.policy import expanded_rules
 from precast.policy.rows import Rule
 from tests.clients.outcome import Outcome, differences, outcome
 from tests.integrations.test_tensorboard import Writer
@@ -412,7 +413,7 @@ def test_a_fused_optimizer_is_clipped_unscaled() -> None:
 def _in_float32() -> precast.Policy:
     """A policy that lowers nothing, so that a scale alone is what differs."""
     policy = precast.Policy.load("torch")
-    rows = policy.expand("cpu")[0].items()
+    rows = expanded_rules(policy, "cpu")[0].items()
     return policy.replace(ops={n: "fp32" for n, row in rows if row.rule is Rule.LOWER})
 
 

@@ -95,7 +95,7 @@ def test_tensors_of_other_layouts_are_traced(
     assert torch.equal(result, expected)
     assert not any("failed" in note for note in trace.notes)
     assert all(type(row.cast_bytes) is int for row in trace.rows)
-    trace.as_dict()
+    trace.to_dict()
 
 
 def test_calls_of_operators_on_all_layouts_are_the_same_when_watched() -> None:
@@ -254,7 +254,7 @@ def test_modules_that_return_any_layout_are_monitored(layout: str, traced: bool)
                     errors.append(f"{type(error).__name__}: {error}")
                 optimizer.step()
             if watched:
-                assert not monitor.as_dict()["notes"]
+                assert not monitor.to_dict()["notes"]
         return errors, dict(Logged.calls), [p.detach().tolist() for p in model.parameters()]
 
     assert run(True) == run(False)
@@ -266,5 +266,5 @@ def test_a_monitor_that_fails_does_not_end_the_program(monkeypatch: pytest.Monke
     with precast.monitor(model, every=1) as monitor:
         model(torch.ones(1, 2)).sum().backward()
         monitor.end_step()
-    [note] = monitor.as_dict()["notes"]
+    [note] = monitor.to_dict()["notes"]
     assert "ValueError: the watcher failed" in note

@@ -230,13 +230,13 @@ def test_a_layer_without_hooks_is_looked_into_where_its_modules_run() -> None:
         with precast.monitor(model, every=1) as monitor:
             model(_vectors()).square().mean().backward()
             monitor.end_step()
-        seen = {(e["kind"], e["name"]) for e in monitor.as_dict()["modules"]}
+        seen = {(e["kind"], e["name"]) for e in monitor.to_dict()["modules"]}
         assert {("output", f"{name}{m}") for m in ("self_attn", "linear1", "norm2")} <= seen
         assert ("gradient", f"{name}linear2") in seen
         assert [set(vars(module)) for module in model.modules()] == before
         with precast.monitor(model.eval(), every=1) as monitor, torch.no_grad():
             model(_vectors())
-        found = {e["name"] for e in monitor.as_dict()["modules"]}
+        found = {e["name"] for e in monitor.to_dict()["modules"]}
         assert found == ({"0", "1"} if name else {""})
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import precast
 from precast._internal.pytree import map_tensors
 from precast.engine import registration
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import Policy, Rule, expanded_rules
 from tests.support import op_samples
 from tests.support.op_samples import Sample
 from tests.support.outcomes import assert_same, floating, mixtures, outcome
@@ -24,7 +24,9 @@ REGIONS = (torch.bfloat16, torch.float16)
 
 
 def _listed(policy: Policy) -> list[str]:
-    return sorted(set(policy.expand("cpu")[0]) & op_samples.named() - set(op_samples.NOT_ON_CPU))
+    return sorted(
+        set(expanded_rules(policy, "cpu")[0]) & op_samples.named() - set(op_samples.NOT_ON_CPU)
+    )
 
 
 def _seed(name: str) -> int:
@@ -76,7 +78,7 @@ def test_one_tensor_in_several_places_has_pytorchs_gradient(engine_name: str) ->
 
 @pytest.mark.parametrize("name", _listed(LIKE_CUDA))
 def test_the_cuda_table_on_cpu_tensors_equals_casting_by_hand(name: str) -> None:
-    rule = LIKE_CUDA.expand("cpu")[0][name].rule
+    rule = expanded_rules(LIKE_CUDA, "cpu")[0][name].rule
     for sample in _fresh(name):
         for dtypes in mixtures(sample):
             by_hand = outcome(nullcontext(), name, sample, dtypes, run=_by_hand(rule))

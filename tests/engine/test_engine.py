@@ -19,6 +19,7 @@ from precast._internal import events
 from precast.engine import registration
 from precast.engine.thread_state import thread_state
 from precast.errors import BannedOperationError, PrecastWarning
+from precast.policy.policy import expanded_rules
 from precast.weights.native import library
 
 TORCH = Policy.load("torch")
@@ -40,7 +41,9 @@ def overridden() -> set[str]:
 def test_only_operations_that_take_weights_are_overridden_for_pytorchs_policy() -> None:
     with precast.autocast("cpu", policy=TORCH):
         pass
-    lower = {name for name, entry in TORCH.expand("cpu")[0].items() if entry.rule == "lower"}
+    lower = {
+        name for name, entry in expanded_rules(TORCH, "cpu")[0].items() if entry.rule == "lower"
+    }
     assert overridden() == lower
 
 
@@ -144,7 +147,7 @@ def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     native = registration.torch_kernel("aten::binary_cross_entropy", "cuda")
     assert native is not None
     kernel = registration._kernel_for(
-        policy, native, policy.expand("cuda")[0]["aten::binary_cross_entropy"]
+        policy, native, expanded_rules(policy, "cuda")[0]["aten::binary_cross_entropy"]
     )
     notes: list[events.OperationNote] = []
     assert kernel is not None

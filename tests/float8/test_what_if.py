@@ -91,7 +91,7 @@ def run(rule: str | None) -> dict[tuple[str, str], dict[str, Any]]:
             out = model(x)
         (out.float() ** 3).sum().backward()
         watched.end_step()
-    return {(e["kind"], e["name"]): e["what_if"] for e in watched.as_dict()["modules"]}
+    return {(e["kind"], e["name"]): e["what_if"] for e in watched.to_dict()["modules"]}
 
 
 def of(done: list[Done], dtype: torch.dtype, *shape: int) -> Done:

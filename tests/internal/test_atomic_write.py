@@ -18,7 +18,7 @@ from precast.policy.policy import Policy
 
 
 def dumped(path: Path) -> None:
-    Policy.load("torch").dump(path)
+    Policy.load("torch").save(path)
 
 
 def replaced(path: Path) -> None:

@@ -138,7 +138,7 @@ def test_a_trace_says_what_ran_and_what_casts_cost() -> None:
     assert f", {totals.casts} casts in " in repr(trace)
     texts = shown(trace).texts
     assert {"0", "linear", "forward", "lower", "bfloat16"} <= set(texts)
-    loaded = precast.Trace.from_dict(trace.as_dict())
+    loaded = precast.Trace.from_dict(trace.to_dict())
     assert (repr(loaded), loaded._repr_html_()) == (repr(trace), trace._repr_html_())
 
 
@@ -186,7 +186,7 @@ def test_a_monitor_names_the_first_offender_and_its_largest_tensors() -> None:
 
 def test_a_policy_says_how_many_rows_of_each_rule_it_has() -> None:
     policy = precast.Policy.load("default").replace(name="<mine>", modules={"head": "fp32"})
-    rows = len(policy.entries("cpu"))
+    rows = len(policy.rules("cpu"))
     assert repr(policy).startswith("<Policy '<mine>': ")
     assert f"{rows} rows on cpu" in repr(policy)
     assert repr(policy).endswith("1 rule for modules, mixed dtypes: promote>")

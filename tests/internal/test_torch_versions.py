@@ -23,7 +23,7 @@ from precast._torch import VERSION
 from precast.engine import registration
 from precast.errors import PrecastWarning, TorchVersionError
 from precast.policy import preset_files, toml_file
-from precast.policy.policy import DEVICE_TYPES
+from precast.policy.policy import DEVICE_TYPES, expanded_rules
 from precast.policy.rows import Rule
 
 ROOT = Path(__file__).parents[2]
@@ -196,10 +196,10 @@ def test_a_row_for_this_version_holds_and_survives_a_dump(
 ) -> None:
     policy = load(f'base = "torch"\n[ops]\nlinear = {{ rule = "fp32", {row} }}\n')
     assert policy.resolve("linear", "cpu").rule is Rule.FP32
-    policy.dump(tmp_path / "again.toml")
+    policy.save(tmp_path / "again.toml")
     again = Policy.load(tmp_path / "again.toml")
     assert again == policy
-    assert again.entries("cpu")["aten::linear"].since == policy.entries("cpu")["aten::linear"].since
+    assert again.rules("cpu")["aten::linear"].since == policy.rules("cpu")["aten::linear"].since
     x, weight = torch.randn(2, 4), torch.randn(3, 4)
     with precast.autocast("cpu", policy=policy):
         inside = F.linear(x, weight)
@@ -217,7 +217,7 @@ def test_a_row_for_other_versions_may_name_what_this_one_has_not(load: Load) -> 
 def test_a_version_is_two_numbers_as_text(load: Load, version: object) -> None:
     text = f"[ops]\nexp = {{ rule = 'keep', since = {version!r} }}\n"
     if version == "":  # as if not given, like an empty reason
-        assert load(text).entries("cpu")["aten::exp"].since == ""
+        assert load(text).rules("cpu")["aten::exp"].since == ""
         return
     with pytest.raises(PolicyError, match=r'mine\.toml: \[ops\] exp: since is .*since = "2\.13"'):
         load(text)
@@ -230,7 +230,9 @@ def test_a_version_is_two_numbers_as_text(load: Load, version: object) -> None:
 def test_overloads_that_take_names_of_dimensions_have_no_rows() -> None:
     for policy in map(Policy.load, Policy.presets()):
         for device in DEVICE_TYPES:
-            assert not [n for n in policy.expand(device)[0] if re.search("imname|names", n)]
+            assert not [
+                n for n in expanded_rules(policy, device)[0] if re.search("imname|names", n)
+            ]
     with pytest.raises(PolicyError, match="no overload 'Dimname'"):
         Policy.load("torch").replace(ops={"softmax.Dimname": "keep"})
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import precast
 from precast.engine import registration
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
 from tests.support import op_samples
 from tests.support.behaviour import map_tensors, torch_region
 from tests.support.op_samples import Sample
@@ -29,7 +29,7 @@ PATTERNS = list(itertools.permutations(DTYPES, 2))
 
 def added_rows(device: str) -> set[str]:
     """What `default` names and `torch` does not, by the dispatcher's names."""
-    return set(DEFAULT.expand(device)[0]) - set(TORCH.expand(device)[0])
+    return set(expanded_rules(DEFAULT, device)[0]) - set(expanded_rules(TORCH, device)[0])
 
 
 def writes_out(name: str) -> bool:
@@ -126,7 +126,7 @@ def test_every_added_row_but_some_with_out_is_tried(device):
 
 @pytest.mark.parametrize("device", DEVICE_TYPES)
 def test_default_changes_no_rule_of_pytorch_but_the_ban(device):
-    ours, theirs = DEFAULT.expand(device)[0], TORCH.expand(device)[0]
+    ours, theirs = expanded_rules(DEFAULT, device)[0], expanded_rules(TORCH, device)[0]
     changed = {name for name, entry in theirs.items() if ours[name].rule is not entry.rule}
     assert changed == {name for name, entry in theirs.items() if entry.rule is Rule.BANNED}
     assert all(ours[name].rule is Rule.FP32 for name in changed)
@@ -134,7 +134,7 @@ def test_default_changes_no_rule_of_pytorch_but_the_ban(device):
 
 
 def test_default_names_only_operations_that_pytorch_has():
-    assert {device: DEFAULT.expand(device)[1] for device in DEVICE_TYPES} == dict.fromkeys(
+    assert {device: expanded_rules(DEFAULT, device)[1] for device in DEVICE_TYPES} == dict.fromkeys(
         DEVICE_TYPES, ()
     )
 

@@ -165,7 +165,7 @@ def test_json_has_all_of_it() -> None:
     done = CliRunner().invoke(main, ["explain", "--diff", "torch@2.11", "torch@2.12", "--json"])
     assert done.exit_code == 1
     found = json.loads(done.stdout)
-    assert found == explain_difference("torch@2.11", "torch@2.12").as_dict()
+    assert found == explain_difference("torch@2.11", "torch@2.12").to_dict()
     assert found["equal"] is False
     assert found["changes"][0]["operations"] == ["rms_norm"]
 

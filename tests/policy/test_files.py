@@ -43,8 +43,8 @@ def test_a_file_is_laid_over_its_base(load, torch_policy):
     assert policy.resolve("exp", "cuda")[0] is Rule.KEEP
     assert policy.resolve("exp", "cpu").rule is Rule.LOWER
     assert policy.resolve("mylib::myop", "privateuseone").rule is Rule.LOWER
-    untouched = set(torch_policy.entries("cuda")) - {"aten::exp"}
-    assert all(policy.entries("cuda")[k] == torch_policy.entries("cuda")[k] for k in untouched)
+    untouched = set(torch_policy.rules("cuda")) - {"aten::exp"}
+    assert all(policy.rules("cuda")[k] == torch_policy.rules("cuda")[k] for k in untouched)
 
 
 def test_a_base_may_be_a_file_beside_this_one(load, tmp_path):
@@ -158,29 +158,30 @@ def test_a_file_that_is_not_text(tmp_path):
 
 
 @pytest.mark.parametrize("name", Policy.presets())
-def test_presets_survive_dump_and_load(name, tmp_path):
+def test_presets_survive_save_and_load(name, tmp_path):
     policy = Policy.load(name)
-    text = policy.dump(tmp_path / "p.toml")
+    policy.save(tmp_path / "p.toml")
+    text = policy.text
     assert (tmp_path / "p.toml").read_text(encoding="utf-8") == text
     assert Policy.load(tmp_path / "p.toml") == policy
 
 
-def test_a_dump_has_one_line_an_operation(torch_policy):
-    lines = torch_policy.dump().splitlines()
+def test_a_text_has_one_line_an_operation(torch_policy):
+    lines = torch_policy.text.splitlines()
     assert '"_convolution.deprecated" = "lower"' in lines
     assert 'linear = "lower"' in lines
     assert sum(line.startswith("_cudnn_rnn = {") for line in lines) == 1
 
 
 def test_rows_that_all_device_types_share_are_written_once():
-    text = Policy("p", {}).replace(ops={"my::op": "lower", "cpu": {"exp": "keep"}}).dump()
+    text = Policy("p", {}).replace(ops={"my::op": "lower", "cpu": {"exp": "keep"}}).text
     assert text.count("my::op") == 1
     assert "[ops]\n" in text
     assert "[ops.cpu]\n" in text
     assert "[ops.cuda]" not in text
 
 
-def test_a_failed_dump_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, torch_policy):
+def test_a_failed_save_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, torch_policy):
     target = tmp_path / "p.toml"
     target.write_text("old")
 
@@ -189,7 +190,7 @@ def test_a_failed_dump_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, t
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        torch_policy.dump(target)
+        torch_policy.save(target)
     assert target.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["p.toml"]
 
@@ -210,10 +211,10 @@ policies = st.builds(
 
 @settings(deadline=None)
 @given(policies, st.dictionaries(st.sampled_from(OPERATIONS), entries))
-def test_load_undoes_dump(tmp_path_factory, policy, shared):
+def test_load_undoes_save(tmp_path_factory, policy, shared):
     policy = policy.replace(ops=shared)
     path = tmp_path_factory.getbasetemp() / "policy.toml"
-    policy.dump(path)
+    policy.save(path)
     loaded = Policy.load(path)
     assert loaded == policy
     assert loaded.fingerprint == policy.fingerprint

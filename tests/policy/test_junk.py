@@ -16,7 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from precast.errors import OutputError, PolicyError
-from precast.policy.policy import Entry, ModuleRule, Policy, Precision, Rule
+from precast.policy.policy import (
+    Entry,
+    ModuleRule,
+    Policy,
+    Precision,
+    Rule,
+    expanded_rules,
+    module_context,
+)
 from precast.policy.values import shown
 
 TORCH = Policy.load("torch")
@@ -77,15 +85,15 @@ def refused_or_done(call: Callable[[], object]) -> None:
 
 PARTS: dict[str, Callable[[Any], object]] = {
     "load": Policy.load,
-    "dump": TORCH.dump,
-    "replace name": lambda x: TORCH.replace(name=x).dump(),
-    "replace ops": lambda x: TORCH.replace(ops=x).dump(),
-    "replace a rule": lambda x: TORCH.replace(ops={"linear": x}).dump(),
-    "replace a device": lambda x: TORCH.replace(ops={"cuda": x}).dump(),
-    "replace mixed": lambda x: TORCH.replace(mixed=x).dump(),
-    "replace modules": lambda x: TORCH.replace(modules=x).dump(),
-    "replace a module": lambda x: TORCH.replace(modules={"head": x}).dump(),
-    "replace ops of a module": lambda x: TORCH.replace(modules={"head": {"ops": x}}).dump(),
+    "save": TORCH.save,
+    "replace name": lambda x: TORCH.replace(name=x).text,
+    "replace ops": lambda x: TORCH.replace(ops=x).text,
+    "replace a rule": lambda x: TORCH.replace(ops={"linear": x}).text,
+    "replace a device": lambda x: TORCH.replace(ops={"cuda": x}).text,
+    "replace mixed": lambda x: TORCH.replace(mixed=x).text,
+    "replace modules": lambda x: TORCH.replace(modules=x).text,
+    "replace a module": lambda x: TORCH.replace(modules={"head": x}).text,
+    "replace ops of a module": lambda x: TORCH.replace(modules={"head": {"ops": x}}).text,
     "resolve an operation": lambda x: TORCH.resolve(x, "cpu"),
     "resolve on a device": lambda x: TORCH.resolve("linear", x),
     "resolve in a module": lambda x: TORCH.replace(modules={"**": "fp32"}).resolve(
@@ -93,17 +101,17 @@ PARTS: dict[str, Callable[[Any], object]] = {
     ),
     "retarget": TORCH.retarget,
     "retarget like": lambda x: TORCH.retarget("cpu", like=x),
-    "entries": TORCH.entries,
-    "expand": TORCH.expand,
-    "inside": TORCH.inside,
-    "a name": lambda x: Policy(x, {}).dump(),
-    "tables": lambda x: Policy("p", x).dump(),
-    "a table": lambda x: Policy("p", {"cpu": x}).dump(),
-    "an entry": lambda x: Policy("p", {"cpu": {"aten::linear": x}}).dump(),
-    "mixed": lambda x: Policy("p", {}, x).dump(),
-    "a summary": lambda x: Policy("p", {}, "raise", x).dump(),
-    "modules": lambda x: Policy("p", {}, modules=x).dump(),
-    "a module": lambda x: Policy("p", {}, modules={"head": x}).dump(),
+    "rules": TORCH.rules,
+    "expand": lambda x: expanded_rules(TORCH, x),
+    "inside": lambda x: module_context(TORCH, x),
+    "a name": lambda x: Policy(x, {}).text,
+    "tables": lambda x: Policy("p", x).text,
+    "a table": lambda x: Policy("p", {"cpu": x}).text,
+    "an entry": lambda x: Policy("p", {"cpu": {"aten::linear": x}}).text,
+    "mixed": lambda x: Policy("p", {}, x).text,
+    "a summary": lambda x: Policy("p", {}, "raise", x).text,
+    "modules": lambda x: Policy("p", {}, modules=x).text,
+    "a module": lambda x: Policy("p", {}, modules={"head": x}).text,
     "Entry": Entry,
     "the reason of an Entry": lambda x: Entry(Rule.KEEP, x, x),
     "the versions of an Entry": lambda x: Entry(Rule.KEEP, "", "", x, x, x),
@@ -194,7 +202,7 @@ def test_a_random_file_is_a_policy_or_one_error_with_its_name(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "drawn.toml"
     try:
-        name = tomllib.loads(load(path, "\n".join(drawn)).dump())["name"]
+        name = tomllib.loads(load(path, "\n".join(drawn)).text)["name"]
     except PolicyError as error:
         name = str(error)
     assert "drawn" in name or "name" in "\n".join(drawn)
@@ -262,8 +270,8 @@ def test_links_that_lead_back_to_themselves_are_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["missing/p.toml", "", "x" * 5000, "a\0b"])
-def test_a_dump_that_cannot_be_written_is_both_errors(tmp_path: Path, where: str) -> None:
+def test_a_file_that_cannot_be_written_is_both_errors(tmp_path: Path, where: str) -> None:
     with pytest.raises(PolicyError, match="cannot write") as error:
-        TORCH.dump(tmp_path / where)
+        TORCH.save(tmp_path / where)
     assert isinstance(error.value, OutputError)
     assert list(tmp_path.iterdir()) == []

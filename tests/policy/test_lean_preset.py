@@ -39,7 +39,7 @@ SEEDS = range(3)
 
 def differing(device: str) -> dict[str, tuple[Rule, str]]:
     """The rows of `lean` that `default` has otherwise: their keys without `aten::`, rule and reason."""
-    ours, theirs = LEAN.entries(device), DEFAULT.entries(device)
+    ours, theirs = LEAN.rules(device), DEFAULT.rules(device)
     assert ours.keys() >= theirs.keys()
     changed = {key: entry for key, entry in ours.items() if theirs.get(key) != entry}
     return {
@@ -75,7 +75,7 @@ def test_every_row_that_differs_is_measured_and_nothing_else() -> None:
 @each_row
 def test_a_row_differs_from_pytorchs_float32_and_says_why(device: str, key: str) -> None:
     rule, reason = differing(device)[key]
-    pytorchs = TORCH.entries(device)[f"aten::{key}"]
+    pytorchs = TORCH.rules(device)[f"aten::{key}"]
     assert pytorchs.rule in (Rule.FP32, Rule.FP32_SET_DTYPE)
     assert rule in (Rule.KEEP, Rule.PROMOTE)
     assert reason != rule.meaning

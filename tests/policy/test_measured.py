@@ -55,7 +55,7 @@ command = "precast tune my_model:make"
         "seed": 3,
         "command": "precast tune my_model:make",
     }
-    policy.dump(tmp_path / "whole.toml")
+    policy.save(tmp_path / "whole.toml")
     again = Policy.load(tmp_path / "whole.toml")
     assert again == policy
     assert list(again.measured.items()) == list(policy.measured.items())

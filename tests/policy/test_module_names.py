@@ -206,7 +206,7 @@ def test_a_trace_and_its_report_say_them(model: nn.Module) -> None:
     assert {"first", "module", "head", "normed"} <= ran
     inside = {name for name in modules_by_name(model) if ".parametrizations" in name}
     assert ran <= {*MODULES, *inside}
-    assert set(MODULES) <= {node.name for node in tree(TraceData.from_dict(trace.as_dict()))}
+    assert set(MODULES) <= {node.name for node in tree(TraceData.from_dict(trace.to_dict()))}
 
 
 def test_a_monitor_a_scaler_and_the_report_say_them(model: nn.Module) -> None:
@@ -222,8 +222,8 @@ def test_a_monitor_a_scaler_and_the_report_say_them(model: nn.Module) -> None:
         # Of a sharded parameter it says whose part is bad.
         assert [name.removeprefix("rank 0: ") for name in event.names] == ["module.weight"]
         scaler.update()
-    seen = {(each["kind"], each["name"]) for each in monitor.as_dict()["modules"]}
+    seen = {(each["kind"], each["name"]) for each in monitor.to_dict()["modules"]}
     assert {name for kind, name in seen if kind == "parameter"} == PARAMETERS
     assert set(MODULES) <= {name for kind, name in seen if kind == "output"}
-    first = from_json(NonfiniteOrigin, monitor.as_dict()["first"])
+    first = from_json(NonfiniteOrigin, monitor.to_dict()["first"])
     assert (first.name, module_of(first)) == ("module.weight", "module")

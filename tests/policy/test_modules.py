@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from precast.errors import PolicyError
 from precast.policy.module_rules import ModuleRule, decide, parse_module_rule
 from precast.policy.patterns import PatternIndex, check_pattern
-from precast.policy.policy import Policy, Precision, Rule
+from precast.policy.policy import Policy, Precision, Rule, module_context
 
 TORCH = Policy.load("torch")
 
@@ -145,7 +145,7 @@ def test_a_pattern_replaces_the_same_one_of_the_base(tmp_path: Path) -> None:
 
 def test_dump_load_pickle_replace_and_equality_know_modules(tmp_path: Path) -> None:
     policy = load(tmp_path, FILE)
-    policy.dump(tmp_path / "again.toml")
+    policy.save(tmp_path / "again.toml")
     again = Policy.load(tmp_path / "again.toml")
     assert again == policy
     assert pickle.loads(pickle.dumps(policy)) == policy
@@ -214,14 +214,14 @@ def test_rules_nest_from_outer_to_inner() -> None:
             "rows": {"ops": {"linear": "fp32"}},
         }
     )
-    assert policy.inside("") == policy.inside("decoder.0")
-    assert policy.inside("decoder").precision == "lower"
-    assert policy.inside("encoder.mlp").precision == "float16"
-    assert policy.inside("encoder.norm").precision == "fp32"
-    inner = policy.inside("encoder.norm.in")
+    assert module_context(policy, "") == module_context(policy, "decoder.0")
+    assert module_context(policy, "decoder").precision == "lower"
+    assert module_context(policy, "encoder.mlp").precision == "float16"
+    assert module_context(policy, "encoder.norm").precision == "fp32"
+    inner = module_context(policy, "encoder.norm.in")
     assert (inner.precision, list(inner.ops)) == ("float16", ["aten::exp"])
     assert inner.sources[-1] == ("encoder.norm.in", "encoder.norm.in")
-    assert policy.inside("rows.0").ops["aten::linear"].rule is Rule.FP32
+    assert module_context(policy, "rows.0").ops["aten::linear"].rule is Rule.FP32
 
 
 def test_resolve_knows_the_module() -> None:

@@ -13,7 +13,15 @@ import torch
 
 import precast
 from precast.errors import PolicyError
-from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Resolution, Rule, policy_of
+from precast.policy.policy import (
+    DEVICE_TYPES,
+    Entry,
+    Policy,
+    Resolution,
+    Rule,
+    expanded_rules,
+    policy_of,
+)
 
 
 @pytest.fixture
@@ -82,7 +90,7 @@ def test_resolve_refuses_with_advice(torch_policy, op, device, message):
 
 
 def test_expand_spells_out_overloads_as_the_dispatcher_does(torch_policy):
-    known, unknown = torch_policy.expand("cpu")
+    known, unknown = expanded_rules(torch_policy, "cpu")
     assert {"aten::conv2d", "aten::conv2d.padding", "aten::prod", "aten::prod.dim_int"} <= set(
         known
     )
@@ -93,7 +101,7 @@ def test_expand_spells_out_overloads_as_the_dispatcher_does(torch_policy):
 
 def test_expand_tells_operations_that_torch_does_not_have(torch_policy):
     policy = torch_policy.replace(ops={"mylib::myop": "lower", "mylib::myop.x": "fp32"})
-    known, unknown = policy.expand("cuda")
+    known, unknown = expanded_rules(policy, "cuda")
     assert unknown == ("mylib::myop", "mylib::myop.x")
     assert not any(name.startswith("mylib") for name in known)
 
@@ -106,7 +114,7 @@ def test_an_exact_row_beats_a_bare_one_whatever_the_order(torch_policy):
         policy = torch_policy.replace(ops=ops)
         assert policy.resolve("sum.default", "cpu").rule is Rule.LOWER
         assert policy.resolve("sum.dim_IntList", "cpu").rule is Rule.KEEP
-        assert policy.expand("cpu")[0]["aten::sum.dim_IntList"].rule is Rule.KEEP
+        assert expanded_rules(policy, "cpu")[0]["aten::sum.dim_IntList"].rule is Rule.KEEP
 
 
 # Values
@@ -124,9 +132,9 @@ def test_nothing_of_a_policy_can_be_changed(torch_policy):
     with pytest.raises(TypeError):
         torch_policy.tables["cpu"] = {}
     with pytest.raises(TypeError):
-        torch_policy.entries("cpu")["aten::linear"] = Entry(Rule.KEEP)
+        torch_policy.rules("cpu")["aten::linear"] = Entry(Rule.KEEP)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        torch_policy.entries("cpu")["aten::linear"].rule = Rule.KEEP
+        torch_policy.rules("cpu")["aten::linear"].rule = Rule.KEEP
 
 
 def test_a_policy_keeps_no_hold_on_the_tables_it_was_made_of():
@@ -206,7 +214,7 @@ def test_none_takes_rows_away(torch_policy):
     policy = torch_policy.replace(ops={"cuda": {"norm": None, "exp": None}})
     assert "no row" in policy.resolve("norm", "cuda").reason
     assert "no row" in policy.resolve("exp", "cuda").reason
-    assert not any("norm" in key for key in policy.entries("cuda") if key.startswith("aten::norm"))
+    assert not any("norm" in key for key in policy.rules("cuda") if key.startswith("aten::norm"))
 
 
 @pytest.mark.parametrize(
@@ -233,8 +241,8 @@ def test_replace_refuses_with_advice(torch_policy, changes, message):
 
 def test_retarget_applies_one_device_types_table_to_another(torch_policy):
     policy = torch_policy.retarget("cpu", like="cuda")
-    assert policy.entries("cpu") == torch_policy.entries("cuda")
-    assert policy.entries("cuda") == torch_policy.entries("cuda")
+    assert policy.rules("cpu") == torch_policy.rules("cuda")
+    assert policy.rules("cuda") == torch_policy.rules("cuda")
     assert policy.resolve("softmax.int", "cpu").rule is Rule.FP32_SET_DTYPE
     assert policy.name == "torch (cpu like cuda)"
     with pytest.raises(PolicyError, match="'gpu' is not a device type"):

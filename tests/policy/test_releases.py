@@ -16,7 +16,7 @@ from precast._internal.torch_versions import Version, spell
 from precast.engine import registration
 from precast.errors import PolicyError
 from precast.policy import toml_file
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
 from precast.policy.rows import split
 from precast.policy.shortest_text import whole_file
 from tests.support import op_samples
@@ -51,7 +51,7 @@ def like_cuda(name: str) -> Policy:
 
 
 def rules(policy: Policy, device: str) -> dict[str, Rule]:
-    return {name: entry.rule for name, entry in policy.expand(device)[0].items()}
+    return {name: entry.rule for name, entry in expanded_rules(policy, device)[0].items()}
 
 
 # --- what they say ---
@@ -86,7 +86,7 @@ def test_the_rules_are_those_of_the_release(name: str, release: Version) -> None
         later = of_installed.get(device, {}).keys() - wanted.keys()
         wanted |= dict.fromkeys(later, Rule.FALLTHROUGH)
         there = {key: rule for key, rule in wanted.items() if is_installed(key)}
-        assert {key: entry.rule for key, entry in pinned.entries(device).items()} == there
+        assert {key: entry.rule for key, entry in pinned.rules(device).items()} == there
 
 
 def is_installed(key: str) -> bool:
@@ -211,7 +211,7 @@ def test_a_file_may_have_one_as_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["torch@2.11", "lean@2.12"])
 def test_one_can_be_dumped_and_replaced_and_written_in_short(name: str, tmp_path: Path) -> None:
     policy = Policy.load(name)
-    policy.dump(tmp_path / "whole.toml")
+    policy.save(tmp_path / "whole.toml")
     assert Policy.load(tmp_path / "whole.toml") == policy
     changed = policy.replace(ops={"linear": "fp32"})
     (tmp_path / "short.toml").write_text(whole_file(changed))

@@ -13,7 +13,7 @@ import torch
 from precast import _torch
 from precast._internal import torch_versions
 from precast.policy import toml_file
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
 from tests.support import op_samples
 from tests.support.behaviour import consistent_rules
 
@@ -41,14 +41,14 @@ def kernels() -> dict[str, list[str]]:
 
 def rows_of_this_build(device: str) -> dict[str, Rule]:
     built_with = {"", "rocm" if torch.version.hip else "cuda" if torch.version.cuda else ""}
-    known, unknown = Policy.load("torch").expand(device)
+    known, unknown = expanded_rules(Policy.load("torch"), device)
     assert not unknown, f"the installed PyTorch has no operator for {unknown}"
     return {name: entry.rule for name, entry in known.items() if entry.builds in built_with}
 
 
 def rows_that_can_be_tried(device: str) -> dict[str, Rule]:
     """Without those that only some builds have, where the device is not there: their kernels ask it, fake or not."""
-    entries = Policy.load("torch").expand(device)[0]
+    entries = expanded_rules(Policy.load("torch"), device)[0]
     present = _torch.has_device(device)
     rows = rows_of_this_build(device)
     return {name: rule for name, rule in rows.items() if present or not entries[name].builds}
@@ -57,7 +57,7 @@ def rows_that_can_be_tried(device: str) -> dict[str, Rule]:
 def rows_of_all_versions(device: str) -> set[str]:
     """The operations of the table for any PyTorch that precast supports, as far as the installed one has them."""
     tables = (toml_file.read("torch", version).tables for version in torch_versions.supported())
-    return {name for rows in tables for name in Policy("any", rows).expand(device)[0]}
+    return {name for rows in tables for name in expanded_rules(Policy("any", rows), device)[0]}
 
 
 def drift(device: str, kernels: Iterable[str], rows: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
 from precast.policy.shortest_text import whole_file
 
 OPERATIONS = ["mm", "linear", "softmax.int", "softmax", "add.Tensor", "exp", "conv2d", "cumsum"]
@@ -29,7 +29,11 @@ def loaded(text: str) -> Policy:
 def says(policy: Policy) -> object:
     """What each operation does; no row, and the rule `keep`, are the same."""
     rules = {
-        device: {o: e.rule for o, e in policy.expand(device)[0].items() if e.rule is not Rule.KEEP}
+        device: {
+            o: e.rule
+            for o, e in expanded_rules(policy, device)[0].items()
+            if e.rule is not Rule.KEEP
+        }
         for device in DEVICE_TYPES
     }
     return rules, policy.mixed, dict(policy.modules)

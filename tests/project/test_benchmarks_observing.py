@@ -40,5 +40,5 @@ def test_steps_are_counted_as_the_names_say(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(precast, "monitor", monitor)
     list(observing.run(rounds=1, cases=((1, 4),), width=16))
-    counted = [{tuple(entry["steps"]) for entry in one.as_dict()["modules"]} for one in made]
+    counted = [{tuple(entry["steps"]) for entry in one.to_dict()["modules"]} for one in made]
     assert counted == [{(0,)}, {(0, 1, 2, 3)}]  # the first step is counted at any interval

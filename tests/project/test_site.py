@@ -239,7 +239,7 @@ def test_a_link_to_nothing_is_a_problem_with_its_line(link: str) -> None:
 
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_rules_of_a_policy_are_all_there(language: str) -> None:
-    entries = for_all_versions("default").entries("cuda")
+    entries = for_all_versions("default").rules("cuda")
     _, _, *rows = tables.rules("default", "cuda", language).split("\n")
     told = {}
     for row in rows:
@@ -251,7 +251,7 @@ def test_the_rules_of_a_policy_are_all_there(language: str) -> None:
 
 
 def test_a_difference_is_what_makes_one_policy_of_the_other() -> None:
-    lean, default = (for_all_versions(name).entries("cpu") for name in ("lean", "default"))
+    lean, default = (for_all_versions(name).rules("cpu") for name in ("lean", "default"))
     told = tables.difference("lean", "default", "cpu")
     differ = {key for key in {*lean, *default} if lean.get(key) != default.get(key)}
     head, _, *rows = told.split("\n")

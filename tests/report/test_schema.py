@@ -43,17 +43,17 @@ def traced() -> TraceData:
 
 
 def test_a_trace_survives_json() -> None:
-    text = json.dumps(traced().as_dict(), allow_nan=False)
+    text = json.dumps(traced().to_dict(), allow_nan=False)
     assert TraceData.from_dict(json.loads(text)) == traced()
 
 
 def test_casts_flow_from_one_dtype_to_another() -> None:
-    [flow] = traced().as_dict()["flow"]
+    [flow] = traced().to_dict()["flow"]
     assert (flow["from"], flow["to"]) == ("float32", "bfloat16")
 
 
 def test_what_a_later_version_says_more_is_left_out() -> None:
-    plain = traced().as_dict() | {"later": 1}
+    plain = traced().to_dict() | {"later": 1}
     plain["rows"][0]["later"] = 2
     assert TraceData.from_dict(plain) == traced()
 
@@ -78,7 +78,7 @@ def test_what_is_no_trace_is_refused(wrong: dict[str, Any], message: str) -> Non
 
 
 def test_a_phase_that_there_is_not_is_refused() -> None:
-    plain = traced().as_dict()
+    plain = traced().to_dict()
     plain["rows"][0]["phase"] = "sideways"
     with pytest.raises(PrecastError, match=r"phase: .*, got 'sideways'"):
         TraceData.from_dict(plain)

@@ -164,7 +164,7 @@ def test_a_package_that_does_not_run_is_not_called_checked(tmp_path: Path) -> No
     program = precast.export(AddedByIndex(), (x,), dtype=torch.bfloat16)
     write_package(program, tmp_path / "model.pt2")
     found = check_file(program, tmp_path / "model.pt2", "aoti", (x,), {})
-    assert found.as_dict()["checked"] is False
+    assert found.to_dict()["checked"] is False
     assert "AOTInductor of PyTorch" in str(found)
     assert "cannot run it: RuntimeError: " in str(found)
 
@@ -208,7 +208,7 @@ def test_the_largest_difference_of_all_values(
         return
     assert isinstance(found, LargestDifference)
     assert (found.index[0], found.absolute, found.relative) == difference
-    json.dumps(FileCheck("x", difference=found).as_dict(), allow_nan=False)
+    json.dumps(FileCheck("x", difference=found).to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_model_without_values_is_not_compared(tmp_path: Path) -> None:
         model, x = nn.Linear(2, 2), torch.empty(1, 2)
     program = precast.export(model, (x,))
     found = check_file(program, tmp_path / "model.pt2", "program", (x,), {})
-    assert found.as_dict()["checked"] is False
+    assert found.to_dict()["checked"] is False
 
 
 def test_onnx_without_its_packages_says_what_to_install(

@@ -11,7 +11,7 @@ from torch import nn
 
 from precast.errors import PolicyError
 from precast.policy.module_rules import decide
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import Policy, Rule, module_context, pattern_index
 from precast.policy.rows import canonical
 from precast.tuning.policy_rows import (
     PolicyRow,
@@ -92,7 +92,7 @@ def test_each_site_runs_as_chosen(base, low):
 def test_the_loss_has_its_row_for_the_device_alone():
     policy = policy_of(PROGRAM.choose([LOSS]), PROGRAM, Policy.load("default"))
     assert policy.resolve("cross_entropy_loss", "cpu").rule is Rule.LOWER
-    assert policy.entries("cuda") == Policy.load("default").entries("cuda")
+    assert policy.rules("cuda") == Policy.load("default").rules("cuda")
 
 
 # --- the shortest file ---
@@ -107,11 +107,11 @@ def written_rows(choice, program, _base):
 def _says(policy: Policy, site: OperationSite) -> tuple[Rule | None, bool]:
     """The row that decides for a site, and whether its module has a row of its own."""
     key = canonical(site.op)
-    outside = policy.entries("cpu").get(key)
+    outside = policy.rules("cpu").get(key)
     if site.module is None:
         return (outside.rule if outside else None), True
-    inside = policy.inside(site.module).ops.get(key, outside)
-    matching = policy.patterns.matching(site.module)
+    inside = module_context(policy, site.module).ops.get(key, outside)
+    matching = pattern_index(policy).matching(site.module)
     decided = decide(matching, policy.modules, site.module)
     return (inside.rule if inside else None), decided is not None and key in decided[1].ops
 

@@ -124,7 +124,7 @@ def test_where_16_bits_are_slower_the_answer_is_float32() -> None:
     found = tune(step=slow, objective="time", tolerance=0.1)
     assert (found.name, found.dtype) == ("float32", torch.float32)
     assert "default is slower than float32: it takes" in found.because
-    assert not found.policy.entries("cpu")
+    assert not found.policy.rules("cpu")
 
 
 def test_where_16_bits_are_faster_they_are_the_answer() -> None:

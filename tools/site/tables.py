@@ -111,7 +111,7 @@ def _preset(name: str) -> Policy:
 def _entries(policy: Policy, device: str) -> Mapping[str, Entry]:
     if device not in DEVICE_TYPES:
         raise PageError(f"there is no device type {device!r}; there are {', '.join(DEVICE_TYPES)}")
-    return policy.entries(device)
+    return policy.rules(device)
 
 
 def _keys(entries: Mapping[str, Entry], rule: Rule) -> list[str]:

@@ -126,7 +126,7 @@ class HealthEvent:
     step: int
     """The monitor's number of the step, from 0."""
     tensors: tuple[dict[str, Any], ...]
-    """For each tensor its "kind", "name" and counts, as `Monitor.as_dict` has them for one step."""
+    """For each tensor its "kind", "name" and counts, as `Monitor.to_dict` has them for one step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -38,7 +38,7 @@ from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule
 from precast.policy.module_rules import ModuleRule, Precision
-from precast.policy.policy import DEVICE_TYPES, Policy
+from precast.policy.policy import DEVICE_TYPES, Policy, derived_values
 
 __all__ = ["AppliedPlan", "ModuleRuleHooks", "apply"]
 
@@ -302,9 +302,9 @@ class ModuleRuleHooks:
         bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
         around = self.tables or (Policy.load("torch") if bound is None else bound.policy)
         # Cached on the policy: here the entries would pile up for a model that runs with thousands of policies.
-        merged = around.derived.get(self._rows)
+        merged = derived_values(around).get(self._rows)
         if merged is None:
-            merged = around.derived[self._rows] = around.replace(ops=self.rule.ops)
+            merged = derived_values(around)[self._rows] = around.replace(ops=self.rule.ops)
         return merged
 
     def _target(self, device: str) -> _RuleTarget:

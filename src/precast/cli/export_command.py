@@ -138,7 +138,7 @@ def export(
         "path": str(out),
         "to": form,
         "policy": chosen.name,
-        **checked.as_dict(),
+        **checked.to_dict(),
         "bytes": out.stat().st_size,
         "weight_bytes": sizes,
         "seconds": round(time.perf_counter() - began, 2),
@@ -220,6 +220,6 @@ def explain_file(path: Path, as_json: bool) -> None:
     program = exported_file.read(path)
     contents = exported_reading.contents(program, exported_file.policy_facts(path))
     if as_json:
-        click.echo(json.dumps(contents.as_dict(), indent=2))
+        click.echo(json.dumps(contents.to_dict(), indent=2))
     else:
         Console().print(exported_display.tree(contents))

@@ -169,7 +169,7 @@ def doctor(as_json: bool) -> None:
     with console.status("measuring") as status:
         diagnosis = doctor_.diagnose(lambda what: status.update(f"measuring {what}"))
     if as_json:
-        _print_json(diagnosis.as_dict())
+        _print_json(diagnosis.to_dict())
     else:
         Console().print(doctor_.render(diagnosis))
 
@@ -262,7 +262,7 @@ def explain(
         devices = (device,) if device else ("cpu", "cuda")
         report = operation_.explain_operation(str(operation), chosen, devices, module)
     if as_json:
-        _print_json(report.as_dict())
+        _print_json(report.to_dict())
     else:
         Console().print(report.render())
 
@@ -276,7 +276,7 @@ def _explain_difference(before: str, after: str, as_json: bool) -> None:
 
     difference = explain_difference(before, after)
     if as_json:
-        _print_json(difference.as_dict())
+        _print_json(difference.to_dict())
     else:
         Console().print(difference.render())
     if difference:

@@ -47,7 +47,7 @@ from precast.engine.thread_state import (
 )
 from precast.engine.undefined_ops import needs_rebinding, track_undefined
 from precast.policy.measured import warn_elsewhere
-from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
 from precast.weights import held, unversioned_writes
 from precast.weights.native import library
 from precast.weights.native.api import NativeApi
@@ -172,10 +172,10 @@ def _cast_for_kernel(source: Tensor, dtype: torch.dtype, device_type: str) -> Te
 def bind(policy: Policy, device_type: str) -> BoundPolicy:
     """Return the bound policy for `policy` on `device_type`, with its kernels registered; cached per engine."""
     key = device_type, engine()
-    bound: BoundPolicy | None = policy.derived.get(key)
+    bound: BoundPolicy | None = derived_values(policy).get(key)
     if bound is None or not bound.registration.holds or needs_rebinding(bound):
         with _lock:
-            bound = policy.derived[key] = _bind_shared(policy, device_type)
+            bound = derived_values(policy)[key] = _bind_shared(policy, device_type)
     return bound
 
 
@@ -328,14 +328,14 @@ def _remove_watcher_kernels() -> None:
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     warn_elsewhere(policy.name, policy.measured, device_type)
-    for rule in {entry.rule for entry in policy.entries(device_type).values()} & RECIPES.keys():
+    for rule in {entry.rule for entry in policy.rules(device_type).values()} & RECIPES.keys():
         check_device(device_type, rule)
     _torch.on_cleared_cache(_on_cleared_cache)
     _torch.wrap_checkpoints()
     _torch.set_backward_autocast(compile_cache_key.has_policies)
     _observe_optimizers(True)
     definitions = _torch.definition_counts()
-    table, unknown = policy.expand(device_type)
+    table, unknown = expanded_rules(policy, device_type)
     bound_kernels: dict[str, Kernel] = {}
     delegated: set[str] = set()
     matches_torch = True
@@ -372,7 +372,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
 
 @functools.cache
 def _torch_table(device_type: str) -> dict[str, Entry]:
-    return Policy.load("torch").expand(device_type)[0]
+    return expanded_rules(Policy.load("torch"), device_type)[0]
 
 
 def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:

@@ -24,7 +24,7 @@ from precast import _torch
 from precast._internal.display import size
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy, expanded_rules
 from precast.policy.rows import (
     FLOAT8_RULES,
     covered_overloads,
@@ -84,7 +84,7 @@ class PolicyDifference:
     def __bool__(self) -> bool:
         return bool(self.changes or self.mixed or self.modules)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             "before": self.before,
@@ -192,8 +192,8 @@ def _changes(first: Policy, second: Policy) -> Iterator[RuleChange]:
 
 def _rules(policy: Policy, device: str) -> dict[str, Rule]:
     """Return the rule of each overload by dispatcher name, and of missing operations by the name in the row."""
-    installed, missing = policy.expand(device)
-    rows = policy.entries(device)
+    installed, missing = expanded_rules(policy, device)
+    rows = policy.rules(device)
     return {name: entry.rule for name, entry in installed.items()} | {
         key: rows[key].rule for key in missing
     }

@@ -24,7 +24,7 @@ from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
 from precast.policy.patterns import PatternIndex
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, float8_operations, pattern_index
 from precast.policy.values import nearest, shown
 
 __all__ = ["Plan", "PlannedModule", "is_called", "outwards", "plan"]
@@ -169,7 +169,7 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         ('fp32', ('tail',))
     """
     modules = modules_by_name(model)
-    matching = {name: policy.patterns.matching(name) for name in modules}
+    matching = {name: pattern_index(policy).matching(name) for name in modules}
     own = {name: decide(patterns, policy.modules, name) for name, patterns in matching.items()}
     decided = _agreed(modules, own)
     planned: dict[str, PlannedModule] = {}
@@ -178,7 +178,7 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         parent = _parent(name, planned) if name else ""
         outside = planned[parent].inside if name else MODEL_CONTEXT
         pattern, rule = decided[name] or (None, None)
-        acting = outside.in_16_bits(rule, policy.in_8_bits)
+        acting = outside.in_16_bits(rule, float8_operations(policy))
         inside = outside.then(acting, name, pattern or "")
         carried = _combined(passed_on.get(parent), None if inside is outside else acting)
         if _is_part_of_scripted(name, modules, inside.state == outside.state):

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import tomllib
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -40,9 +41,9 @@ from precast.policy.rows import (
     Entry,
     Rule,
     canonical,
+    check_device_type,
     check_row,
     covered_overloads,
-    device_type,
     dispatcher_name,
     exact_key,
     is_device_type,
@@ -65,6 +66,11 @@ __all__ = [
     "Resolution",
     "Rule",
     "as_policy",
+    "derived_values",
+    "expanded_rules",
+    "float8_operations",
+    "module_context",
+    "pattern_index",
     "policy_of",
 ]
 
@@ -113,8 +119,8 @@ class Policy(Displayed):
     modules: Modules = field(default_factory=dict)
     measured: Measured = field(default_factory=dict)
     fingerprint: str = field(init=False, repr=False, compare=False)
-    derived: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
-    """A cache for objects that other files compute from the policy; it is freed with the policy."""
+    _derived: dict[Hashable, Any] = field(init=False, repr=False, compare=False)
+    """A cache for objects that are computed from the policy; it is freed with the policy."""
 
     def __post_init__(self) -> None:
         check_text(self.name, "Policy(name=...)")
@@ -128,7 +134,7 @@ class Policy(Displayed):
         object.__setattr__(self, "modules", MappingProxyType(modules))
         measured = check_measured(self.measured, "Policy(measured=...)")
         object.__setattr__(self, "measured", measured)
-        object.__setattr__(self, "derived", {})
+        object.__setattr__(self, "_derived", {})
         # Computed now: a compiled function may read it but cannot trace its computation.
         object.__setattr__(self, "fingerprint", _fingerprint(self.mixed, tables))
         _living[id(self)] = self
@@ -172,16 +178,26 @@ class Policy(Displayed):
             return _preset(name_or_path)
         return cls(**vars(toml_file.read(name_or_path)))
 
-    def dump(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the policy as TOML without a base; write it to `path`, too, either completely or not at all."""
-        text = toml_file.render(
+    @property
+    def text(self) -> str:
+        """The policy as the text of a TOML file that needs no other one."""
+        return toml_file.render(
             PolicyContents(
                 self.name, self.summary, self.mixed, self.tables, self.modules, self.measured
             )
         )
-        if path is not None:
-            toml_file.write(path, text)
-        return text
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a TOML file that needs no other one, completely or not at all.
+
+        Raises:
+            PolicyError: `path` is no path, or the file cannot be written; the latter is an `OutputError` too.
+        """
+        toml_file.write(path, self.text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with the keys of a policy file."""
+        return tomllib.loads(self.text)
 
     def replace(
         self,
@@ -230,70 +246,26 @@ class Policy(Displayed):
             return dataclasses.replace(changed, measured=self.measured)
         return changed
 
-    def retarget(self, device: str = "cpu", like: str = "cuda") -> Policy:
-        """Return the policy with the table of device type `like` applied to `device`.
+    def retarget(self, device_type: str = "cpu", like: str = "cuda") -> Policy:
+        """Return the policy with the table of device type `like` applied to `device_type`.
 
         With it, the rules of an accelerator can be tested on a machine without one.
         """
-        tables = {**self.tables, device_type(device, "retarget"): self.entries(like)}
-        name = f"{self.name} ({device} like {like})"
+        tables = {**self.tables, check_device_type(device_type, "retarget"): self.rules(like)}
+        name = f"{self.name} ({device_type} like {like})"
         return Policy(name, tables, self.mixed, self.summary, self.modules)
 
-    def entries(self, device: str) -> Mapping[str, Entry]:
+    def rules(self, device_type: str) -> Mapping[str, Entry]:
         """Return the table of a device type: key as in the policy -> entry."""
-        return self.tables.get(device_type(device), MappingProxyType({}))
+        return self.tables.get(check_device_type(device_type), MappingProxyType({}))
 
-    def expand(self, device: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
-        """Return the table of a device type with bare names replaced by their overloads.
-
-        Returns:
-            The entries by the dispatcher's names (`aten::softmax.int`; no suffix for the default
-            overload), and the keys that the installed torch has no operator for (yet): custom
-            operations that are not imported, operations of another build.
-        """
-        table = self.entries(device)
-        entries: dict[str, Entry] = {}
-        unknown = []
-        for key in sorted(table, key=lambda key: split(key)[1] is not None):  # exact rows win
-            names = _dispatcher_names(key)
-            entries |= dict.fromkeys(names, table[key])
-            if not names:
-                unknown.append(key)
-        return entries, tuple(unknown)
-
-    def inside(self, module: str) -> ModuleContext:
-        """Return the state inside a module of that name, from the rules for it and for those that contain it.
-
-        Raises:
-            PolicyError: two patterns match one of them and have different rules.
-        """
-        check_text(module, "the name of a module")
-        inside = MODEL_CONTEXT
-        for depth, matching in enumerate(self.patterns.along(module)):
-            if matching:  # most of the many names match nothing
-                name = ".".join(module.split(".")[:depth])
-                pattern, rule = decide(matching, self.modules, name) or ("", None)
-                inside = inside.then(inside.in_16_bits(rule, self.in_8_bits), name, pattern)
-        return inside
-
-    @functools.cached_property
-    def in_8_bits(self) -> frozenset[str]:
-        """The operations with a float8 rule on some device type, not counting `modules`."""
-        rows = (row for table in self.tables.values() for row in table.items())
-        return frozenset(split(key)[0] for key, entry in rows if entry.rule in FLOAT8_RULES)
-
-    @functools.cached_property
-    def patterns(self) -> PatternIndex:
-        """An index of the names and patterns in `modules`."""
-        return PatternIndex(self.modules)
-
-    def resolve(self, op: str, device: str, module: str | None = None) -> Resolution:
+    def resolve(self, op: str, device_type: str, module: str | None = None) -> Resolution:
         """Return the rule for an operation on a device type, and the reason.
 
         Args:
             op: the dispatcher's name, `aten::` optional: `linear`, `softmax.int`, `mylib::myop`.
                 A name without overload means all that are not `out=` variants.
-            device: a device type, such as `cuda`.
+            device_type: a device type, such as `cuda`.
             module: the name of a module of an attached model, for an operation inside of it; None for an operation that
                 no rule in `modules` applies to.
 
@@ -306,16 +278,16 @@ class Policy(Displayed):
             <Rule.KEEP: 'keep'>
         """
         if module is not None:
-            return self._resolve_inside(self.inside(module), op, device)
+            return self._resolve_inside(module_context(self, module), op, device_type)
         where = f"the operation {shown(op)}"
         key = canonical(op, where)
-        table = self.entries(device)
+        table = self.rules(device_type)
         check_row(key, table.get(key, Entry(Rule.KEEP)), where)
         operation, overload = split(key)
         if overload is not None:
-            return self._resolution(_find(table, operation, overload), key, device)
+            return self._resolution(_find(table, operation, overload), key, device_type)
         entries = {name: _find(table, operation, name) for name in _overloads_or_bare(operation)}
-        resolutions = {n: self._resolution(entry, key, device) for n, entry in entries.items()}
+        resolutions = {n: self._resolution(entry, key, device_type) for n, entry in entries.items()}
         if len({resolution.rule for resolution in resolutions.values()}) > 1:
             listed = ", ".join(
                 f"{short(exact_key(operation, name or 'default'))} ({resolution.rule})"
@@ -328,8 +300,8 @@ class Policy(Displayed):
         rules = ((policy.fingerprint, policy.modules) for policy in (self, other))
         return next(rules) == next(rules)
 
-    def _resolve_inside(self, inside: ModuleContext, op: str, device: str) -> Resolution:
-        resolution = self.replace(ops=inside.ops).resolve(op, device)
+    def _resolve_inside(self, inside: ModuleContext, op: str, device_type: str) -> Resolution:
+        resolution = self.replace(ops=inside.ops).resolve(op, device_type)
         if not inside.sources:
             return resolution
         by = ", ".join(f"{pattern!r} for {name!r}" for name, pattern in inside.sources)
@@ -338,9 +310,9 @@ class Policy(Displayed):
         to = f" to {inside.dtype}" if inside.dtype and resolution.rule is Rule.LOWER else ""
         return Resolution(resolution.rule, f"{resolution.reason}{to} ([modules] {by})")
 
-    def _resolution(self, entry: Entry | None, key: str, device: str) -> Resolution:
+    def _resolution(self, entry: Entry | None, key: str, device_type: str) -> Resolution:
         if entry is None:
-            reason = f"no row for {short(key)} on {device} in the policy {self.name!r}"
+            reason = f"no row for {short(key)} on {device_type} in the policy {self.name!r}"
             return Resolution(Rule.KEEP, f"{reason}: {Rule.KEEP.meaning}")
         return Resolution(entry.rule, f"{entry.reason} ({entry.origin or self.name})")
 
@@ -354,6 +326,64 @@ def as_policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
+def derived_values(policy: Policy) -> dict[Hashable, Any]:
+    """Return the cache for objects that other files compute from a policy; it is freed with the policy."""
+    return policy._derived
+
+
+def expanded_rules(policy: Policy, device_type: str) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    """Return the table of a device type with bare names replaced by their overloads.
+
+    Returns:
+        The entries by the dispatcher's names (`aten::softmax.int`; no suffix for the default
+        overload), and the keys that the installed torch has no operator for (yet): custom
+        operations that are not imported, operations of another build.
+    """
+    table = policy.rules(device_type)
+    entries: dict[str, Entry] = {}
+    unknown = []
+    for key in sorted(table, key=lambda key: split(key)[1] is not None):  # exact rows win
+        names = _dispatcher_names(key)
+        entries |= dict.fromkeys(names, table[key])
+        if not names:
+            unknown.append(key)
+    return entries, tuple(unknown)
+
+
+def module_context(policy: Policy, module: str) -> ModuleContext:
+    """Return the state inside a module of that name, from the rules for it and for those that contain it.
+
+    Raises:
+        PolicyError: two patterns match one of them and have different rules.
+    """
+    check_text(module, "the name of a module")
+    inside, in_8_bits = MODEL_CONTEXT, float8_operations(policy)
+    for depth, matching in enumerate(pattern_index(policy).along(module)):
+        if matching:  # most of the many names match nothing
+            name = ".".join(module.split(".")[:depth])
+            pattern, rule = decide(matching, policy.modules, name) or ("", None)
+            inside = inside.then(inside.in_16_bits(rule, in_8_bits), name, pattern)
+    return inside
+
+
+def float8_operations(policy: Policy) -> frozenset[str]:
+    """Return the operations with a float8 rule on some device type, not counting `modules`."""
+    operations: frozenset[str] | None = policy._derived.get("float8 operations")
+    if operations is None:
+        rows = (row for table in policy.tables.values() for row in table.items())
+        operations = frozenset(split(key)[0] for key, entry in rows if entry.rule in FLOAT8_RULES)
+        policy._derived["float8 operations"] = operations
+    return operations
+
+
+def pattern_index(policy: Policy) -> PatternIndex:
+    """Return an index of the names and patterns in `modules`."""
+    index: PatternIndex | None = policy._derived.get("pattern index")
+    if index is None:
+        index = policy._derived["pattern index"] = PatternIndex(policy.modules)
+    return index
+
+
 def policy_of(fingerprint: str) -> Policy:
     """Return an existing policy with this fingerprint."""
     living = (reference() for reference in _living.valuerefs())
@@ -363,7 +393,9 @@ def policy_of(fingerprint: str) -> Policy:
 def _checked_tables(tables: object) -> dict[str, Mapping[str, Entry]]:
     """Return the tables of a policy in the order of the device types, with each key and row checked."""
     where, example = "Policy(tables=...)", '{"cpu": {"aten::linear": Entry(Rule.LOWER)}}'
-    by_device = {device_type(d, where): t for d, t in check_mapping(tables, where, example).items()}
+    by_device = {
+        check_device_type(d, where): t for d, t in check_mapping(tables, where, example).items()
+    }
     checked: dict[str, Mapping[str, Entry]] = {}
     for device in filter(by_device.__contains__, DEVICE_TYPES):
         rows = check_mapping(by_device[device], f"{where} {device}", example)

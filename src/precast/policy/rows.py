@@ -30,9 +30,9 @@ __all__ = [
     "Entry",
     "Rule",
     "canonical",
+    "check_device_type",
     "check_row",
     "covered_overloads",
-    "device_type",
     "dispatcher_name",
     "exact_key",
     "is_device_type",
@@ -64,7 +64,7 @@ def is_device_type(device: object) -> bool:
     return isinstance(device, str) and device in DEVICE_TYPES
 
 
-def device_type(device: str, where: str = "") -> str:
+def check_device_type(device: str, where: str = "") -> str:
     """Return the device type; raise a `PolicyError` if PyTorch has no autocast for it."""
     if not is_device_type(device):
         allowed = ", ".join(DEVICE_TYPES)

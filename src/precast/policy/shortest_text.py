@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, expanded_rules
 from precast.policy.rows import DEVICE_TYPES, Entry, Rule, split
 from precast.policy.toml_file import PolicyContents, Tables
 
@@ -57,7 +57,7 @@ def _different(
     """Return the rows that differ from the base. A row that only the base has becomes `keep`, which equals no row."""
     rows: dict[str, dict[str, Entry]] = {}
     for device in DEVICE_TYPES:
-        mine, theirs = policy.entries(device), base.entries(device) if base else {}
+        mine, theirs = policy.rules(device), base.rules(device) if base else {}
         removed = {
             key: Entry(Rule.KEEP)
             for key in theirs
@@ -88,7 +88,7 @@ def _is_expressible(policy: Policy, base: Policy) -> bool:
 
 
 def _rules(policy: Policy, device: str) -> dict[str, Rule]:
-    entries, _ = policy.expand(device)
+    entries, _ = expanded_rules(policy, device)
     return {op: entry.rule for op, entry in entries.items() if entry.rule is not Rule.KEEP}
 
 

@@ -124,7 +124,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         PolicyError: `path` is not a path, or the file cannot be written; the latter is an `OSError` too.
     """
-    target = Path(_path_text(path, "dump takes the path of a file"))
+    target = Path(_path_text(path, "save takes the path of a file"))
     try:
         atomic_write.replace(target, text.encode(), make_folders=False)
     except OutputError as error:

@@ -24,7 +24,7 @@ from precast.report.schema import (
 )
 from precast.report.trace_difference import TraceDifference
 
-__all__ = ["SavedTrace"]
+__all__ = ["SavedTrace", "data_of"]
 
 
 class SavedTrace(Displayed):
@@ -33,63 +33,62 @@ class SavedTrace(Displayed):
     def __init__(self, data: TraceData) -> None:
         self._data = data
 
-    @property
-    def data(self) -> TraceData:
-        """All data of the trace."""
+    def _recorded(self) -> TraceData:
+        """Return all data of the trace."""
         return self._data
 
     @property
     def rows(self) -> list[OperationRow]:
         """A row for each operation, place and kind of inputs; those that took the most time come first."""
-        return self.data.rows
+        return self._recorded().rows
 
     @property
     def totals(self) -> TraceTotals:
         """The sums."""
-        return self.data.totals
+        return self._recorded().totals
 
     @property
     def findings(self) -> list[Finding]:
         """Possible improvements with their costs, the most expensive first."""
-        return self.data.findings
+        return self._recorded().findings
 
     @property
     def counts(self) -> list[RuleCount]:
         """The applications of each rule, in counting mode too."""
-        return self.data.counts
+        return self._recorded().counts
 
     @property
     def flow(self) -> list[CastFlow]:
         """The casts between each pair of dtypes."""
-        return self.data.flow
+        return self._recorded().flow
 
     @property
     def saved(self) -> dict[str, int]:
         """Maps each dtype to the bytes of forward's results that existed when backward began, in the largest pass."""
-        return self.data.saved
+        return self._recorded().saved
 
     @property
     def modules(self) -> list[TracedModule]:
         """The modules in which something ran."""
-        return self.data.modules
+        return self._recorded().modules
 
     @property
     def dropped(self) -> int:
         """The number of calls without a row, because there were too many kinds of calls; the totals include them."""
-        return self.data.dropped
+        return self._recorded().dropped
 
     @property
     def notes(self) -> list[str]:
         """Limits of what was recorded."""
-        return self.data.notes
+        return self._recorded().notes
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return self.data.as_dict()
+        return self._recorded().to_dict()
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SavedTrace:
-        """Build a trace from the output of `as_dict`.
+        """Build a trace from the output of `to_dict`.
 
         Raises:
             PrecastError: `plain` is not the data of a trace.
@@ -102,7 +101,7 @@ class SavedTrace(Displayed):
         Raises:
             OutputError: the file could not be written. An existing file is not changed.
         """
-        document = {"schema": VERSION, "precast": __version__, "trace": self.as_dict()}
+        document = {"schema": VERSION, "precast": __version__, "trace": self.to_dict()}
         atomic_write.replace(Path(path), (json.dumps(document, allow_nan=False) + "\n").encode())
 
     @staticmethod
@@ -124,10 +123,10 @@ class SavedTrace(Displayed):
 
     def diff(self, other: SavedTrace) -> TraceDifference:
         """Compare with another trace: operations with other dtypes or rules there, and the difference in cost."""
-        return TraceDifference.between(self.data, other.data)
+        return TraceDifference.between(self._recorded(), other._recorded())
 
     def _card(self) -> Card:
-        data = self.data
+        data = self._recorded()
         if not data.rows and data.counts:
             return _card_of_counts(data.counts)
         t = data.totals
@@ -138,6 +137,11 @@ class SavedTrace(Displayed):
         ]
         columns = ("module", "operation", "phase", "inputs", "output", "rule", "calls", "time")
         return Card("Trace", facts, columns, [_cells(row) for row in data.rows])
+
+
+def data_of(trace: SavedTrace) -> TraceData:
+    """Return the data of a trace as it is stored in the document of a run."""
+    return trace._recorded()
 
 
 def _cells(row: OperationRow) -> tuple[object, ...]:

@@ -228,14 +228,14 @@ class TraceData:
     notes: list[str] = may_be_missing(factory=list)
     """The limits of the trace, one sentence each."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         plain: dict[str, Any] = as_json(self)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> TraceData:
-        """Build the data from the output of `as_dict`.
+        """Build the data from the output of `to_dict`.
 
         Raises:
             PrecastError: a key is missing, or a value has another type; the message has the path.

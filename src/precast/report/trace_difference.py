@@ -52,7 +52,7 @@ class TraceDifference(Displayed):
         old, new = dataclasses.asdict(first.totals), dataclasses.asdict(second.totals)
         return cls(rows, TraceTotals(**{name: new[name] - old[name] for name in old}))
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
 

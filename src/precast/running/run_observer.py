@@ -122,7 +122,7 @@ class RunObserver:
         if document.trace is not None:
             document.trace.notes.extend(self._notes())
         if self._monitor is not None:
-            document.health = from_json(Health, self._monitor.as_dict())
+            document.health = from_json(Health, self._monitor.to_dict())
         document.findings = [*numeric_findings(document), *self._order.findings()]
         document.findings = all_findings(document)
         if run.ended != "interrupted":

@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from precast.diagnostics.tracing.tracer import Trace, trace
+from precast.report.saved_trace import data_of
 from precast.report.schema import RuleCount, TraceData
 
 __all__ = ["TraceWindow"]
@@ -77,13 +78,13 @@ class TraceWindow:
 
     def counts(self) -> list[RuleCount]:
         """Return the calls and casts of each operation with a rule, in all steps."""
-        return self._counter.data.counts
+        return self._counter.counts
 
     def data(self) -> TraceData | None:
         """Return the full trace. Its number of steps includes skipped ones, unlike that of a trace alone."""
         if self._full is None:
             return None
-        data = self._full.data
+        data = data_of(self._full)
         return replace(data, totals=replace(data.totals, steps=self._steps))
 
     def _close(self) -> None:

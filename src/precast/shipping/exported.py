@@ -149,7 +149,7 @@ def _checked(model: object, args: object, kwargs: object) -> str:
 
 def _check_policy(policy: Policy, device: str) -> None:
     others = [other for other in policy.tables if policy.tables[other]]
-    if others and not policy.entries(device):
+    if others and not policy.rules(device):
         raise ExportError(
             f"the policy {policy.name!r} has rules for {', '.join(others)} and none for {device}, where the model is. "
             f"{cures.EXPORT_RETARGET(device=device, like=others[0])}"

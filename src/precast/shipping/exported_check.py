@@ -75,7 +75,7 @@ class FileCheck:
         """Return True if the file was run and its results were compared."""
         return self.error is None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         differs: Any = self.difference
         if isinstance(differs, LargestDifference):

@@ -46,7 +46,7 @@ class ModulePart:
     casts: Counter[tuple[str, str]] = field(default_factory=Counter)
     weights: dict[str, str] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             "module": self.name,
@@ -71,12 +71,12 @@ class ProgramContents:
     facts: dict[str, Any]
     weight_bytes: dict[str, int]
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             **self.facts,
             "weight_bytes": self.weight_bytes,
-            "modules": [part.as_dict() for part in self.parts.values()],
+            "modules": [part.to_dict() for part in self.parts.values()],
         }
 
 

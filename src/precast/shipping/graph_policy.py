@@ -22,7 +22,7 @@ from precast.autocast_mode.region import autocast
 from precast.engine import reference_kernels, registration
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel
-from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
 from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
@@ -145,7 +145,7 @@ def written_operation(here: RegionState, overload: OpOverload, run: Run) -> Oper
 
 def _table(policy: Policy, device_type: str) -> dict[str, Entry]:
     key = "exported table", device_type
-    table: dict[str, Entry] | None = policy.derived.get(key)
+    table: dict[str, Entry] | None = derived_values(policy).get(key)
     if table is None:
-        table = policy.derived[key] = policy.expand(device_type)[0]
+        table = derived_values(policy)[key] = expanded_rules(policy, device_type)[0]
     return table

@@ -25,7 +25,7 @@ from precast._internal.display import dtype_name
 from precast.autocast_mode.region import autocast
 from precast.errors import PrecastWarning
 from precast.policy.module_rules import decide
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import Policy, Rule, pattern_index
 from precast.policy.rows import FLOAT8_OPERATIONS, canonical
 from precast.tuning.costs import CallCost, CallVariant, Objective, measure_calls
 from precast.tuning.error_meter import ErrorMeter
@@ -189,7 +189,7 @@ def with_products(policy: Policy, products: Sequence[Float8Product], rule: str) 
     for product in products:
         name = product.module
         if name not in modules:
-            matching = decide(policy.patterns.matching(name), policy.modules, name)
+            matching = decide(pattern_index(policy).matching(name), policy.modules, name)
             modules[name] = {} if matching is None else dict(matching[1].ops)
         modules[name][canonical(product.op)] = rule
     changed = {name: {"ops": rows} for name, rows in modules.items()}

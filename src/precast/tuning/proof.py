@@ -177,7 +177,7 @@ def prove(
 def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
     """Return the figures of a setup before its trials: its policy and memory."""
     figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype))
-    figures.policy = "" if setup.policy is None else setup.policy.dump()
+    figures.policy = "" if setup.policy is None else setup.policy.text
     try:
         figures.kept_bytes = task.needed_bytes(setup)
     except TuningError:

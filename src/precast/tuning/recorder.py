@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from precast import _torch
 from precast._internal.display import dtype_name
 from precast.policy.module_names import named_parameters
-from precast.policy.policy import Policy, Rule
+from precast.policy.policy import Policy, Rule, expanded_rules
 from precast.policy.rows import Entry
 from precast.tuning.listener import ObservedCall, SiteListener
 from precast.tuning.sites import (
@@ -123,7 +123,7 @@ class ProgramRecorder(SiteListener):
 
     def program(self, base: Policy, low: torch.dtype, *, is_inference: bool) -> TunedProgram:
         """Return the program, with the rules of the base policy and the effects of 16-bit arguments."""
-        rules, _ = base.expand(self.device)
+        rules, _ = expanded_rules(base, self.device)
         sites: dict[OperationSite, OperationSite] = {}
         probes: dict[CallRecord, _ProbeResult] = {}
         for site, kinds in self._calls.items():
@@ -221,7 +221,7 @@ def _casting_rule(entry: Entry | None, overload: str, device: str) -> Rule | Non
     """Return the rule that casts; `promote` casts operations without a kernel in PyTorch only where they raise."""
     if entry is None:
         return None
-    torch_rules, _ = Policy.load("torch").expand(device)
+    torch_rules, _ = expanded_rules(Policy.load("torch"), device)
     return entry.rule if entry.rule is not Rule.PROMOTE or overload in torch_rules else None
 
 

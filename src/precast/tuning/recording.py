@@ -19,7 +19,7 @@ from precast._internal.display import dtype_name
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.listening import listen
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, expanded_rules
 from precast.tuning.listener import ObservedCall, SiteListener
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.recorder import ProgramRecorder
@@ -60,7 +60,7 @@ def record(
     with autocast(device, dtype=low, policy=base):
         pass  # so that operations with rules in the base have kernels, which report them
     # Operations are reported as wholes if the base or PyTorch has a rule for them.
-    ruled = frozenset(base.expand(device)[0]) | frozenset(Policy.load("torch").expand(device)[0])
+    ruled = frozenset(expanded_rules(base, device)[0]) | frozenset(expanded_rules(Policy.load("torch"), device)[0])
     copied = copy_model(model)
     recorder = ProgramRecorder(copied, device, ruled)
     with autocast(device, dtype=low, policy=Policy("float32", {})):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
-from precast.policy.policy import Policy, Rule, as_policy
+from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
 from precast.tuning.chooser import choose
 from precast.tuning.costs import Objective, ProgramCosts, measure_costs
 from precast.tuning.evidence import SearchSettings, new_evidence
@@ -435,7 +435,7 @@ def _other_presets(base: Policy, program: TunedProgram) -> Iterator[Policy]:
 
 def _rules_for(policy: Policy, program: TunedProgram) -> object:
     """Return the rules of a policy that change how a program runs."""
-    table, _ = policy.expand(program.device)
+    table, _ = expanded_rules(policy, program.device)
     called = {call.overload for site in program.sites for call in site.calls}
     rules = {(name, table[name].rule) for name in called if name in table}
     rows = {(name, rule) for name, rule in rules if rule is not Rule.KEEP}  # the same as no row

@@ -336,7 +336,7 @@ def test_an_operation_as_json_says_what_pytorch_and_the_presets_do() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_example_prints_what_it_says(device: str, policy: str) -> None:
     chosen, calls = Policy.load(policy), 0
-    names = sorted({key.partition(".")[0].removeprefix("aten::") for key in chosen.entries(device)})
+    names = sorted({key.partition(".")[0].removeprefix("aten::") for key in chosen.rules(device)})
     for name in names:
         code, prints = explain_operation(name, chosen, (device,)).example
         printed: list[object] = []
@@ -395,7 +395,7 @@ def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> N
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), Linear(4, 4))
     policy = Policy.load("default").replace(ops={"layer_norm": "fp32"}, modules={"2": "fp32"})
     report = explain_model(model, policy)
-    rows = {row["name"]: row["operations"] for row in report.as_dict()["modules"]}
+    rows = {row["name"]: row["operations"] for row in report.to_dict()["modules"]}
     assert rows["0"]["linear"] == dict.fromkeys(("cpu", "cuda"), "the region's dtype")
     assert rows["1"]["layer_norm"]["cpu"] == rows["2"]["linear"]["cpu"] == "float32"
     assert rows[""] == rows["3"] == {}

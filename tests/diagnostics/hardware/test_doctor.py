@@ -256,7 +256,7 @@ def test_all_of_it_is_readable_in_80_columns() -> None:
 
 
 def test_json_has_all_of_it(here: MachineDiagnosis) -> None:
-    value = json.loads(json.dumps(here.as_dict(), allow_nan=False))
+    value = json.loads(json.dumps(here.to_dict(), allow_nan=False))
     keys = ["torch", "python", "devices", "dtypes", "recommendation", "engine", "float8"]
     assert list(value) == keys
     for each in value["float8"]:

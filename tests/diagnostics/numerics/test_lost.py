@@ -30,7 +30,7 @@ def train_in_float16(
         (out * weight.to(out.dtype)).float().sum().mul(factor).backward()
         optimizer.step()
     seen |= {("parameter", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {(e["kind"], e["name"]): e for e in monitor.as_dict()["modules"]}, seen
+    return {(e["kind"], e["name"]): e for e in monitor.to_dict()["modules"]}, seen
 
 
 def noted(model: nn.Module) -> Tensors:
@@ -126,7 +126,7 @@ def test_outputs_and_parameters_that_underflow(
         out.float().sum().mul(2.0**-6).backward()
         monitor.end_step()
     assert out.dtype is torch.float16
-    found = {(e["kind"], e["name"]): e for e in monitor.as_dict()["modules"]}
+    found = {(e["kind"], e["name"]): e for e in monitor.to_dict()["modules"]}
     exact = copy.deepcopy(module).double()(x.double())
     assert found["output", "0"]["underflow_zeros"] == [int(((out == 0) & (exact != 0)).sum())]
     assert found["output", "0"]["underflow_zeros"][0] > 10
@@ -187,7 +187,7 @@ def test_no_scale_is_what_the_monitor_says_a_scale_would_mend() -> None:
     with precast.monitor(model) as monitor:
         (model(x) * weight).sum().mul(2.0**-22).backward()
         monitor.end_step()
-    said = {(e["kind"], e["name"]): e["what_if"]["float16"] for e in monitor.as_dict()["modules"]}
+    said = {(e["kind"], e["name"]): e["what_if"]["float16"] for e in monitor.to_dict()["modules"]}
     exact = gradients_in_float64(model, x, weight, 2.0**-22)
     for key in (("gradient", "1"), ("parameter", "0.weight"), ("parameter", "2.weight")):
         expected = lost_in(exact[key]) / exact[key].numel()

@@ -38,7 +38,7 @@ def stepped(model: nn.Module, optimizer: Optimizer, gradient: Tensor) -> dict[st
     model.weight.grad = gradient
     optimizer.step()
     monitor.end_step()
-    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    [entry] = [e for e in monitor.to_dict()["modules"] if e["kind"] == "parameter"]
     monitor.detach()
     return entry
 
@@ -129,7 +129,7 @@ def test_a_fused_step_under_a_scaler_is_looked_at_without_the_scale() -> None:
     scaler.scale(model().float().sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    [entry] = [e for e in monitor.to_dict()["modules"] if e["kind"] == "parameter"]
     assert entry["updates_rounded_away"] == [1.0]
     assert torch.equal(model.weight.detach(), torch.ones(NUMBERS, dtype=BF16))
 
@@ -214,7 +214,7 @@ def follow(decay: float, dtype: torch.dtype, write: str = "both") -> list[float 
     elif write == "data":
         average.data.lerp_(model.weight.detach().to(dtype), 1 - decay)
     monitor.end_step()
-    [entry] = [e for e in monitor.as_dict()["modules"] if e["kind"] == "parameter"]
+    [entry] = [e for e in monitor.to_dict()["modules"] if e["kind"] == "parameter"]
     monitor.detach()
     assert len(others) == 3
     shares: list[float | None] = entry["average_rounded_away"]

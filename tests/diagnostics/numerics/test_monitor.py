@@ -60,7 +60,7 @@ def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
 
 
 def entries(monitor: Monitor) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(e["kind"], e["name"]): e for e in monitor.as_dict()["modules"]}
+    return {(e["kind"], e["name"]): e for e in monitor.to_dict()["modules"]}
 
 
 # --- what is counted ---
@@ -295,11 +295,11 @@ def test_steps_that_differ_are_all_known() -> None:
     with precast.monitor(model) as monitor:
         take(model, optimizer)
         take(model, optimizer)
-        assert monitor.as_dict()["format"] == "float32"
+        assert monitor.to_dict()["format"] == "float32"
         with precast.autocast("cpu", dtype=torch.float16):
             take(model, optimizer)
         take(model, optimizer)
-    assert monitor.as_dict()["format"] == "float16"
+    assert monitor.to_dict()["format"] == "float16"
 
 
 def test_losses_with_scales_of_their_own() -> None:
@@ -603,7 +603,7 @@ def test_without_an_interval_early_steps_are_counted_too() -> None:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
     early = [0, 1, 2, 4, 8, 16, 32, 64, 128]
-    for entry in monitor.as_dict()["modules"]:
+    for entry in monitor.to_dict()["modules"]:
         assert entry["steps"] == [*early, 200, 400]
 
 
@@ -648,7 +648,7 @@ def test_a_model_that_goes_takes_its_monitor_along() -> None:
     gc.collect()
     assert gone() is None
     assert not witnesses
-    assert monitor.as_dict()["modules"]
+    assert monitor.to_dict()["modules"]
 
 
 def test_copies_are_not_watched() -> None:
@@ -674,7 +674,7 @@ def test_many_steps_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             alive.append(sum(type(o) is Tensor for o in gc.get_objects()))
             assert len(monitor.ring) <= 66
             assert all(len(entry["steps"]) <= 4 for entry in entries(monitor).values())
-            assert len(pickle.dumps(monitor.as_dict())) < 100_000
+            assert len(pickle.dumps(monitor.to_dict())) < 100_000
     assert alive[0] == alive[1] == alive[2]
 
 
@@ -726,7 +726,7 @@ def test_what_is_told_is_strict_json(tmp_path: Any) -> None:
         take(model, sgd(model))
         take(model, sgd(model))
         assert json.loads(ring.read_text())["ring"][0]["step"] == 0
-        monitor.dump(path)
+        monitor.save(path)
     found = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert (found["first"]["kind"], found["first"]["name"]) == ("gradient", "0")
     assert found["ring"][0]["worst"][0]["maximum"] is None

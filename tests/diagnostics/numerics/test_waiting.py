@@ -230,6 +230,6 @@ def test_hooks_of_the_program_stay_as_they_are() -> None:
             out.sum().backward()
             assert model.last.grad is not None
             optimizer.step()
-        gradients = {(e["kind"], e["name"]) for e in monitor.as_dict()["modules"]}
+        gradients = {(e["kind"], e["name"]) for e in monitor.to_dict()["modules"]}
     assert seen == ["late", "early"] * 2
     assert {("gradient", ""), ("gradient", "first"), ("gradient", "second")} <= gradients

@@ -631,7 +631,7 @@ def test_a_trace_is_saved_and_loaded(tmp_path: Path) -> None:
         step()
     trace.save(tmp_path / "trace.json")
     loaded = precast.Trace.load(tmp_path / "trace.json")
-    assert loaded.data == trace.data
+    assert loaded.to_dict() == trace.to_dict()
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(PrecastError, match="no trace of schema 1"):
         precast.Trace.load(tmp_path / "other.json")

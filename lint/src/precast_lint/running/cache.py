@@ -63,7 +63,7 @@ class Cache:
 
     def put(self, key: str, results: list[Reported]) -> None:
         """Store the findings of a file."""
-        self._new[key] = [finding.as_dict() for finding in results]
+        self._new[key] = [finding.to_dict() for finding in results]
 
     def save(self) -> None:
         """Write the cache, if it has new entries."""

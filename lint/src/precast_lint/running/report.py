@@ -35,7 +35,7 @@ class Reported:
     noqa_row: int = 0
     cell: int | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields, for the cache."""
         return asdict(self)
 

@@ -74,7 +74,7 @@ class ModelReport:
     ran: Ran | None
     """The operations of an example in each module; None without an example."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             "policy": self.plan.policy.name,

@@ -47,7 +47,7 @@ class OperationReport:
     example: tuple[str, str]
     """Some lines of Python, with `torch` and `precast` imported, and their output."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
             "policy": self.policy,

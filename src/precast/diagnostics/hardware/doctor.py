@@ -73,7 +73,7 @@ class MachineDiagnosis:
     float8: tuple[Float8Report, ...] = ()
     """The reports on the float8 rules, one for each measured device."""
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; times are in seconds, ratios are relative to float32's speed."""
         return {
             "torch": self.torch,
@@ -82,7 +82,7 @@ class MachineDiagnosis:
             "dtypes": [report_as_dict(report) for report in self.reports],
             "recommendation": asdict(self.recommendation),
             "engine": asdict(self.engine),
-            "float8": [report.as_dict() for report in self.float8],
+            "float8": [report.to_dict() for report in self.float8],
         }
 
 

@@ -91,7 +91,7 @@ class Float8Report:
         worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
         return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; times are in seconds, ratios are relative to bfloat16's speed."""
         return {
             "device": self.device,

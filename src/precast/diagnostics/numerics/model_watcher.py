@@ -40,7 +40,7 @@ from precast.diagnostics.numerics.history import StepResults
 from precast.diagnostics.numerics.model_hooks import follow, install
 from precast.diagnostics.numerics.record import StepNumbering, StepRecord
 from precast.diagnostics.numerics.running_step import RunningStep
-from precast.diagnostics.numerics.samples import Samples, figures
+from precast.diagnostics.numerics.samples import Samples, health_event
 from precast.diagnostics.numerics.tally import TensorKey
 from precast.errors import OutputError, PrecastWarning
 from precast.optim.partial_steps import parameters_of
@@ -124,7 +124,13 @@ class ModelWatcher:
         return self._ring_so_far()
 
     @synchronized
-    def as_dict(self) -> dict[str, Any]:
+    def counted(self) -> tuple[HealthEvent, ...]:
+        """Return the counted steps that are stored, oldest first."""
+        self._finish_if_over()
+        return self.samples.events()
+
+    @synchronized
+    def to_dict(self) -> dict[str, Any]:
         """Return all results as plain data for JSON."""
         ring = self.ring()
         return {
@@ -387,8 +393,7 @@ class ModelWatcher:
         counts = record.counts()
         self.samples.add(record.number, counts)
         if events.is_observed():
-            rows = ({"kind": k, "name": n, **figures(c)} for (k, n), c in counts.items())
-            events.emit(HealthEvent(record.number, tuple(rows)))
+            events.emit(health_event(record.number, counts))
 
     def _count_parameters(self, optimizer: Optimizer | None, *, scaled: bool) -> None:
         model = self._model()

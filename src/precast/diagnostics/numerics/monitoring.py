@@ -18,7 +18,7 @@ from torch import nn
 
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed
-from precast._internal.events import NonfiniteOrigin
+from precast._internal.events import HealthEvent, NonfiniteOrigin
 from precast.diagnostics.numerics.model_watcher import DEFAULT_EVERY, ModelWatcher
 from precast.errors import MonitorError
 from precast.policy.module_names import named_parameters
@@ -59,7 +59,7 @@ def monitor(
         >>> with monitor(model) as watched:
         ...     model(torch.ones(3, 4)).sum().backward()
         ...     watched.end_step()
-        >>> [entry["kind"] for entry in watched.as_dict()["modules"]]
+        >>> [entry["kind"] for entry in watched.to_dict()["modules"]]
         ['output', 'gradient', 'parameter', 'parameter']
         >>> watched.first is None
         True
@@ -106,21 +106,26 @@ class Monitor(Displayed):
         return self._watcher.numbering.ended
 
     @property
+    def events(self) -> tuple[HealthEvent, ...]:
+        """The counted steps, oldest first: at most `keep`, as observers received them. Waits for the device."""
+        return self._watcher.counted()
+
+    @property
     def ring(self) -> list[dict[str, Any]]:
         """The latest steps, including the current one, as plain data. Waits for the device."""
         return self._watcher.ring()
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return all results as plain data for JSON, as docs/health.md describes. Waits for the device."""
-        return {**self._watcher.as_dict(), "low_modules": self._low_modules}
+        return {**self._watcher.to_dict(), "low_modules": self._low_modules}
 
-    def dump(self, path: str | os.PathLike[str]) -> None:
-        """Write `as_dict()` as a JSON file, completely or not at all.
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict()` as a JSON file, completely or not at all.
 
         Raises:
             OutputError: the file could not be written.
         """
-        text = json.dumps(self.as_dict(), allow_nan=False)
+        text = json.dumps(self.to_dict(), allow_nan=False)
         atomic_write.replace(Path(path), text.encode())
 
     def end_step(self) -> None:

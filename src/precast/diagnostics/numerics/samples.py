@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from precast._internal.display import Card, size
-from precast._internal.events import NonfiniteOrigin
+from precast._internal.events import HealthEvent, NonfiniteOrigin
 from precast.diagnostics.numerics.bins import exponents, what_if
 from precast.diagnostics.numerics.tally import TensorCounts, TensorKey
 
-__all__ = ["Samples", "figures"]
+__all__ = ["Samples", "figures", "health_event"]
 
 
 class Samples:
@@ -32,6 +32,10 @@ class Samples:
     def clear(self) -> None:
         """Remove all steps."""
         self._steps = []
+
+    def events(self) -> tuple[HealthEvent, ...]:
+        """Return the stored steps, oldest first, as observers receive them."""
+        return tuple(health_event(step, counts) for step, counts in self._steps)
 
     def card(self, steps: int, first: NonfiniteOrigin | None) -> Card:
         """Return the display of a monitor of so many steps; the table shows the latest counted step."""
@@ -76,6 +80,12 @@ class Samples:
             "what_if": what_if([counts.magnitudes for _, counts in mine]),
             **(lost if kind == "parameter" else {}),
         }
+
+
+def health_event(step: int, counts: Mapping[TensorKey, TensorCounts]) -> HealthEvent:
+    """Return the counts of a step as an event."""
+    rows = ({"kind": kind, "name": name, **figures(c)} for (kind, name), c in counts.items())
+    return HealthEvent(step, tuple(rows))
 
 
 def figures(counts: TensorCounts) -> dict[str, Any]:

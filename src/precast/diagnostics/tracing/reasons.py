@@ -11,7 +11,7 @@ from precast.diagnostics.tracing.call_sites import is_enabled
 from precast.engine.thread_state import inherited_policy, installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
-from precast.policy.policy import Policy
+from precast.policy.policy import Policy, expanded_rules
 
 __all__ = [
     "ModuleRuleTexts",
@@ -121,7 +121,7 @@ def _rules_by_module() -> dict[int, str]:
 @functools.lru_cache(maxsize=64)
 def rows_of(policy: Policy, device: str) -> frozenset[str]:
     """Return the operations that have a rule."""
-    return frozenset(policy.expand(device)[0])
+    return frozenset(expanded_rules(policy, device)[0])
 
 
 @functools.lru_cache(maxsize=4096)

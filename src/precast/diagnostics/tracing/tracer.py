@@ -123,9 +123,8 @@ class Trace(SavedTrace):
             )
         return Explanation(dtype_of(tensor), chain(self._recorder.lineage.of(tensor)))
 
-    @property
-    def data(self) -> TraceData:
-        """Everything recorded so far, as plain values."""
+    def _recorded(self) -> TraceData:
+        """Return everything recorded so far."""
         recorder, tally = self._recorder, self._recorder.tally
         rows = sorted(tally.rows.values(), key=lambda row: -row.seconds)
         names = {row.module for row in rows if row.module is not None}
