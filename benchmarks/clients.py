@@ -12,7 +12,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,12 @@ def _framework(framework: str, size: Size) -> dict[str, Variant]:
 
 def _variant(kind: str, work: Callable[[], object]) -> Variant:
     if kind == _INSTALLED:
-        return Variant(work, before=lambda: precast.install("torch"), after=precast.uninstall)
+        installed = ExitStack()
+        return Variant(
+            work,
+            before=lambda: installed.enter_context(precast.install("torch")),
+            after=installed.close,
+        )
     return Variant(work)
 
 

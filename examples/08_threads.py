@@ -1,4 +1,4 @@
-"""Threads: a region belongs to the thread that opened it, and `precast.current()` takes it along."""
+"""Threads: a region belongs to the thread that opened it, and `precast.current_precision()` takes it along."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dtypes_seen() -> dict[str, torch.dtype]:
     """What a linear layer gives here, in a region, and in another thread meanwhile."""
     linear, x = nn.Linear(4, 4), torch.randn(2, 4)
     with precast.autocast("cpu", dtype=torch.bfloat16), ThreadPoolExecutor(1) as pool:
-        here = precast.current()
+        here = precast.current_precision()
 
         def taken_along() -> Tensor:
             with here:
@@ -31,7 +31,7 @@ def dtypes_seen() -> dict[str, torch.dtype]:
 
         ways: dict[str, Callable[[], Tensor]] = {
             "another, as it is": lambda: linear(x),
-            "another, with precast.current()": taken_along,
+            "another, with precast.current_precision()": taken_along,
             "another, with a region of its own": opened_there,
         }
         there = {name: pool.submit(work).result().dtype for name, work in ways.items()}
@@ -40,7 +40,7 @@ def dtypes_seen() -> dict[str, torch.dtype]:
 
 def replicas(model: nn.Module, parts: list[Tensor]) -> list[Tensor]:
     """A model on each part of a batch, a thread a part, all in the region of the caller."""
-    here = precast.current()
+    here = precast.current_precision()
 
     def work(part: Tensor) -> Tensor:
         with here:

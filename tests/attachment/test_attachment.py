@@ -1097,7 +1097,7 @@ def test_a_stale_weight_opens_no_region_of_those_entered_as_one(
     with precast.attach(model) as attachment:
         with torch.no_grad(), precast.autocast("hpu", dtype=BF16), region():
             model(x)
-            here = precast.current()
+            here = precast.current_precision()
         for _ in range(before):
             with region():
                 pass

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast import Policy, attach, install, uninstall
+from precast import Policy, attach, install
 from precast._torch import forward_hooks
 from precast.errors import PrecastWarning
+from tests.support.installed import uninstall_all
 
 RULES = Policy.load("torch").replace(
     name="rules", modules={"body.0": "fp32", "head": {"dtype": "lower", "ops": {"linear": "fp32"}}}
@@ -49,7 +50,7 @@ WITHOUT = [torch.bfloat16] * 3
 def _nothing_installed() -> Iterator[None]:
     call = nn.Module.__call__
     yield
-    uninstall()
+    uninstall_all()
     assert nn.Module.__call__ is call
 
 

@@ -57,13 +57,13 @@ for _of, _dtype in DTYPES.items():
 )
 def patches_of_others() -> None:
     before = torch.amp.GradScaler, torch.autocast.__enter__, torch.amp.custom_fwd
-    precast.install("default")
+    installation = precast.install("default")
 
     class Patched:
         pass
 
     torch.amp.GradScaler = Patched  # type: ignore[misc,assignment]
-    precast.uninstall()
+    installation.uninstall()
     assert torch.amp.GradScaler is Patched
     torch.amp.GradScaler = before[0]  # type: ignore[misc]
     assert (torch.amp.GradScaler, torch.autocast.__enter__, torch.amp.custom_fwd) == before

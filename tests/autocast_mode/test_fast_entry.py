@@ -200,7 +200,7 @@ def test_a_region_in_another_thread_is_seen() -> None:
 
 def test_what_was_captured_in_a_region_of_pytorchs_has_no_policy_of_ours() -> None:
     with torch.autocast("cpu", BF16):
-        here = precast.current()
+        here = precast.current_precision()
     kept = precast.autocast("cpu", BF16, cache_enabled=True)
     for _ in range(2):
         with kept:

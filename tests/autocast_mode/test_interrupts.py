@@ -23,7 +23,7 @@ REGIONS: dict[str, Region] = {
     "a policy": lambda: precast.autocast("cpu", policy="torch"),
     "disabled": lambda: precast.autocast("cpu", enabled=False),
     "everywhere off": precast.disable,
-    "captured": precast.current,
+    "captured": precast.current_precision,
 }
 
 
@@ -79,7 +79,7 @@ def _places(region: Region) -> Iterator[int]:
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_region_that_is_interrupted_leaves_nothing_behind(name: str, nested: bool) -> None:
     region = REGIONS[name]
-    outer: Region = (lambda: precast.autocast("cpu")) if nested else precast.current
+    outer: Region = (lambda: precast.autocast("cpu")) if nested else precast.current_precision
     interrupted = 0
     with outer():
         with region():

@@ -193,7 +193,7 @@ def test_a_region_belongs_to_its_thread() -> None:
 def test_current_takes_the_region_to_another_thread() -> None:
     keep = Policy.load("torch").replace(ops={"mv": "fp32"})
     with precast.autocast("cpu", dtype=torch.float16, policy=keep):
-        here = precast.current()
+        here = precast.current_precision()
     seen: list[torch.dtype] = []
 
     def elsewhere() -> None:
@@ -210,7 +210,7 @@ def test_current_takes_the_region_to_another_thread() -> None:
 
 def test_current_outside_all_regions_is_pytorchs_own() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
-        here = precast.current("cpu")
+        here = precast.current_precision("cpu")
     with precast.autocast("cpu", policy=Policy.load("torch").replace(ops={"mm": "fp32"})), here:
         assert product_dtype() is torch.float16
 
@@ -241,7 +241,7 @@ def test_disable_takes_no_mark_of_policies_for_a_region() -> None:
             with precast.disable():
                 assert product_dtype() is torch.float32
                 assert {record.device_type for record in regions.records} == {"cpu"}
-            with precast.current():
+            with precast.current_precision():
                 assert product_dtype() is torch.bfloat16
             here = [torch.is_autocast_enabled(device) for device in _torch.UNUSED_DEVICE_TYPES]
             assert here == flags
@@ -281,7 +281,7 @@ def test_regions_entered_as_one_and_left_out_of_order_are_each_taken_out() -> No
 
     before = state()
     with precast.autocast("cpu", dtype=torch.bfloat16):
-        here = precast.current()
+        here = precast.current_precision()
         body = suspended()
         assert next(body) is torch.float32
         with here:
@@ -292,7 +292,7 @@ def test_regions_entered_as_one_and_left_out_of_order_are_each_taken_out() -> No
     assert state() == before
 
 
-@pytest.mark.parametrize("make", [lambda: precast.autocast("cpu"), precast.current])
+@pytest.mark.parametrize("make", [lambda: precast.autocast("cpu"), precast.current_precision])
 def test_a_region_cannot_end_in_another_thread(make: Callable[[], Any]) -> None:
     region = make()
     errors: list[BaseException] = []
@@ -307,7 +307,7 @@ def test_a_region_cannot_end_in_another_thread(make: Callable[[], Any]) -> None:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
-    assert "precast.current()" in str(errors[0])
+    assert "precast.current_precision()" in str(errors[0])
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_the_tag_says_the_policies_in_force_and_is_taken_off_again() -> None:
 
 def in_a_thread(read: Callable[[], object]) -> str:
     """What a thread of its own reads, in a region like the one here."""
-    here = precast.current()
+    here = precast.current_precision()
     found: list[str] = []
 
     def work() -> None:

@@ -292,7 +292,7 @@ def test_a_captured_region_may_be_the_first() -> None:
     """The library cannot be loaded while a region is open, so that a captured one loads it too."""
     code = """
 import torch, precast
-with torch.autocast("cpu"), precast.current(), precast.autocast("cpu"):
+with torch.autocast("cpu"), precast.current_precision(), precast.autocast("cpu"):
     print(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
 """
     assert _run(code).strip() == "torch.bfloat16"

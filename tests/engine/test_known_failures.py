@@ -243,7 +243,7 @@ def test_a_thread_takes_its_region_along() -> None:
             found[name] = torch.mm(a, a).dtype
 
     with precast.autocast("cpu", H):
-        here = precast.current()
+        here = precast.current_precision()
         threads = [
             threading.Thread(target=work, args=("left to itself", nullcontext())),
             threading.Thread(target=work, args=("taken along", here)),

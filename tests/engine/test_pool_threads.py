@@ -17,6 +17,7 @@ from torch.nn import Linear, Parameter
 import precast
 from precast import Policy, _torch
 from precast.engine.thread_state import regions
+from tests.support.installed import uninstall_all
 
 OTHER = Policy.load("torch").replace(name="other", ops={"mm": "fp32"})
 DEPTH = 70  # autograd goes on in a thread of its own where backward has called itself 60 times
@@ -72,11 +73,11 @@ def test_backward_in_a_pool_thread_runs_the_policy(region: str) -> None:
             [found] = deep_backward(products)
         assert found == [torch.float32, torch.bfloat16, torch.float32]
         with torch.autocast("cpu"):
-            precast.uninstall()
+            uninstall_all()
             [found] = deep_backward(products)
         assert found == [torch.bfloat16, torch.bfloat16, torch.float32]
     finally:
-        precast.uninstall()
+        uninstall_all()
 
 
 @pytest.mark.parametrize("policy", ["torch", "default", OTHER])

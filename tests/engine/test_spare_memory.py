@@ -20,6 +20,7 @@ import precast
 from precast.engine import registration
 from precast.weights.native import library
 from precast.weights.native.engine import native_engine
+from tests.support.installed import uninstall_all
 
 BF16, F16 = torch.bfloat16, torch.float16
 WIDTH = 256  # a copy of WIDTH x WIDTH is 128 KiB, well over the least that is kept
@@ -114,7 +115,7 @@ def test_however_a_region_is_entered(enter: str) -> None:
             assert spare_bytes() == 2 * w.numel()
     finally:
         if enter == "install":
-            precast.uninstall()
+            uninstall_all()
 
 
 def test_small_copies_are_not_kept() -> None:

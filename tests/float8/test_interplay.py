@@ -18,6 +18,7 @@ from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
 from precast.weights.float8.linear import linear
 from precast.weights.float8.support import ProductMethod
+from tests.support.installed import uninstall_all
 
 BF16 = torch.bfloat16
 BY_TENSOR = FLOAT8_RULES[:2]
@@ -186,7 +187,7 @@ def test_the_drop_in() -> None:
             again = checkpoint(model, x, use_reentrant=False)
         again.float().sum().backward()
     finally:
-        precast.uninstall()
+        uninstall_all()
     assert got.equal(product(x, w, "float8_rowwise"))
     wanted = product(x, model.weight, "float8_rowwise")
     assert again.equal(wanted + model.bias.to(BF16))

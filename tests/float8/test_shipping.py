@@ -95,7 +95,7 @@ def test_a_converted_model_quantises_the_weights_that_it_keeps(rule: str) -> Non
     wanted = in_region(model, x, rule)
     converted = precast.convert(model, policy(rule), BF16, example=(x,))
     assert_equal(converted(x), wanted)
-    kept = {weight.name: weight.why for weight in converted.precast_report.kept}
+    kept = {weight.name: weight.why for weight in precast.conversion_report(converted).kept}
     assert (
         kept["first.weight"]
         == "used in float32 by linear, which quantises it to 8 bits at each use"

@@ -21,6 +21,7 @@ import precast
 from precast import Policy, PolicyError
 from precast.engine import registration
 from precast.engine.thread_state import regions
+from tests.support.installed import uninstall_all
 
 OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "mm": "fp32"})
 
@@ -29,7 +30,7 @@ OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "mm": 
 def _nothing_is_installed() -> Iterator[None]:
     registration.unregister()
     yield
-    precast.uninstall()
+    uninstall_all()
     assert registration.unregister()
 
 
@@ -73,13 +74,13 @@ def test_every_spelling_of_a_region_runs_the_installed_policy(spelling: str) -> 
     kept = REGIONS[spelling]()
     with kept:
         assert product() is torch.bfloat16
-    precast.install(OTHER)
+    installation = precast.install(OTHER)
     with kept:
         assert product() is torch.float32
     with REGIONS[spelling]():
         assert product() is torch.float32
     assert product() is torch.float32
-    precast.uninstall()
+    installation.uninstall()
     with kept:
         assert product() is torch.bfloat16
 
@@ -87,9 +88,9 @@ def test_every_spelling_of_a_region_runs_the_installed_policy(spelling: str) -> 
 def test_a_region_that_is_already_open_is_on_it_too() -> None:
     with torch.autocast("cpu"):
         assert product() is torch.bfloat16
-        precast.install(OTHER)
+        installation = precast.install(OTHER)
         assert product() is torch.float32
-        precast.uninstall()
+        installation.uninstall()
         assert product() is torch.bfloat16
 
 
@@ -167,11 +168,13 @@ def test_the_last_one_is_in_force_and_each_ends_by_itself() -> None:
         assert product() is torch.bfloat16
 
 
-def test_installing_twice_is_installing_once() -> None:
-    precast.install(OTHER)
-    precast.install(OTHER)
-    precast.uninstall()
-    precast.uninstall()
+def test_two_installations_of_a_policy_end_separately_and_once() -> None:
+    first, second = precast.install(OTHER), precast.install(OTHER)
+    first.uninstall()
+    first.uninstall()
+    with torch.autocast("cpu"):
+        assert product() is torch.float32
+    second.uninstall()
     with torch.autocast("cpu"):
         assert product() is torch.bfloat16
 
@@ -204,7 +207,7 @@ def test_nothing_is_left_behind(policy: Policy | str) -> None:
     assert names() != before
     with torch.autocast("cpu"):
         product()
-    precast.uninstall()
+    uninstall_all()
     assert names() == before
 
 
@@ -246,7 +249,7 @@ def test_kernels_stay_while_another_thread_is_in_a_region() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     inside.wait(10)
-    precast.uninstall()
+    uninstall_all()
     leave.set()
     thread.join(10)
     assert found == [torch.float32]
@@ -255,7 +258,7 @@ def test_kernels_stay_while_another_thread_is_in_a_region() -> None:
 
 def test_a_kept_region_works_after_the_kernels_were_taken_off() -> None:
     with precast.autocast("cpu", policy=OTHER):
-        here = precast.current()
+        here = precast.current_precision()
     assert registration.unregister()
     with here:
         assert product() is torch.float32
@@ -373,7 +376,7 @@ def test_what_was_compiled_is_compiled_again_for_another_policy() -> None:
     a = torch.ones(2, 2)
     found = []
     for policy in (None, OTHER, "torch", OTHER, None):
-        precast.uninstall()
+        uninstall_all()
         if policy is not None:
             precast.install(policy)
         with torch.autocast("cpu"):
@@ -406,7 +409,7 @@ def test_a_patch_of_another_library_outlives_the_installation() -> None:
 
     torch.amp.custom_fwd = patched
     try:
-        precast.uninstall()
+        uninstall_all()
         assert torch.amp.custom_fwd is patched
         assert torch.amp.custom_bwd is not precast.custom_bwd
     finally:

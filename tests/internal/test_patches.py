@@ -98,10 +98,11 @@ def in_a_process_use_all() -> None:
             feature(until, linear)
             during[feature.__name__] = sorted(attributes.changed())
     import precast
+    from tests.support.installed import uninstall_all
 
     compiled(lambda: precast.autocast("cpu", policy="default"))
     during["compiled"] = sorted(attributes.changed())
-    precast.uninstall()
+    uninstall_all()
     print(json.dumps({"during": during, "afterwards": sorted(attributes.changed())}))
 
 
@@ -298,6 +299,7 @@ def test_what_somebody_else_has_put_on_top_stays() -> None:
 def test_the_first_region_has_checkpoints_run_again_in_its_policy() -> None:
     """Also after all patches have ended once."""
     import precast
+    from tests.support.installed import uninstall_all
 
     exact = precast.Policy.load("default").replace(name="exact", ops={"linear": "fp32"})
     linear, dtypes = nn.Linear(4, 4), []
@@ -307,9 +309,9 @@ def test_the_first_region_has_checkpoints_run_again_in_its_policy() -> None:
         dtypes.append(y.dtype)
         return y.cos().sum()  # which is computed again before its backward
 
-    precast.uninstall()
+    uninstall_all()
     with precast.autocast("cpu", policy=exact):
         loss = checkpoint(function, torch.ones(2, 4, requires_grad=True), use_reentrant=False)
-    precast.uninstall()
+    uninstall_all()
     loss.backward()
     assert dtypes == [torch.float32, torch.float32]

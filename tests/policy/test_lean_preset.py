@@ -30,6 +30,7 @@ from precast.policy import toml_file
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 from tests.policy.lean_cases import CASES, REFUSED, Case
 from tests.policy.lean_errors import DTYPES, Outcome, outcome, ratios
+from tests.support.installed import uninstall_all
 
 LEAN, DEFAULT, TORCH = map(Policy.load, ("lean", "default", "torch"))
 LIKE_CUDA = LEAN.retarget("cpu", like="cuda").replace(mixed="raise")
@@ -275,7 +276,7 @@ def test_installed_it_is_what_pytorchs_regions_run() -> None:
             assert F.pad(x, (1, 1), mode="reflect").dtype is torch.bfloat16
             assert torch.cosine_embedding_loss(x[0], x[0], torch.ones(4)).dtype is torch.float32
     finally:
-        precast.uninstall()
+        uninstall_all()
     with torch.autocast("cpu"):
         assert F.pad(x, (1, 1), mode="reflect").dtype is torch.float32
 

@@ -22,6 +22,7 @@ from precast.report.words import shortened
 from precast.running import machine_speed
 from precast.running.run_observer import RunObserver
 from tests.support.documents import document, flat
+from tests.support.installed import uninstall_all
 from tests.support.reports import document_of, seen, summary, summary_of, summary_of_ranks
 
 
@@ -201,7 +202,7 @@ def test_what_is_compiled_is_not_said_to_have_no_mixed_precision() -> None:
         program()
     finally:
         watch.stop()
-        precast.uninstall()
+        uninstall_all()
     assert document_of(watch, "torch")["run"]["compiled"]
     torch.compiler.reset()
 

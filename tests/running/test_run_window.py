@@ -12,6 +12,7 @@ import precast
 from precast.running.run_observer import RunObserver
 from precast.running.step_tracker import StepTracker
 from precast.running.trace_window import TraceWindow
+from tests.support.installed import uninstall_all
 
 
 def seen_of(begin: int, end: int, steps: int, calls_before: int = 0) -> TraceWindow:
@@ -101,4 +102,4 @@ def test_a_module_that_torchscript_traces_is_the_same_as_ever() -> None:
         assert torch.equal(torch.jit.trace(model, x)(x), model(x))
     finally:
         watch.stop()
-        precast.uninstall()
+        uninstall_all()

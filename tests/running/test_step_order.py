@@ -15,6 +15,7 @@ import precast
 from precast.running import step_order
 from precast.running.run_observer import RunObserver
 from precast.running.step_order import BACKWARD_IN_REGION, SCALED_CLIPPING
+from tests.support.installed import uninstall_all
 from tests.support.reports import document_of, summary_of
 
 Scaler = Callable[..., torch.amp.GradScaler]
@@ -51,7 +52,7 @@ def observed(program: Callable[[], object]) -> Any:
         program()
     finally:
         watch.stop()
-        precast.uninstall()
+        uninstall_all()
     return document_of(watch, "torch")
 
 

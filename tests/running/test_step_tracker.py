@@ -13,6 +13,7 @@ import precast
 from precast._internal import events
 from precast.errors import BrokenModelError
 from precast.running.run_observer import RunObserver
+from tests.support.installed import uninstall_all
 from tests.support.reports import document_of
 
 ITERATIONS, MICRO_BATCHES, BAD = 6, 2, 3
@@ -70,7 +71,7 @@ def run_of(program: Callable[[], None], steps: tuple[int, int]) -> Any:
         program()
     finally:
         watch.stop()
-        precast.uninstall()
+        uninstall_all()
     return document_of(watch, "torch")
 
 

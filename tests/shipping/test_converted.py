@@ -155,12 +155,14 @@ def test_a_converted_model_is_the_model_in_a_region(
             assert is_same(converted(other), expected)
             assert is_same(converted(other), expected)
     low = [p for p in converted.parameters() if p.dtype in (BF16, F16)]
-    assert low or policy == "module rules" or name == "encoder", converted.precast_report
+    assert low or policy == "module rules" or name == "encoder", precast.conversion_report(
+        converted
+    )
 
 
 def test_the_report_says_what_became_of_each_weight_and_why() -> None:
     model, example, _ = _model("tied")
-    report = precast.convert(model, example=example).precast_report
+    report = precast.conversion_report(precast.convert(model, example=example))
     found = {w.name: (w.dtype, w.why, w.low) for w in report.weights}
     assert found == {
         "embed.weight": ("float32", "used in float32 by embedding", "bfloat16"),
@@ -641,7 +643,7 @@ def test_a_16_bit_weight_under_a_float32_rule_is_stored_in_float32(in_place: boo
     assert converted.head.weight.dtype is torch.float32
     assert torch.equal(converted(x), expected)
     assert model.head.weight.dtype is (torch.float32 if in_place else BF16)
-    rows = {row.name: row for row in converted.precast_report.weights}
+    rows = {row.name: row for row in precast.conversion_report(converted).weights}
     assert rows["head.weight"].why == "its modules run in float32, and would cast it at each call"
     assert (rows["head.weight"].bytes_before, rows["head.weight"].bytes) == (128, 256)
 
@@ -659,6 +661,8 @@ def test_a_widened_weight_goes_through_a_checkpoint(tmp_path: Path) -> None:
     x = torch.randn(2, 8)
     converted = precast.convert(_half_precision_head(), IN_FLOAT32, example=x)
     torch.save(converted.state_dict(), tmp_path / "converted.pt")
-    loaded: Any = precast.load(_half_precision_head, tmp_path / "converted.pt", IN_FLOAT32)
+    loaded: Any = precast.load_converted(
+        _half_precision_head, tmp_path / "converted.pt", IN_FLOAT32
+    )
     assert loaded.head.weight.dtype is torch.float32
     assert torch.equal(loaded(x), converted(x))

@@ -100,7 +100,7 @@ def test_load_gives_a_model_on_the_meta_device_its_values(tmp_path: Path) -> Non
     on_meta = nn.Linear(8, 8, device="meta").eval()
     with advises(cures.CONVERT_META, ConversionError):
         precast.convert(on_meta, example=X)
-    loaded = precast.load(on_meta, tmp_path / "model.pt", example=X)
+    loaded = precast.load_converted(on_meta, tmp_path / "model.pt", example=X)
     assert is_converted_like(loaded, model)
 
 
@@ -187,7 +187,7 @@ def test_a_converted_model_is_traced_and_its_model_exported() -> None:
 # --- load ---
 
 
-@pytest.mark.trial("load: the function that creates the model")
+@pytest.mark.trial("load_converted: the function that creates the model")
 def test_the_function_creates_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
@@ -203,17 +203,21 @@ def test_the_function_creates_buffers_that_no_state_dict_has(tmp_path: Path) -> 
         on_meta = Scaled()
     on_meta.to_empty(device="meta")
     with advises(cures.LOAD_FUNCTION, ConversionError):
-        precast.load(on_meta.to("meta"), tmp_path / "model.pt", example=X)
-    assert is_converted_like(precast.load(Scaled, tmp_path / "model.pt", example=X), model)
+        precast.load_converted(on_meta.to("meta"), tmp_path / "model.pt", example=X)
+    assert is_converted_like(
+        precast.load_converted(Scaled, tmp_path / "model.pt", example=X), model
+    )
 
 
-@pytest.mark.trial("load: an example for float32 weights")
+@pytest.mark.trial("load_converted: an example for float32 weights")
 def test_a_float32_checkpoint_is_loaded_with_an_example(tmp_path: Path) -> None:
     model = linear()
     torch.save(model.state_dict(), tmp_path / "model.pt")
     with advises(cures.LOAD_EXAMPLE, ConversionError):
-        precast.load(linear, tmp_path / "model.pt")
-    assert is_converted_like(precast.load(linear, tmp_path / "model.pt", example=X), model)
+        precast.load_converted(linear, tmp_path / "model.pt")
+    assert is_converted_like(
+        precast.load_converted(linear, tmp_path / "model.pt", example=X), model
+    )
 
 
 # --- export ---

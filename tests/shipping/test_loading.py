@@ -125,7 +125,7 @@ def test_what_is_loaded_is_what_is_converted(
 ) -> None:
     model, tokens, state = _model()
     expected = precast.convert(model, example=tokens)
-    loaded: Any = precast.load(Net, write(tmp_path, state), example=tokens)
+    loaded: Any = precast.load_converted(Net, write(tmp_path, state), example=tokens)
     assert is_same(loaded(tokens), expected(tokens))
     assert {n: p.dtype for n, p in loaded.state_dict().items()} == {
         n: p.dtype for n, p in expected.state_dict().items()
@@ -142,9 +142,9 @@ def test_the_checkpoint_of_a_converted_model_needs_no_example(
 ) -> None:
     model, tokens, _ = _model()
     converted = precast.convert(model, example=tokens)
-    loaded = precast.load(Net, write(tmp_path, dict(converted.state_dict())))
+    loaded = precast.load_converted(Net, write(tmp_path, dict(converted.state_dict())))
     assert is_same(loaded(tokens), converted(tokens))
-    assert loaded.precast_report.bytes == converted.precast_report.bytes
+    assert precast.conversion_report(loaded).bytes == precast.conversion_report(converted).bytes
     with pytest.raises(ConversionError, match=r"'body\.weight'"), precast.autocast("cpu"):
         loaded.body.weight.sum()  # type: ignore[operator, union-attr]
 
@@ -154,7 +154,7 @@ def test_a_model_on_the_meta_device_is_loaded_in_place(tmp_path: Path) -> None:
     model, x = nn.Linear(8, 8).eval(), torch.randn(2, 8)
     file = _write_safetensors(tmp_path, dict(model.state_dict()))
     empty = nn.Linear(8, 8, device="meta")
-    loaded = precast.load(empty, file, example=x)
+    loaded = precast.load_converted(empty, file, example=x)
     assert loaded is empty
     assert is_same(loaded(x), precast.convert(model, example=x)(x))
 
@@ -163,7 +163,7 @@ def test_a_16_bit_checkpoint_of_a_float32_model_is_read_with_its_numbers(tmp_pat
     model, tokens, state = _model()
     rounded = {n: v.to(BF16) if v.is_floating_point() else v for n, v in state.items()}
     model.load_state_dict({**rounded, "head.weight": rounded["embed.weight"]})
-    loaded: Any = precast.load(Net, _write_torch(tmp_path, rounded), example=tokens)
+    loaded: Any = precast.load_converted(Net, _write_torch(tmp_path, rounded), example=tokens)
     assert is_same(loaded(tokens), precast.convert(model, example=tokens)(tokens))
     assert loaded.embed.weight.dtype is torch.float32
 
@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
 def test_a_wrong_checkpoint_is_one_error(name: str, tmp_path: Path) -> None:
     make, message = WRONG[name]
     with pytest.raises(ConversionError, match=message):
-        precast.load(Net, make(tmp_path), example=torch.zeros(1, 5, dtype=torch.long))
+        precast.load_converted(Net, make(tmp_path), example=torch.zeros(1, 5, dtype=torch.long))
 
 
 def test_what_no_checkpoint_has_must_not_stay_on_the_meta_device(tmp_path: Path) -> None:
@@ -248,18 +248,18 @@ def test_what_no_checkpoint_has_must_not_stay_on_the_meta_device(tmp_path: Path)
     with torch.device("meta"):
         empty = Net()
     with pytest.raises(ConversionError, match="scale stayed on the meta device"):
-        precast.load(empty, _write_torch(tmp_path, state), example=tokens)
+        precast.load_converted(empty, _write_torch(tmp_path, state), example=tokens)
 
 
 def test_other_mistakes_are_one_error(tmp_path: Path) -> None:
     _, tokens, state = _model()
     file = _write_torch(tmp_path, state)
     with pytest.raises(ConversionError, match="float32 weights only, and no example"):
-        precast.load(Net, file)
+        precast.load_converted(Net, file)
     with pytest.raises(ConversionError, match="Pass a function that creates the model"):
-        precast.load("Net", file, example=tokens)  # type: ignore[arg-type]
+        precast.load_converted("Net", file, example=tokens)  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="returned int, not a model"):
-        precast.load(lambda: 3, file, example=tokens)  # type: ignore[arg-type, return-value]
+        precast.load_converted(lambda: 3, file, example=tokens)  # type: ignore[arg-type, return-value]
 
 
 _MEASURES = """
@@ -284,12 +284,12 @@ def sample():
 thread = threading.Thread(target=sample)
 thread.start()
 if len(sys.argv) > 1:
-    model = precast.load(make, sys.argv[1], example=x)
+    model = precast.load_converted(make, sys.argv[1], example=x)
 else:
     model = precast.convert(make().eval(), example=x, in_place=True)
 done.append(1)
 thread.join()
-print((most[0] - before) / model.precast_report.bytes_before)
+print((most[0] - before) / precast.conversion_report(model).bytes_before)
 """
 
 
@@ -343,7 +343,7 @@ def make():
     return nn.Sequential(*layers)
 
 known = set(sys.modules)
-model = precast.load(make, sys.argv[1], "default", torch.bfloat16)
+model = precast.load_converted(make, sys.argv[1], "default", torch.bfloat16)
 with torch.inference_mode():
     model(torch.arange(11))
 print(sorted(name for name in set(sys.modules) - known if name in ("torch._dynamo", "sympy")))
@@ -375,6 +375,8 @@ def test_numbers_that_are_drawn_outside_of_a_model_are_drawn(tmp_path: Path) -> 
             drawn.append(self.noise)
 
     torch.manual_seed(3)
-    loaded = precast.load(Net, tmp_path / "model.pt", dtype=BF16, example=torch.ones(2, 16))
+    loaded = precast.load_converted(
+        Net, tmp_path / "model.pt", dtype=BF16, example=torch.ones(2, 16)
+    )
     assert torch.equal(loaded.noise.float(), drawn[0].to(loaded.noise.dtype).float())
     assert drawn[0].std() > 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import precast
 from precast._internal.events import NonfiniteOrigin
 from precast._internal.records import as_json, from_json
 from precast.report import between as _between
@@ -13,6 +12,7 @@ from precast.report import document, numbers, ranks, run_summary, schema
 from precast.report import tree as _tree
 from precast.running import terminal_summary
 from precast.running.run_observer import RunObserver
+from tests.support.installed import uninstall_all
 
 __all__ = [
     "between",
@@ -77,7 +77,7 @@ def seen(
         program()
     finally:
         watch.stop()
-        precast.uninstall()
+        uninstall_all()
     made: Any = document_of(watch, policy)
     made["run"]["compiled"] = False  # what other tests of this process have compiled
     if not measures:

@@ -135,7 +135,7 @@ def test_thousands_of_regions_take_no_memory() -> None:
     def work(count: int) -> None:
         for _ in range(count):
             with precast.autocast("cpu"), precast.autocast("cpu", enabled=False):
-                with torch.autocast("cpu"), precast.current(), torch.no_grad():
+                with torch.autocast("cpu"), precast.current_precision(), torch.no_grad():
                     model(x)
 
     work(50)
@@ -212,7 +212,7 @@ def test_a_region_keeps_what_it_runs_under() -> None:
             gc.collect()
             assert (x @ x).dtype is torch.bfloat16
         assert (x @ x).dtype is torch.float32
-        here = precast.current("cpu")
+        here = precast.current_precision("cpu")
     gc.collect()
     with here:
         assert (x @ x).dtype is torch.float32

@@ -393,7 +393,7 @@ CONVERT_INSIDE: Final = Cure(
 CONVERT_META: Final = Cure(
     "convert: values instead of the meta device",
     "a weight is on the meta device",
-    "Load them first; precast.load does both.",
+    "Load them first; precast.load_converted does both.",
 )
 CONVERT_DEVICE: Final = Cure(
     "convert: a device with rules",
@@ -432,15 +432,16 @@ CONVERT_TRACE: Final = Cure(
     "Record it with torch.jit.trace(model, example), or write a program with precast.export.",
 )
 LOAD_FUNCTION: Final = Cure(
-    "load: the function that creates the model",
+    "load_converted: the function that creates the model",
     "a buffer on the meta device is in no state dict",
-    "Pass load the function that creates the model instead of a model on the meta device: it creates such buffers with "
-    "their values.",
+    "Pass load_converted the function that creates the model instead of a model on the meta device: it creates such "
+    "buffers with their values.",
 )
 LOAD_EXAMPLE: Final = Cure(
-    "load: an example for float32 weights",
+    "load_converted: an example for float32 weights",
     "the checkpoint has float32 weights only, and there is no example",
-    "Pass an example of a call, to observe the dtypes in which the policy uses the weights: load(..., example=...).",
+    "Pass an example of a call, to observe the dtypes in which the policy uses the weights: "
+    "load_converted(..., example=...).",
 )
 EXPORT_UNSCRIPTED: Final = Cure(
     "export: the module that was scripted",

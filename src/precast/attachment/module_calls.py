@@ -23,7 +23,7 @@ from torch import nn
 from precast import _torch
 from precast.attachment import weight_casts
 from precast.attachment.weight_casts import WeightCasts
-from precast.autocast_mode.region import current, put_in_force, record_for_export
+from precast.autocast_mode.region import current_precision, put_in_force, record_for_export
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
 
@@ -193,7 +193,7 @@ def _rerun_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     devices = {replaced.device_type for call in _thread.calls for replaced in call.replaced}
     off = [device for device in devices if _is_off_by_rule(device, _thread.off)]
-    policies = [current(device) for device in devices]
+    policies = [current_precision(device) for device in devices]
     casts = weight_casts.current()
 
     def rerun(*args: Any, **kwargs: Any) -> Any:

@@ -54,7 +54,7 @@ from precast.weights.native.engine import native_engine
 __all__ = [
     "Regions",
     "autocast",
-    "current",
+    "current_precision",
     "disable",
     "in_graph",
     "naming_policies",
@@ -369,7 +369,7 @@ def _end_after_error(run: Callable[[], Any]) -> Any:
 
 
 class Regions(DecoratorRegion):
-    """Several regions entered as one; returned by `current` and `disable`. Re-entrant, and for any thread."""
+    """Several regions entered as one; returned by `current_precision` and `disable`. Re-entrant, and for any thread."""
 
     def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
         self._members = members
@@ -402,7 +402,7 @@ class Regions(DecoratorRegion):
 
 
 @_torch.never_compiled
-def current(device_type: str | None = None) -> Regions:
+def current_precision(device_type: str | None = None) -> Regions:
     """Return the precision in force in this thread, to enter it elsewhere: in another thread, a callback, or backward.
 
     Args:
@@ -411,7 +411,7 @@ def current(device_type: str | None = None) -> Regions:
 
     Examples:
         >>> with autocast("cpu"):
-        ...     here = current()
+        ...     here = current_precision()
         >>> with here:  # perhaps in another thread
         ...     torch.is_autocast_enabled("cpu")
         True
@@ -437,7 +437,7 @@ def _rerun_in_region(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a checkpoint's function so that its rerun has the policy in force here; PyTorch restores its flags only."""
     if not regions.is_open:
         return function
-    region = current()
+    region = current_precision()
 
     def rerun(*args: Any, **kwargs: Any) -> Any:
         with region:
@@ -554,7 +554,7 @@ def _leave_group(owner: Regions, groups: list[RegionGroup], *, again: bool = Fal
 def _wrong_thread_error(owner: object) -> RegionError:
     return RegionError(
         f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
-        "thread: to take it to another, use `region = precast.current()` and `with region:` there."
+        "thread: to take it to another, use `region = precast.current_precision()` and `with region:` there."
     )
 
 

@@ -31,13 +31,13 @@ from precast.policy.module_names import name_of_each, named_tensors, unwrapped
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
-from precast.shipping.converted_class import ConvertedState, is_converted, set_converted
+from precast.shipping.converted_class import ConvertedState, is_converted, set_converted, state_of
 from precast.shipping.function_calls import LOW
 from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
 from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
 
-__all__ = ["convert", "finish", "store"]
+__all__ = ["conversion_report", "convert", "finish", "store"]
 
 _rules: Final = WeakIdKeyDictionary()
 """Maps a converted model to its rules for modules, which act as long as it exists."""
@@ -74,8 +74,8 @@ def convert(
         methods: names of other methods that run under the policy, if the model has them.
 
     Returns:
-        The converted model, of a subclass of its class. `precast_report` has an entry for each weight. Its parameters
-        require no gradient.
+        The converted model, of a subclass of its class. `conversion_report` describes its
+            weights. Its parameters require no gradient.
 
     Raises:
         ConversionError: the model cannot be converted; it has not changed.
@@ -90,7 +90,8 @@ def convert(
         (torch.bfloat16, torch.float32)
         >>> converted(torch.ones(1, 256)).dtype
         torch.bfloat16
-        >>> converted.precast_report.bytes, converted.precast_report.bytes_before
+        >>> report = precast.conversion_report(converted)
+        >>> report.bytes, report.bytes_before
         (133632, 265216)
     """
     policy = as_policy(policy)
@@ -126,6 +127,26 @@ def convert(
     else:
         converted = _copied(model, stored, device.type)
     return finish(converted, region, planned, report, methods)
+
+
+def conversion_report(model: nn.Module) -> Conversion:
+    """Return the report of a model that `convert` or `load_converted` returned, with an entry for each weight.
+
+    Raises:
+        ConversionError: the model is not converted.
+
+    Examples:
+        >>> import precast
+        >>> converted = precast.convert(nn.Linear(256, 256).eval(), example=torch.ones(1, 256))
+        >>> [(weight.name, weight.dtype) for weight in conversion_report(converted).weights]
+        [('weight', 'bfloat16'), ('bias', 'bfloat16')]
+    """
+    if not isinstance(model, nn.Module) or not is_converted(model):
+        raise ConversionError(
+            f"conversion_report(model): expected a model that convert or load_converted returned, got "
+            f"{type(model).__name__}."
+        )
+    return state_of(model).report
 
 
 def finish(

@@ -122,7 +122,6 @@ def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.
             __reduce_ex__=_reduce_ex(base, methods),
             __repr__=_repr(base),
             __prepare_scriptable__=_not_scripted,
-            precast_report=property(_report, doc="What `precast.convert` did to this model."),
         )
 
     return types.new_class(base.__name__, (base,), exec_body=body)
@@ -132,10 +131,6 @@ def set_converted(model: nn.Module, state: ConvertedState) -> None:
     """Make the calls of a model run under the policy."""
     vars(model)[_KEY] = state
     model.__class__ = converted_class(type(model), state.methods)  # type: ignore[arg-type]
-
-
-def _report(model: nn.Module) -> Conversion:
-    return state_of(model).report
 
 
 def _repr(base: type[nn.Module]) -> Callable[[nn.Module], str]:

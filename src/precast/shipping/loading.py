@@ -1,4 +1,4 @@
-"""`load`: a converted model from a checkpoint on disk, without its float32 weights in memory.
+"""`load_converted`: a converted model from a checkpoint on disk, without its float32 weights in memory.
 
 Invariants:
 
@@ -34,12 +34,12 @@ from precast.shipping.converted import convert, finish, store
 from precast.shipping.function_calls import LOW
 from precast.shipping.observed_weights import weights_of
 
-__all__ = ["load"]
+__all__ = ["load_converted"]
 
 _LISTED = 5  # names in a message
 
 
-def load(
+def load_converted(
     make: Callable[[], nn.Module] | nn.Module,
     checkpoint: str | os.PathLike[str],
     policy: Policy | str | os.PathLike[str] = "default",
@@ -92,12 +92,15 @@ def _created(make: Callable[[], nn.Module] | nn.Module) -> nn.Module:
         return make
     if not callable(make):
         raise ConversionError(
-            f"load(make) got {type(make).__name__}. Pass a function that creates the model, or a torch.nn.Module."
+            f"load_converted(make) got {type(make).__name__}. Pass a function that creates the model, or a "
+            "torch.nn.Module."
         )
     with _parameters_on_meta():
         model = make()
     if not isinstance(model, nn.Module):
-        raise ConversionError(f"load(make): it returned {type(model).__name__}, not a model.")
+        raise ConversionError(
+            f"load_converted(make): it returned {type(model).__name__}, not a model."
+        )
     return model
 
 
@@ -204,7 +207,7 @@ def _stored_as_loaded(
                 tensor.data = own
     if not any(row.bytes != row.bytes_before for row in rows):
         raise ConversionError(
-            "load got a checkpoint with float32 weights only, and no example. "
+            "load_converted got a checkpoint with float32 weights only, and no example. "
             f"{cures.LOAD_EXAMPLE.text}"
         )
     report = Conversion(

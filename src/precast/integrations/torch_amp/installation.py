@@ -5,7 +5,7 @@ Invariants:
 - a region of PyTorch's keeps its flags *enabled* and *dtype*; the installation adds the policy and the cache, in every
   thread that is in no region of precast's;
 - the policy's rules for modules act on the models that the program calls, from their first call;
-- the latest installation is in force; each installation ends separately, and `uninstall` ends all of them;
+- the latest installation is in force; each ends separately, in any order;
 - the end of the last one restores every name of PyTorch's, unless a thread is still in a region of precast's. It also
   restores the dispatcher, unless other threads may be calling a kernel: kernels that stay call PyTorch's.
 """
@@ -31,7 +31,7 @@ from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS, let_
 from precast.policy.policy import DEVICE_TYPES, Policy, as_policy
 from precast.weights import unversioned_writes
 
-__all__ = ["Installation", "install", "install_to_observe", "uninstall"]
+__all__ = ["Installation", "install", "install_to_observe"]
 
 _lock = survives_fork(threading.RLock())
 _installations: list[Installation] = []
@@ -40,11 +40,15 @@ _replaced: Final[list[Callable[[], None]]] = []
 
 
 class Installation:
-    """One call of `install`; a context manager, too."""
+    """PyTorch's regions on a policy of precast's, until `uninstall` or the end of a ``with`` block; made by `install`.
+
+    Attributes:
+        policy: the policy.
+    """
 
     def __init__(self, policy: Policy, *, replaces_scalers: bool = True) -> None:
         self.policy = policy
-        self.replaces_scalers = replaces_scalers
+        self._replaces_scalers = replaces_scalers
         self._models: CalledModels | None = None
         self._rules = RuleStatus({}, ())
 
@@ -52,7 +56,10 @@ class Installation:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """End this installation; the previous one is in force again, if there is one."""
+        self.uninstall()
+
+    def uninstall(self) -> None:
+        """End this installation: the latest of the others is in force, or PyTorch. A second call does nothing."""
         with _lock:
             if self in _installations:
                 _installations.remove(self)
@@ -74,7 +81,7 @@ class Installation:
             self._models = None
 
     def _refused(self, sentence: str) -> None:
-        if self.replaces_scalers:  # otherwise a report contains the sentence
+        if self._replaces_scalers:  # otherwise a report contains the sentence
             warnings.warn(
                 f"install({self.policy.name!r}): {sentence}", PrecastWarning, stacklevel=6
             )
@@ -100,7 +107,7 @@ def install(policy: Policy | str | os.PathLike[str] = "torch") -> Installation:
             the bit, except where `docs/differences.md` says otherwise.
 
     Returns:
-        The installation, which ends with its ``with`` block or by `uninstall`.
+        The installation, which ends with its ``with`` block or by its `uninstall`.
 
     Raises:
         PolicyError: the policy cannot be read; then nothing has changed.
@@ -123,15 +130,6 @@ def _begin(installation: Installation) -> Installation:
         _installations.append(installation)
         _put_in_force()
     return installation
-
-
-def uninstall() -> None:
-    """End every installation: PyTorch's regions run on PyTorch's engine again. Without an installation, do nothing."""
-    with _lock:
-        for installation in _installations:
-            installation._find_models(False)
-        _installations.clear()
-        _put_in_force()
 
 
 def _put_in_force() -> None:
@@ -166,7 +164,7 @@ def _meanings() -> list[str | None]:
 
 
 def _replace_names() -> None:
-    replaces_scalers = _installations[-1].replaces_scalers
+    replaces_scalers = _installations[-1]._replaces_scalers
     for module, stand_ins in [*FUNCTIONS, *(SCALERS if replaces_scalers else ())]:
         _replaced.append(_torch.replace_names(module.__name__, **stand_ins))
     if not all(bound is None or bound.matches_torch for bound in _bound_policies()):
