@@ -136,7 +136,7 @@ def _precast_region(setting: Setting, policy: str | None = None) -> Region:
 def _attach(model: nn.Module, policy: str | None = None) -> Callable[[], object]:
     try:
         return precast.attach(model, policy).detach
-    except precast.PrecastError as error:
+    except precast.errors.PrecastError as error:
         raise SkippedError(str(error)) from error
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import precast
-from precast.grad_scaler.distributed import Reduction, check_same
+from precast import Reduction, check_same
 
 STEPS, BROKEN = 8, 5
 

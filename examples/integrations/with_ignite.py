@@ -58,7 +58,7 @@ def show(engine: Engine) -> None:
 
 def name_the_broken(event: object) -> None:
     """Prints which gradients were not finite."""
-    if isinstance(event, precast.StepEvent) and event.skipped:
+    if isinstance(event, precast.events.StepEvent) and event.skipped:
         print(f"skipped  {', '.join(event.names)}")
 
 

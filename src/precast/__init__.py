@@ -1,8 +1,8 @@
 """A replacement for torch.amp whose precision table you can edit.
 
 Each public name is loaded when it is first used, so that importing precast takes about 2 ms and does not load torch.
-Names that programs rarely write are not here: `precast.errors` has all errors, and the classes that `attach`, `monitor`
-and `Policy.resolve` return stand beside these functions.
+Types that programs seldom write are in `precast.events`, all errors in `precast.errors`, and weights stored in bfloat16
+in `precast.optim`.
 """
 
 from __future__ import annotations
@@ -13,101 +13,96 @@ from typing import TYPE_CHECKING, Any
 from precast._internal.version import __version__
 
 if TYPE_CHECKING:
-    from precast import errors, optim
-    from precast._internal.events import (
-        HealthEvent,
-        NonfiniteOrigin,
-        OperationNote,
-        ScalerDiagnosis,
-        StepEvent,
-        observe,
-    )
-    from precast.attachment.attachment import attach
+    from precast import errors, events, optim
+    from precast._internal.events import observe
+    from precast.attachment.attachment import Attachment, attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
-    from precast.autocast_mode.region import autocast, current, disable
-    from precast.diagnostics.numerics.monitoring import monitor
+    from precast.autocast_mode.region import Regions, autocast, current_precision, disable
+    from precast.diagnostics.numerics.monitoring import Monitor, monitor
     from precast.diagnostics.tracing.tracer import Trace, trace
-    from precast.errors import BrokenModelError, PolicyError, PrecastError
+    from precast.grad_scaler.distributed import Reduction, check_same
     from precast.grad_scaler.losses import LossScalers
     from precast.grad_scaler.scaler import GradScaler
-    from precast.integrations.torch_amp.installation import install, uninstall
-    from precast.policy.policy import Policy
-    from precast.shipping.converted import convert
+    from precast.integrations.torch_amp.installation import Installation, install
+    from precast.policy.policy import Entry, ModuleRule, Policy, Precision, Resolution, Rule
+    from precast.shipping.conversion import Conversion
+    from precast.shipping.converted import conversion_report, convert
     from precast.shipping.exported import export
-    from precast.shipping.loading import load
-    from precast.tuning.options import TuningOptions
+    from precast.shipping.loading import load_converted
+    from precast.tuning.options import TuningOptions, TuningProgress
     from precast.tuning.result import TuningResult
     from precast.tuning.tuner import tune
 
 _HOME = {
-    "precast.attachment.attachment": ("attach",),
+    "precast._internal.events": ("observe",),
+    "precast.attachment.attachment": ("Attachment", "attach"),
     "precast.autocast_mode.custom_function": ("custom_bwd", "custom_fwd"),
-    "precast.errors": ("BrokenModelError", "PolicyError", "PrecastError"),
-    "precast._internal.events": (
-        "HealthEvent",
-        "NonfiniteOrigin",
-        "OperationNote",
-        "ScalerDiagnosis",
-        "StepEvent",
-        "observe",
-    ),
-    "precast.diagnostics.numerics.monitoring": ("monitor",),
-    "precast.integrations.torch_amp.installation": ("install", "uninstall"),
-    "precast.grad_scaler.losses": ("LossScalers",),
-    "precast.policy.policy": ("Policy",),
-    "precast.shipping.converted": ("convert",),
-    "precast.shipping.loading": ("load",),
-    "precast.autocast_mode.region": ("autocast", "current", "disable"),
-    "precast.grad_scaler.scaler": ("GradScaler",),
+    "precast.autocast_mode.region": ("Regions", "autocast", "current_precision", "disable"),
+    "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
+    "precast.grad_scaler.distributed": ("Reduction", "check_same"),
+    "precast.grad_scaler.losses": ("LossScalers",),
+    "precast.grad_scaler.scaler": ("GradScaler",),
+    "precast.integrations.torch_amp.installation": ("Installation", "install"),
+    "precast.policy.policy": ("Entry", "ModuleRule", "Policy", "Precision", "Resolution", "Rule"),
+    "precast.shipping.conversion": ("Conversion",),
+    "precast.shipping.converted": ("conversion_report", "convert"),
     "precast.shipping.exported": ("export",),
-    "precast.tuning.options": ("TuningOptions",),
+    "precast.shipping.loading": ("load_converted",),
+    "precast.tuning.options": ("TuningOptions", "TuningProgress"),
     "precast.tuning.result": ("TuningResult",),
     "precast.tuning.tuner": ("tune",),
 }
-_WITHOUT_TORCH = ("precast.errors", "precast._internal.events")
+_MODULES = ("errors", "events", "optim")
+_WITHOUT_TORCH = ("precast._internal.events", "precast.shipping.conversion")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
-    "BrokenModelError",
+    "Attachment",
+    "Conversion",
+    "Entry",
     "GradScaler",
-    "HealthEvent",
+    "Installation",
     "LossScalers",
-    "NonfiniteOrigin",
-    "OperationNote",
+    "ModuleRule",
+    "Monitor",
     "Policy",
-    "PolicyError",
-    "PrecastError",
-    "ScalerDiagnosis",
-    "StepEvent",
+    "Precision",
+    "Reduction",
+    "Regions",
+    "Resolution",
+    "Rule",
     "Trace",
     "TuningOptions",
+    "TuningProgress",
     "TuningResult",
     "__version__",
     "attach",
     "autocast",
+    "check_same",
+    "conversion_report",
     "convert",
-    "current",
+    "current_precision",
     "custom_bwd",
     "custom_fwd",
     "disable",
     "errors",
+    "events",
     "export",
     "install",
-    "load",
+    "load_converted",
     "monitor",
     "observe",
     "optim",
     "trace",
     "tune",
-    "uninstall",
 ]
 
 
 if not TYPE_CHECKING:  # a type checker would take any name for granted
 
     def __getattr__(name: str) -> Any:
-        if name in ("errors", "optim"):
+        if name in _MODULES:
             return import_module(f"precast.{name}")
         if name not in _MODULE_OF:
             raise AttributeError(f"module 'precast' has no attribute {name!r}")

@@ -117,7 +117,7 @@ class BrokenModelError(ScalerError):
     The steps that were skipped changed no parameter.
 
     Attributes:
-        diagnosis: the `precast._internal.events.ScalerDiagnosis`: reason, step, scale, names.
+        diagnosis: the `precast.events.ScalerDiagnosis`: reason, step, scale, names.
     """
 
     def __init__(self, message: str, diagnosis: object = None) -> None:

@@ -1034,7 +1034,7 @@ class TestPolicy:
         with precast.attach(model, policy) as attachment, precast.autocast("cpu"):
             assert model[0](x).dtype is BF16
             assert model(x).dtype is torch.float32
-            assert attachment.plan is not None
+            assert attachment._plan is not None
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
     def test_a_preset_and_a_file_go_by_name(self, tmp_path: Path) -> None:
@@ -1055,7 +1055,7 @@ class TestPolicy:
         model, _ = self.network()
         policy = precast.Policy.load("default").replace(modules={"2": "fp32"})
         with precast.attach(model, policy):
-            with pytest.raises(precast.PolicyError, match="another attachment"):
+            with pytest.raises(precast.errors.PolicyError, match="another attachment"):
                 precast.attach(model, policy)
             assert len(held.attached) == 1
 

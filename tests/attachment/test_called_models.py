@@ -79,7 +79,7 @@ def test_every_model_that_is_called_is_found_made_before_or_after() -> None:
         after = Model()
         assert dtypes(before) == dtypes(after) == WITH_RULES
         assert installation.rules.models == {"Model": 2}
-        assert installation.rules.problems == ()
+        assert installation.rules.problems == []
     assert not any(forward_hooks(module) for model in (before, after) for module in model.modules())
     assert installation.rules.models == {"Model": 2}
 
@@ -99,7 +99,7 @@ def test_names_are_those_inside_of_wrappers(wrap: object) -> None:
     wrapper = wrap(model)  # type: ignore[operator]
     with install(RULES) as installation:
         assert dtypes(model, wrapper) == WITH_RULES
-        assert installation.rules.problems == ()
+        assert installation.rules.problems == []
 
 
 def test_a_part_that_is_called_first_belongs_to_the_whole_that_is_called_later() -> None:
@@ -113,7 +113,7 @@ def test_a_part_that_is_called_first_belongs_to_the_whole_that_is_called_later()
         assert dtypes(model) == WITH_RULES
         with torch.autocast("cpu", torch.bfloat16):
             assert model.head(torch.ones(1, 4)).dtype is torch.float32  # a part, on its own
-        assert installation.rules.problems == ()
+        assert installation.rules.problems == []
 
 
 def test_a_model_is_let_go_of() -> None:
@@ -146,7 +146,7 @@ def test_the_same_policy_attached_by_the_program_is_no_conflict() -> None:
             warnings.simplefilter("error")
             assert dtypes(model) == WITH_RULES
         assert installation.rules.models == {"Model": 2}
-        assert installation.rules.problems == ()
+        assert installation.rules.problems == []
 
 
 def test_what_cannot_act_is_said_once_and_the_program_goes_on() -> None:

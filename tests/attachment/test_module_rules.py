@@ -310,8 +310,8 @@ def test_attach_carries_out_rules_and_tables(name: str, region: Region) -> None:
     rules, expected = PRECISIONS[name]
     model = net()
     with precast.attach(model, TORCH.replace(modules=rules)) as attachment:
-        assert attachment.plan is not None
-        assert attachment.plan.unmatched == ()
+        assert attachment._plan is not None
+        assert attachment._plan.unmatched == ()
         with region():
             model(X)
         assert seen(model) == expected

@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     made = accelerator("bf16")
     with pytest.raises(precast.errors.ScalerError, match=r"no scaler: .* 'bf16' on 'cpu'"):
         use(made, scaler=precast.GradScaler("cpu"))
-    with pytest.raises(precast.PolicyError):
+    with pytest.raises(precast.errors.PolicyError):
         use(made, policy="nothing")
     with pytest.raises(precast.errors.AttachError):
         use(accelerator("fp16"), "no model")  # type: ignore[arg-type]

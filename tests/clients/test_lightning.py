@@ -487,7 +487,7 @@ def test_events_name_parameters_as_the_model_does_and_tensorboard_gets_them() ->
     writer, events = Writer(), []
     with precast.observe(TensorBoard(writer)), precast.observe(events.append):
         fit(Precast("16-mixed"), made={"overflows": 1})
-    steps = [event for event in events if isinstance(event, precast.StepEvent)]
+    steps = [event for event in events if isinstance(event, precast.events.StepEvent)]
     assert [bool(event.skipped) for event in steps] == [False, True, False, False, False, False]
     assert [step for name, _, step in writer.scalars if name == "scaler/scale"] == list(range(6))
     assert "first.weight" in dict(entry[:2] for entry in writer.texts)["scaler/optimizer 0/skipped"]
@@ -509,7 +509,7 @@ def test_a_broken_model_ends_a_run() -> None:
 
     scaler = precast.GradScaler("cpu", max_nonfinite_losses=1)
     plugin = Precast("16-mixed", scaler=scaler)
-    with pytest.raises(precast.BrokenModelError, match="not finite"):
+    with pytest.raises(precast.errors.BrokenModelError, match="not finite"):
         fit(plugin, Broken)
     assert plugin.attachments == []
 
@@ -531,7 +531,7 @@ def test_what_is_refused() -> None:
         Precast("bf16-mixed", scaler=precast.GradScaler("cpu"))
     with pytest.raises(precast.errors.ScalerError, match=r"precast\.GradScaler"):
         Precast("16-mixed", scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(precast.PolicyError, match="nothing"):
+    with pytest.raises(precast.errors.PolicyError, match="nothing"):
         Precast(policy="nothing")
     assert Precast("bf16-mixed").scaler is None
 

@@ -156,7 +156,7 @@ def test_after_an_exception_the_callback_is_closed_by_hand(tmp_path: Path) -> No
 
     callback = PrecastCallback(scaler=precast.GradScaler("cpu", max_nonfinite_losses=1))
     made = trainer(tmp_path, Broken(), callback, precision="fp16")
-    with pytest.raises(precast.BrokenModelError):
+    with pytest.raises(precast.errors.BrokenModelError):
         made.train()
     assert isinstance(made.accelerator.scaler, precast.GradScaler)
     callback.close()
@@ -195,7 +195,7 @@ def test_events_name_parameters_and_tensorboard_is_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(precast.PolicyError):
+    with pytest.raises(precast.errors.PolicyError):
         PrecastCallback("nothing")
     callback = PrecastCallback(scaler=precast.GradScaler("cpu"))
     with pytest.raises(precast.errors.ScalerError, match="fp16=False, bf16=True on 'cpu'"):

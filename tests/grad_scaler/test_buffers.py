@@ -224,7 +224,7 @@ def test_the_verdict_names_a_spoilt_buffer_after_three_iterations(fused: bool) -
             scaler.step(optimizer)
             scaler.update()
 
-    with pytest.raises(precast.BrokenModelError, match="restore_buffers=model") as caught:
+    with pytest.raises(precast.errors.BrokenModelError, match="restore_buffers=model") as caught:
         train()
     assert len(iterations) == 5
     assert caught.value.diagnosis.reason == "weights"

@@ -201,7 +201,7 @@ def test_events_come_to_observers_with_verdicts() -> None:
         take(scaler, model, optimizer, bad=("0.bias",))
     step, verdict = seen
     assert isinstance(step, StepEvent)
-    assert isinstance(verdict, precast.ScalerDiagnosis)
+    assert isinstance(verdict, precast.events.ScalerDiagnosis)
     assert (verdict.reason, verdict.step, verdict.scale) == ("skips", 0, 2.0**-14)
     assert verdict.names == ("group 0, parameter 1",)
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import Linear, Parameter
 
 import precast
-from precast import Policy, PolicyError
+from precast import Policy
 from precast.engine import registration
 from precast.engine.thread_state import regions
+from precast.errors import PolicyError
 from tests.support.installed import uninstall_all
 
 OTHER = Policy.load("torch").replace(name="other", ops={"linear": "fp32", "mm": "fp32"})

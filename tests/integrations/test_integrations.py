@@ -156,7 +156,7 @@ def test_steps_are_lines_in_pythons_logging(caplog: pytest.LogCaptureFixture) ->
     assert any(level == "ERROR" for level, _ in lines)
     assert any("the monitor counted" in text for _, text in lines)
     events = [record.event for record in caplog.records]  # type: ignore[attr-defined]
-    assert isinstance(events[0], (precast.StepEvent, HealthEvent))
+    assert isinstance(events[0], (precast.events.StepEvent, HealthEvent))
 
 
 def test_a_logger_of_ones_own_gets_what_its_level_lets_through(

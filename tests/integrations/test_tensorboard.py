@@ -22,7 +22,7 @@ def train(observer: Any) -> None:
     optimizer = sgd(parameter)
     scaler = precast.GradScaler("cpu", 8.0, max_consecutive_skips=2, on_diagnosis="ignore")
     with precast.observe(observer):
-        observer(precast.OperationNote("mse_loss", "cpu", "not a step"))
+        observer(precast.events.OperationNote("mse_loss", "cpu", "not a step"))
         for gradient in (1.0, math.nan, math.nan):
             scaler.scale(torch.ones(()))
             parameter.grad = torch.full_like(parameter, gradient)

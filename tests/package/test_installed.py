@@ -127,7 +127,7 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[float]:
             scaler.update()
             losses.append(loss.item())
     assert_type(trace, precast.Trace)
-    assert_type(scaler.last_step(optimizer), precast.StepEvent | None)
+    assert_type(scaler.last_step(optimizer), precast.events.StepEvent | None)
     return losses
 """
 WRONG = {

@@ -2,61 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import precast
-from precast.attachment.attachment import Attachment
-from precast.diagnostics.numerics.monitoring import Monitor
-from precast.policy.rows import Rule
 
 NAMES = [
-    "BrokenModelError",
+    "Attachment",
+    "Conversion",
+    "Entry",
     "GradScaler",
-    "HealthEvent",
+    "Installation",
     "LossScalers",
-    "NonfiniteOrigin",
-    "OperationNote",
+    "ModuleRule",
+    "Monitor",
     "Policy",
-    "PolicyError",
-    "PrecastError",
-    "ScalerDiagnosis",
-    "StepEvent",
+    "Precision",
+    "Reduction",
+    "Regions",
+    "Resolution",
+    "Rule",
     "Trace",
     "TuningOptions",
+    "TuningProgress",
     "TuningResult",
     "__version__",
     "attach",
     "autocast",
+    "check_same",
+    "conversion_report",
     "convert",
-    "current",
+    "current_precision",
     "custom_bwd",
     "custom_fwd",
     "disable",
     "errors",
+    "events",
     "export",
     "install",
-    "load",
+    "load_converted",
     "monitor",
     "observe",
     "optim",
     "trace",
     "tune",
-    "uninstall",
 ]
-
-ELSEWHERE = [
-    Attachment,
-    Monitor,
-    Rule,
-    *(getattr(precast.errors, name) for name in precast.errors.__all__),
-    *(getattr(precast.optim, name) for name in precast.optim.__all__),
+MODULES = precast, precast.events, precast.errors, precast.optim
+OBJECTS = [
+    value
+    for module in MODULES
+    for value in (getattr(module, name) for name in module.__all__)
+    if callable(value)
 ]
-"""What a program meets, and seldom names."""
+"""Every public function and class."""
+BY_FUNCTIONS = (
+    precast.Attachment,
+    precast.Installation,
+    precast.Monitor,
+    precast.Regions,
+    precast.Trace,
+    precast.events.SavedTrace,
+    precast.optim.Bfloat16Weights,
+)
+"""Classes whose objects functions create: programs do not call them."""
 
 
 def test_the_public_names_are_these() -> None:
@@ -73,20 +90,67 @@ def test_a_public_name_can_be_imported_and_is_documented(name: str) -> None:
         assert docstring.split("\n")[0].endswith((".", ":"))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(getattr(precast, n) for n in NAMES if n not in ("__version__", "errors", "optim")),
-        *ELSEWHERE,
-    ],
-    ids=lambda value: value.__name__,
-)
+@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: value.__name__)
 def test_what_a_public_name_offers_is_documented(value: Any) -> None:
     assert inspect.getdoc(value)
-    members = {n: m for n, m in vars(value).items() if not n.startswith("_")}
-    for member, found in members.items():
-        if callable(found) or isinstance(found, property | classmethod | staticmethod):
-            assert inspect.getdoc(found), f"{value.__name__}.{member}"
+    for name, member in _members(value):
+        assert inspect.getdoc(member), f"{value.__name__}.{name}"
+
+
+@pytest.mark.parametrize("value", OBJECTS, ids=lambda value: value.__name__)
+def test_every_type_in_a_public_signature_can_be_imported(value: Any) -> None:
+    """From precast, precast.events, precast.errors or precast.optim, without knowing where it is defined."""
+    public = [each for each in OBJECTS if isinstance(each, type)]
+    signatures = {value.__name__: _hints(value)}
+    for name, member in _members(value):
+        signatures[f"{value.__name__}.{name}"] = _hints(member)
+    for where, hints in signatures.items():
+        for kind in hints:
+            if kind.__module__.partition(".")[0] == "precast":
+                assert kind in public, f"{where}: {kind.__module__}.{kind.__qualname__}"
+
+
+def _members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The public methods and properties of a class, also those of its bases in precast."""
+    for base in inspect.getmro(value) if isinstance(value, type) else ():
+        if not base.__module__.startswith("precast"):
+            continue
+        for name, member in vars(base).items():
+            is_member = callable(member) or isinstance(
+                member, property | classmethod | staticmethod | functools.cached_property
+            )
+            if is_member and not name.startswith("_"):
+                yield name, member
+
+
+def _hints(value: Any) -> set[type]:
+    """The classes in the annotations of a function, of a property, or of a class and its `__init__`."""
+    names = {"Tensor": Tensor, "nn": nn, "Optimizer": Optimizer}  # imported for type checkers alone
+    if isinstance(value, type):
+        fields = typing.get_type_hints(value, localns=names)
+        public = [hint for name, hint in fields.items() if not name.startswith("_")]
+        if "__init__" in vars(value) and not is_dataclass(value) and value not in BY_FUNCTIONS:
+            public += typing.get_type_hints(vars(value)["__init__"], localns=names).values()
+        return set().union(*map(_classes, public))
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    elif isinstance(value, classmethod | staticmethod):
+        value = value.__func__
+    value = inspect.unwrap(value)
+    return set().union(*map(_classes, typing.get_type_hints(value, localns=names).values()))
+
+
+def _classes(hint: Any) -> set[type]:
+    inner = [each for part in typing.get_args(hint) for each in _flat(part)]
+    own = {hint} if isinstance(hint, type) and not typing.get_args(hint) else set()
+    return own.union(*map(_classes, inner))
+
+
+def _flat(part: Any) -> list[Any]:
+    """The parts of a list of arguments, as in `Callable[[int], str]`."""
+    return list(part) if isinstance(part, list) else [part]
 
 
 def test_other_names_are_an_attribute_error() -> None:

@@ -113,12 +113,14 @@ def test_a_broken_run_is_told_of_by_the_same_number(bad: str, number: int) -> No
     assert gan.error is not None
     assert f"step {number} was skipped" in str(gan.error)
     assert f"In step {number}" in str(gan.error)
-    [diagnosis] = [event for event in gan.events if isinstance(event, precast.ScalerDiagnosis)]
+    [diagnosis] = [
+        event for event in gan.events if isinstance(event, precast.events.ScalerDiagnosis)
+    ]
     assert diagnosis.step == number
     assert diagnosis.first is not None
     assert diagnosis.first.step == number
     assert [verdict["step"] for verdict in made["verdicts"]] == [number]
-    steps = [event for event in gan.events if isinstance(event, precast.StepEvent)]
+    steps = [event for event in gan.events if isinstance(event, precast.events.StepEvent)]
     assert [event.step for event in steps] == list(range(2 * ITERATIONS))
     assert [event.step for event in steps if event.skipped] == [number]
 
@@ -139,7 +141,7 @@ def test_optimizers_that_share_backward_passes_share_a_step() -> None:
 
     made = run_of(program, (0, 1))
     assert made["run"]["steps"] == 3
-    steps = [event.step for event in events if isinstance(event, precast.StepEvent)]
+    steps = [event.step for event in events if isinstance(event, precast.events.StepEvent)]
     assert steps == [0, 0, 1, 1, 2, 2]
 
 
@@ -147,7 +149,7 @@ def test_without_a_run_a_scaler_counts_its_iterations() -> None:
     assert not events.step_trackers
     gan = Gan(precasts(), "critic")
     gan()
-    steps = [event.step for event in gan.events if isinstance(event, precast.StepEvent)]
+    steps = [event.step for event in gan.events if isinstance(event, precast.events.StepEvent)]
     assert steps == [each for iteration in range(ITERATIONS) for each in (iteration, iteration)]
     first = gan.monitors["critic"].first
     assert first is not None

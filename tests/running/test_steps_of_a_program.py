@@ -41,7 +41,9 @@ class Watched:
 def watched(seen: Watched | None = None) -> Iterator[Watched]:
     seen = seen or Watched()
     backward = torch.autograd.backward
-    with precast.observe(lambda e: seen.steps.scaled(e) if isinstance(e, precast.StepEvent) else 0):
+    with precast.observe(
+        lambda e: seen.steps.scaled(e) if isinstance(e, precast.events.StepEvent) else 0
+    ):
         seen.steps.start()
         try:
             yield seen

@@ -226,10 +226,10 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
     """With one scale, backward keeps the 8-bit form of the input."""
     found = tune(Sums(), "float8")
     assert found.name == "tuned with float8"
-    [said] = found.evidence.eight_bits
+    [said] = found._evidence.eight_bits
     assert all(product.is_chosen for product in said.products)
     assert all(p.in_8_bits.kept_bytes < p.in_16_bits.kept_bytes for p in said.products)
-    kept = {f.name: f.kept_bytes for f in found.evidence.proof.figures.values()}
+    kept = {f.name: f.kept_bytes for f in found._evidence.proof.figures.values()}
     assert kept["tuned with float8"] < min(kept["default"], kept["float32"])
     found.save(tmp_path / "tuned.toml")
     policy, model = Policy.load(tmp_path / "tuned.toml"), Sums()
@@ -248,7 +248,7 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
 def test_what_others_keep_as_well_is_kept_twice_and_the_proof_says_so() -> None:
     """Each product saves memory by itself; but `tanh` keeps the 16-bit form of what it gives anyway."""
     found = tune(Layers(), "float8")
-    assert all(product.is_chosen for product in found.evidence.eight_bits[0].products)
+    assert all(product.is_chosen for product in found._evidence.eight_bits[0].products)
     assert "float8" not in found.name
     said = re.search(r"tuned with float8 keeps (\d\.\d\d) of the memory of", found.because)
     assert said is not None, found.because
@@ -291,7 +291,7 @@ def test_where_8_bits_save_no_time_the_answer_says_so() -> None:
     found = tune(Layers(), "float8", objective="time")
     assert "float8" not in found.name
     assert "float8 saves nothing here" in found.because
-    assert "tuned with float8" not in found.evidence.proof.figures
+    assert "tuned with float8" not in found._evidence.proof.figures
 
 
 # --- what is asked ---
@@ -302,7 +302,7 @@ def test_float8_alone_is_tried_beside_bfloat16(kernel: list[str]) -> None:
     found = precast.tune(
         Layers(), step, batches, optimizer=SGD, objective="memory", options=options
     )
-    figures = found.evidence.proof.figures.values()
+    figures = found._evidence.proof.figures.values()
     assert {each.dtype for each in figures} == {"float32", "bfloat16"}
 
 

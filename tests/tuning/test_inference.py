@@ -80,7 +80,7 @@ def test_what_overflows_in_float16_is_held_back() -> None:
     assert found.dtype is torch.float16
     assert planted.is_held_back(found.policy, case)
     assert "default fails (the metric of batch 1 is nan)" in found.because
-    compared = {(c.name, c.against): c for c in found.evidence.proof.comparisons}
+    compared = {(c.name, c.against): c for c in found._evidence.proof.comparisons}
     assert compared[found.name, "float32"].loss == "equal"
     assert compared["default", "float32"].loss == "worse"
 
@@ -97,7 +97,7 @@ def test_a_reduction_that_loses_in_bfloat16_is_held_back() -> None:
         base=everything_low,
         tolerance=0.02,
     )
-    (search,) = found.evidence.searches
+    (search,) = found._evidence.searches
     worst = max((s for s in search.sites if not s.barred), key=lambda s: s.gradient)
     assert (worst.module, worst.op in case.needed) == (planted.PLANTED, True)
     assert found.name.startswith("tuned")
@@ -107,13 +107,13 @@ def test_a_reduction_that_loses_in_bfloat16_is_held_back() -> None:
 
 def test_memory_is_that_of_weights_and_results() -> None:
     found = tune()
-    trials = found.evidence.proof.figures
+    trials = found._evidence.proof.figures
     weights = sum(p.nbytes for p in Wide().parameters())
     assert trials["float32"].kept_bytes > weights
     assert trials["default"].kept_bytes < 0.7 * trials["float32"].kept_bytes
     assert found.name != "float32"
     assert "default needs 0." in found.because
-    assert found.evidence.settings.task == "inference"
+    assert found._evidence.settings.task == "inference"
     assert found.policy.measured["task"] == "inference"
 
 
@@ -134,7 +134,7 @@ def test_a_weight_that_only_a_follower_uses_is_stored_in_16_bits_where_that_pays
     ]
     found = tune(Words().eval(), batches=given)
     assert found.name == "tuned"
-    trials = found.evidence.proof.figures
+    trials = found._evidence.proof.figures
     assert trials[found.name].kept_bytes < 0.6 * trials["default"].kept_bytes
     assert "embedding" in found.text
 
@@ -152,7 +152,7 @@ def test_the_time_of_calls_of_the_model_counts(is_slow_in_16_bits: bool, answers
 
     found = tune(Slow().eval(), with_pause, objective="time", tolerance=0.1)
     assert (found.name == "float32") is (answers == "float32")
-    proof = found.evidence.proof
+    proof = found._evidence.proof
     assert proof.seeds == 6
 
 
@@ -189,7 +189,7 @@ def test_a_model_stays_in_its_mode_and_as_it_is() -> None:
 
 def test_numbers_drawn_at_random_are_the_same_in_each_setup() -> None:
     found = tune(Wide())  # in training mode, with dropout, which cannot be converted
-    compared = {(c.name, c.against): c for c in found.evidence.proof.comparisons}
+    compared = {(c.name, c.against): c for c in found._evidence.proof.comparisons}
     assert abs(compared["default", "float32"].difference.middle) < 0.02
 
 
@@ -283,7 +283,7 @@ def test_an_interrupt_ends_the_search() -> None:
             raise KeyboardInterrupt
 
     found = tune(progress=interrupt)
-    assert found.evidence.interrupted
+    assert found._evidence.interrupted
     assert found.name == "float32"
 
 
@@ -302,7 +302,7 @@ def test_a_result_speaks_of_runs_and_metrics(tmp_path) -> None:
     for words in ("Metric against float32", "Weights and results", "6 batches, run 1 time"):
         assert words in page
     assert "gradients" not in page.partition("<script")[0]
-    assert found.evidence.traced
+    assert found._evidence.traced
 
 
 def test_the_policy_converts_the_model_as_it_was_measured() -> None:

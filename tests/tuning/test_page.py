@@ -32,7 +32,7 @@ def data_of(text: str) -> dict:
 
 
 def test_the_page_has_the_answer_what_was_tried_and_the_policy(result: TuningResult) -> None:
-    text = page.html(result.evidence, result.text)
+    text = page.html(result._evidence, result.text)
     before_script = text.partition('<script type="application/json"')[0]
     for word in (result.name, "the memory of float32", "Wide", "default", "[measured]", "equal"):
         assert word in before_script
@@ -41,11 +41,11 @@ def test_the_page_has_the_answer_what_was_tried_and_the_policy(result: TuningRes
     assert [point["is_answer"] for point in data["points"]].count(True) == 1
     kept = {point["name"]: point["cost"][1] for point in data["points"]}
     assert kept["default"] < kept["float32"]
-    assert len(data["curves"][0]["mean"]) == result.evidence.proof.steps
+    assert len(data["curves"][0]["mean"]) == result._evidence.proof.steps
 
 
 def test_the_tree_shows_the_model_as_it_ran_under_the_answer(result: TuningResult) -> None:
-    nodes = {node["name"]: node for node in data_of(page.html(result.evidence, ""))["nodes"]}
+    nodes = {node["name"]: node for node in data_of(page.html(result._evidence, ""))["nodes"]}
     assert set(nodes) >= {"", "body", "head"}
     assert "bfloat16" in nodes["body"]["dtypes"]
     assert nodes["body"]["seconds"] > 0
@@ -54,11 +54,11 @@ def test_the_tree_shows_the_model_as_it_ran_under_the_answer(result: TuningResul
 
 
 def test_the_page_asks_for_nothing_and_text_is_no_markup(result: TuningResult) -> None:
-    result.evidence.model, before = BAD, result.evidence.model
+    result._evidence.model, before = BAD, result._evidence.model
     try:
-        text = page.html(result.evidence, BAD)
+        text = page.html(result._evidence, BAD)
     finally:
-        result.evidence.model = before
+        result._evidence.model = before
     assert BAD not in text
     assert "&lt;/script&gt;&lt;b&gt;&amp;" in text
     assert "default-src 'none'" in text
@@ -73,7 +73,7 @@ def test_a_search_that_proved_nothing_has_a_page_too() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(tuner._PolicySearch, "_has_time", no_time)
         found = tune()
-    text = page.html(found.evidence, found.text)
+    text = page.html(found._evidence, found.text)
     assert '<p class="level">Undecided</p>' in text
     assert '<p class="level">Proven</p>' not in text
     assert data_of(text)["points"] == []
@@ -110,5 +110,5 @@ def test_the_traced_step_leaves_the_model_alone() -> None:
     model: nn.Module = Wide()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = tune(model)
-    assert found.evidence.traced
+    assert found._evidence.traced
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

@@ -84,7 +84,7 @@ def test_what_is_planted_is_held_back_and_the_policy_is_proven() -> None:
     assert found.dtype is torch.float16
     assert planted.is_held_back(found.policy, case)
     assert "default fails (the loss of step 1 is nan)" in found.because
-    compared = {(c.name, c.against): c for c in found.evidence.proof.comparisons}
+    compared = {(c.name, c.against): c for c in found._evidence.proof.comparisons}
     assert compared["tuned", "float32"].loss == "equal"
     assert compared["default", "float32"].loss == "worse"
 
@@ -94,7 +94,7 @@ def test_a_reduction_that_loses_in_bfloat16_is_held_back(tmp_path) -> None:
     given = planted.workload(case, 1)
     found = tune(given.model, given.step, given.batches, optimizer=given.optimizer, tolerance=0.02)
     path = tmp_path / "tuned.toml"
-    path.write_text(found.evidence.proof.figures["tuned"].policy)
+    path.write_text(found._evidence.proof.figures["tuned"].policy)
     assert planted.is_held_back(precast.Policy.load(path), case)
 
 
@@ -111,7 +111,7 @@ def test_where_nothing_is_lost_nothing_is_held_back() -> None:
     assert found.name in ("default", "tuned")
     assert found.dtype is torch.bfloat16
     assert "default keeps 0.54 of the memory of float32" in found.because
-    names = list(found.evidence.proof.figures)
+    names = list(found._evidence.proof.figures)
     assert names[:2] == ["float32", "default"]
 
 
@@ -158,7 +158,7 @@ def test_each_row_of_what_costs_least_says_why() -> None:
 
 def test_two_dtypes_are_both_tried() -> None:
     found = tune(candidates=(torch.bfloat16, torch.float16))
-    trials = list(found.evidence.proof.figures)
+    trials = list(found._evidence.proof.figures)
     assert {"float32", "default in bfloat16", "default in float16"} <= {*trials}
     assert found.dtype in (torch.bfloat16, torch.float16)
 
@@ -168,7 +168,7 @@ def test_a_metric_is_compared_instead_of_the_loss() -> None:
         metric=lambda model, batch: (2.0 if in_16_bits() else 1.0) + 0 * step(model, batch)
     )
     assert found.name == "float32"
-    assert found.evidence.proof.figures["float32"].finals == [1.0] * 3
+    assert found._evidence.proof.figures["float32"].finals == [1.0] * 3
 
 
 def test_a_budget_that_is_too_small_to_prove_anything_is_not_spent() -> None:
@@ -219,7 +219,7 @@ def test_a_result_fits_into_the_terminal(monkeypatch) -> None:
         text = " ".join(" ".join(lines).split())
         assert re.search(r"bfloat16: \d+ operations measured, none excluded", text)
         assert "3 seeds of 12 steps; ended: proven" in text
-        for figures in result.evidence.proof.figures.values():
+        for figures in result._evidence.proof.figures.values():
             assert f"{figures.mean_final:.4g}" in text
 
 
@@ -229,8 +229,8 @@ def test_where_measuring_leaves_no_time_to_compare_the_answer_is_undecided(
     monkeypatch.setattr(tuner._PolicySearch, "_has_time", lambda *_: False)
     found = tune()
     assert (found.name, found.outcome, found.is_decided) == ("float32", "undecided", False)
-    assert "default" in found.evidence.undecided
-    assert re.fullmatch(r"a budget of \d+[sm] or more", found.evidence.would_decide[0])
+    assert "default" in found._evidence.undecided
+    assert re.fullmatch(r"a budget of \d+[sm] or more", found._evidence.would_decide[0])
 
 
 class Padded(nn.Module):
@@ -249,7 +249,7 @@ class Padded(nn.Module):
 def test_a_preset_that_takes_least_is_the_answer(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(tuner, "policy_of", lambda _choice, _program, base, **_: base)
     found = tune(Padded())
-    trials = list(found.evidence.proof.figures)
+    trials = list(found._evidence.proof.figures)
     assert trials == ["float32", "default", "lean", "torch"]
     assert found.name == "lean"
     found.save(tmp_path / "tuned.toml")
@@ -265,13 +265,13 @@ def test_what_there_is_no_time_for_is_left_out_and_said(monkeypatch) -> None:
         lambda _search, setups: setups <= 3,
     )
     found = tune(Padded())
-    assert len(found.evidence.proof.figures) == 3
-    assert found.evidence.untried[-1] == "torch"
+    assert len(found._evidence.proof.figures) == 3
+    assert found._evidence.untried[-1] == "torch"
     assert "there was no time to try" in found.because
 
 
 def test_the_evidence_has_the_costs_of_each_operation() -> None:
-    [search] = tune().evidence.searches
+    [search] = tune()._evidence.searches
     linears = [site for site in search.sites if site.op == "linear"]
     assert linears
     for site in linears:
@@ -284,7 +284,7 @@ def test_a_search_can_be_repeated() -> None:
     first, second = tune(seed=3), tune(seed=3)
     assert first.policy == second.policy
     curves = [
-        [each.curves for each in found.evidence.proof.figures.values()] for found in (first, second)
+        [each.curves for each in found._evidence.proof.figures.values()] for found in (first, second)
     ]
     assert curves[0] == curves[1]
 
@@ -321,8 +321,8 @@ def test_progress_is_plain_data_and_an_interrupt_keeps_the_best() -> None:
     stages = list(dict.fromkeys(p.stage for p in told))
     assert stages == ["record", "errors", "costs", "prove", "done"]
     assert told[-1].seconds >= told[0].seconds >= 0
-    assert found.evidence.proof.ended == "interrupted"
-    assert found.evidence.proof.seeds == 1
+    assert found._evidence.proof.ended == "interrupted"
+    assert found._evidence.proof.seeds == 1
     assert found.name == "float32"  # of one seed nothing is known
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BrokenState",
+    "Counters",
     "HealthEvent",
     "NonfiniteOrigin",
     "OperationNote",
@@ -201,6 +202,22 @@ class ScalerDiagnosis:
     """The observation, and advice on where to look."""
     first: NonfiniteOrigin | None = may_be_missing(is_left_out=True)
     """The first tensor that was not finite, if a `precast.monitor` watched the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Numbers of events since the scaler was created; state dicts do not contain them."""
+
+    steps: int = 0
+    """Calls of `step`, including skipped ones."""
+    skipped: int = 0
+    """Skipped steps."""
+    consecutive_skips: int = 0
+    """Iterations in a row, up to the latest, with a skipped step."""
+    growths: int = 0
+    """Times the scale was raised, or would have been if not for `max_scale`."""
+    backoffs: int = 0
+    """Times the scale was lowered, or would have been if not for `min_scale`."""
 
 
 class Witness(Protocol):

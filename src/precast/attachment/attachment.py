@@ -111,15 +111,14 @@ def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
 
 def attached_models() -> list[tuple[nn.Module, Plan | None]]:
     """Return every attached model with the plan of its attachment."""
-    pairs = [(attachment._model(), attachment.plan) for attachment in list(_living)]
+    pairs = [(attachment._model(), attachment._plan) for attachment in list(_living)]
     return [(model, plan) for model, plan in pairs if model is not None]
 
 
 class Attachment(Displayed):
     """A model with held weights and with rules for its modules; returned by `attach`.
 
-    Attributes:
-        plan: the policy's rules for the model's modules; None without a policy.
+    Printed, it lists the modules with rules and the parameters that are not held.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Attachment(Displayed):
         self._held_parameters: dict[str, HeldParameter] = {}
         self._left_alone: dict[str, str] = {}
         self._modules: frozenset[int] = frozenset()
-        self.plan = plan
+        self._plan = plan
         self._rules: AppliedPlan | None = None
         if plan is not None:
             self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
@@ -161,7 +160,7 @@ class Attachment(Displayed):
         """Return the name of each parameter that is not held -> the reason."""
         return MappingProxyType(self._left_alone)
 
-    def memory(self) -> Memory:
+    def memory(self) -> int:
         """Return the bytes of all present copies: 2 per element of a parameter, for each dtype in use."""
         return Memory(sum(copy.tensor.nbytes for copy in self._copies()))
 
@@ -202,7 +201,7 @@ class Attachment(Displayed):
         self.detach()
 
     def _card(self) -> Card:
-        title, rules = f"Attachment of {self._name}", () if self.plan is None else self.plan.rules
+        title, rules = f"Attachment of {self._name}", () if self._plan is None else self._plan.rules
         if not self._end.alive:
             return Card(title, ["ended"])
         facts = [f"{size(len(self._held_parameters), 'parameter')} held"]

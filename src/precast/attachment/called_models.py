@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,25 +24,13 @@ from precast.errors import PolicyError
 from precast.policy.module_names import unwrapped
 from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy
+from precast.report.schema import ModuleRuleEffects
 
-__all__ = ["CalledModels", "RuleStatus"]
+__all__ = ["CalledModels"]
 
 _LIMIT = 16
 """The number of model classes, and of refusals, to remember."""
 _OWN_POLICY = "the program attached another policy to it"
-
-
-@dataclass(frozen=True)
-class RuleStatus:
-    """The state of a policy's rules for modules.
-
-    Attributes:
-        models: class of each model found -> number of its modules with a rule in effect.
-        problems: the rules without effect, one sentence each.
-    """
-
-    models: dict[str, int]
-    problems: tuple[str, ...]
 
 
 class CalledModels:
@@ -80,9 +67,9 @@ class CalledModels:
         self._called_modules.clear()
 
     @synchronized
-    def rules(self) -> RuleStatus:
+    def rules(self) -> ModuleRuleEffects:
         """Return the present state of the rules."""
-        return RuleStatus(dict(self._models), tuple(self._problems()))
+        return ModuleRuleEffects(dict(self._models), list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
         yield from self._refusals

@@ -127,13 +127,13 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             return self
         record = RegionRecord()
         try:  # Ctrl-C may come between any two steps: the state in the record is restored
-            self.enter_as(record)
+            self._enter_as(record)
         except BaseException:
             _end_all([record])
             raise
         return self
 
-    def enter_as(self, record: RegionRecord) -> None:
+    def _enter_as(self, record: RegionRecord) -> None:
         """Enter the region. If that is interrupted, the caller ends this record, which is empty before."""
         if held.attached and self.enabled:
             unversioned_writes.check_at_entry()
@@ -238,7 +238,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         """Record this region in an export that runs the program, as PyTorch's regions do."""
         record_for_export(self._flags(), self.cache_enabled, bound)
 
-    def region_for_trace(self) -> autocast:
+    def _region_for_trace(self) -> autocast:
         """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
         return autocast(
             self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
@@ -380,7 +380,7 @@ class Regions(DecoratorRegion):
         try:
             for region in self._members():
                 entered.append((region, RegionRecord()))
-                region.enter_as(entered[-1][1])
+                region._enter_as(entered[-1][1])
             regions.groups.append((self, entered))
         except BaseException:  # after an error or Ctrl-C, end those that were entered
             if regions.groups and regions.groups[-1][1] is entered:

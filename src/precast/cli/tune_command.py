@@ -159,6 +159,7 @@ def tune(
     from precast.policy.policy import as_policy
     from precast.tuning import tuner
     from precast.tuning.options import TuningOptions
+    from precast.tuning.result import evidence_of
 
     page_path = page or out.with_suffix(".html")
     makes_page = False
@@ -202,7 +203,7 @@ def tune(
             options=options,
             **settings,
         )
-    result.evidence.command = click.get_current_context().meta[_ARGUMENTS]
+    evidence_of(result).command = click.get_current_context().meta[_ARGUMENTS]
     result.save(out, page=page_path if makes_page else False)
     paths = {"policy": out, "evidence": out.with_suffix(".json")}
     _print(result, {**paths, **({"page": page_path} if makes_page else {})}, as_json)

@@ -42,7 +42,7 @@ class Reduction:
 
     A pipeline stage, whose optimizer has only the parameters of the stage, passes the group of all stages:
 
-        scaler = precast.GradScaler("cuda", reduce_found_inf=precast.grad_scaler.distributed.Reduction())
+        scaler = precast.GradScaler("cuda", reduce_found_inf=precast.Reduction())
     """
 
     def __init__(self, *places: Any) -> None:

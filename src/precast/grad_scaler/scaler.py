@@ -27,8 +27,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal import events
 from precast._internal.display import Card, Displayed
-from precast._internal.events import StepEvent, after_step, emit, scaler_listeners, witnesses
+from precast._internal.events import Counters, StepEvent
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler import gradients, next_scale, settings
 from precast.grad_scaler import state_dict as state_dicts
@@ -44,7 +45,7 @@ from precast.grad_scaler.optimizer_state import OptimizerState, PerOptimizerStat
 from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
 from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.settings import OnDiagnosis
-from precast.grad_scaler.step_history import Counters, StepHistory
+from precast.grad_scaler.step_history import StepHistory
 
 __all__ = ["GradScaler"]
 
@@ -72,7 +73,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         backoff_factor: Factor for the scale after a skipped step, between 0 and 1.
         growth_interval: Good iterations in a row until the scale grows, at least 1.
         enabled: If False, `scale` returns its argument and `step` calls the optimizer's.
-        reduce_found_inf: A `precast.grad_scaler.distributed.Reduction`, or a function, that makes all processes skip
+        reduce_found_inf: A `precast.Reduction`, or a function, that makes all processes skip
             the same steps. It is called whenever gradients of an optimizer are checked (in `unscale_` and in `step`)
             with a list of float32 tensors of shape (), one for each device, nonzero if a gradient there was not finite;
             during the search for a first scale also with the largest gradient. It replaces each value in place by the
@@ -89,7 +90,6 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         history: Number of steps in `history`.
 
     Raises:
-        ScalerError: A setting is out of its range, or the device is unknown.
         ScalerError: A setting is out of its range, or the device is unknown.
 
     Examples:
@@ -159,7 +159,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         Raises:
             ScalerError: `outputs` is not empty, and holds no tensor.
         """
-        for listener in scaler_listeners:
+        for listener in events.scaler_listeners:
             listener.on_scale(self)
         scale_on = functools.cache(self._scale_on)
 
@@ -182,7 +182,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._check_scale_growth_tracker("unscale_")
         state = self._state_of(optimizer)
         state.allow("unscale_")
-        for listener in scaler_listeners:
+        for listener in events.scaler_listeners:
             listener.on_unscale(self, optimizer)
         self._unscale(state)
         state.watch_for_backward()
@@ -242,7 +242,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             self._check_scale_growth_tracker("step")
         state = self._state_of(optimizer)
         state.allow("step")
-        for listener in scaler_listeners:
+        for listener in events.scaler_listeners:
             listener.on_unscale(self, optimizer)
         if closure is not None:
             result, state.skipped = self._step_closure(state, closure, args, kwargs)
@@ -266,7 +266,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             ScalerError: No gradients were checked in this iteration, or `new_scale` is not allowed.
         """
         scale, tracker = self._check_scale_growth_tracker("update")
-        for listener in scaler_listeners:
+        for listener in events.scaler_listeners:
             listener.on_update(self)
         states = list(self._optimizer_states.values())
         searching, measured = self._search.is_searching, self._measures()
@@ -555,13 +555,13 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         number = list(self._optimizer_states).index(id(state.optimizer))
         details, step = (
             self._checks.details_of(state),
-            after_step(state.optimizer, self._iterations),
+            events.after_step(state.optimizer, self._iterations),
         )
         event = StepEvent(number, step, scale, state.skipped, seconds, details)
         self._step_history.add(state.optimizer, event)
-        for witness in tuple(witnesses):
+        for witness in tuple(events.witnesses):
             witness.on_step(state.optimizer, event)
-        emit(event)
+        events.emit(event)
 
     def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
         """Record and diagnose the iteration. Return True if it was skipped, None if only the device knows."""

@@ -19,25 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
-from precast._internal.events import StepEvent
+from precast._internal.events import Counters, StepEvent
 
-__all__ = ["Counters", "Iteration", "StepHistory"]
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Numbers of events since the scaler was created; state dicts do not contain them."""
-
-    steps: int = 0
-    """Calls of `step`, including skipped ones."""
-    skipped: int = 0
-    """Skipped steps."""
-    consecutive_skips: int = 0
-    """Iterations in a row, up to the latest, with a skipped step."""
-    growths: int = 0
-    """Times the scale was raised, or would have been if not for `max_scale`."""
-    backoffs: int = 0
-    """Times the scale was lowered, or would have been if not for `min_scale`."""
+__all__ = ["Iteration", "StepHistory"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from precast.report.schema import (
     TracedModule,
     TraceTotals,
 )
-from precast.report.trace_difference import TraceDifference
+from precast.report.trace_difference import TraceDifference, difference_between
 
 __all__ = ["SavedTrace", "data_of"]
 
@@ -123,7 +123,7 @@ class SavedTrace(Displayed):
 
     def diff(self, other: SavedTrace) -> TraceDifference:
         """Compare with another trace: operations with other dtypes or rules there, and the difference in cost."""
-        return TraceDifference.between(self._recorded(), other._recorded())
+        return difference_between(self._recorded(), other._recorded())
 
     def _card(self) -> Card:
         data = self._recorded()

@@ -9,7 +9,7 @@ from typing import Any
 from precast._internal.display import Card, Displayed, size
 from precast.report.schema import OperationRow, TraceData, TraceTotals
 
-__all__ = ["ChangedOperation", "TraceDifference"]
+__all__ = ["ChangedOperation", "TraceDifference", "difference_between"]
 
 
 @dataclass(slots=True)
@@ -39,19 +39,6 @@ class TraceDifference(Displayed):
     totals: TraceTotals
     """The totals of the second trace minus those of the first."""
 
-    @classmethod
-    def between(cls, first: TraceData, second: TraceData) -> TraceDifference:
-        """Compare two traces, the most expensive operations first; a difference in time alone does not count."""
-        before, after = _by_place(first), _by_place(second)
-        rows = [
-            ChangedOperation(*place, before.get(place), after.get(place))
-            for place in dict.fromkeys([*before, *after])
-            if _compared(before.get(place)) != _compared(after.get(place))
-        ]
-        rows.sort(key=lambda row: -max(r.seconds for r in (row.before, row.after) if r is not None))
-        old, new = dataclasses.asdict(first.totals), dataclasses.asdict(second.totals)
-        return cls(rows, TraceTotals(**{name: new[name] - old[name] for name in old}))
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
@@ -70,6 +57,19 @@ class TraceDifference(Displayed):
         t = self.totals
         sums = f"{t.casts:+,} casts, {t.cast_bytes:+,} bytes, {t.seconds:+.3g} s"
         return "\n".join([sums, *map(str, self.rows)])
+
+
+def difference_between(first: TraceData, second: TraceData) -> TraceDifference:
+    """Compare two traces, the most expensive operations first; a difference in time alone does not count."""
+    before, after = _by_place(first), _by_place(second)
+    rows = [
+        ChangedOperation(*place, before.get(place), after.get(place))
+        for place in dict.fromkeys([*before, *after])
+        if _compared(before.get(place)) != _compared(after.get(place))
+    ]
+    rows.sort(key=lambda row: -max(r.seconds for r in (row.before, row.after) if r is not None))
+    old, new = dataclasses.asdict(first.totals), dataclasses.asdict(second.totals)
+    return TraceDifference(rows, TraceTotals(**{name: new[name] - old[name] for name in old}))
 
 
 _CallPlace = tuple[str | None, str, str, str | None]

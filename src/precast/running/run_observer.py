@@ -29,7 +29,7 @@ from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 from precast.report.numbers import numeric_findings
 from precast.report.remedies import all_findings
-from precast.report.schema import Health, ModuleRuleEffects, PolicyName, RunDocument
+from precast.report.schema import Health, PolicyName, RunDocument
 from precast.running.dtype_error import record_regions
 from precast.running.machine_speed import speeds_of
 from precast.running.nonfinite import NonfiniteOutputs, NonfiniteStates
@@ -115,8 +115,7 @@ class RunObserver:
         run.nonfinite = self._states.at_the_end(reversed(self.models()))
         self.outputs.describe(run)
         if policy.modules:
-            rules = self._installed.rules
-            run.module_rules = ModuleRuleEffects(rules.models, list(rules.problems))
+            run.module_rules = self._installed.rules
         document.steps, document.diagnoses = history.steps(), self._diagnoses
         document.counts, document.trace = self.window.counts(), self.window.data()
         if document.trace is not None:

@@ -41,7 +41,7 @@ from precast.tuning.tables import (
 )
 from precast.tuning.words import words_for
 
-__all__ = ["TuningResult", "is_a_result"]
+__all__ = ["TuningResult", "evidence_of", "is_a_result"]
 
 _HEAD: Final = 3
 """The lines of a rendered policy before its tables: name, summary, mixed."""
@@ -56,18 +56,23 @@ class TuningResult(Displayed):
         policy: the policy. Attach it (`precast.attach(model, result.policy)`) and train in a region of `dtype`.
         dtype: the 16-bit dtype of the region; torch.float32 where no region is best.
         because: the reasons for the answer, in one sentence.
-        evidence: everything that was measured, as plain data.
     """
 
     policy: Policy
     dtype: torch.dtype
     because: str
-    evidence: TuningEvidence
+    _evidence: TuningEvidence
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Everything that was measured, as plain values for JSON: the content of the file next to the policy's."""
+        values: dict[str, Any] = as_values(self._evidence)
+        return values
 
     @property
     def name(self) -> str:
         """The setup of the answer: "tuned", "default", "float32" and so on."""
-        return self.evidence.answer
+        return self._evidence.answer
 
     @property
     def is_decided(self) -> bool:
@@ -77,12 +82,12 @@ class TuningResult(Displayed):
     @property
     def outcome(self) -> Literal["proven", "undecided", "interrupted"]:
         """The way the search ended."""
-        return self.evidence.outcome
+        return self._evidence.outcome
 
     @property
     def text(self) -> str:
         """The policy as a file, with where it was measured and a reason for each of its rows."""
-        evidence, settings = self.evidence, self.evidence.settings
+        evidence, settings = self._evidence, self._evidence.settings
         if self.dtype is torch.float32:
             does = words_for(settings.task).does
             usage = f"It casts nothing: {does} without a region, or in one with this policy."
@@ -128,14 +133,14 @@ class TuningResult(Displayed):
         if html is not None:
             place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
             atomic_write.replace_own(place, html.encode("utf-8", "replace"))
-        atomic_write.replace(target.with_suffix(".json"), self.evidence.json_text().encode())
+        atomic_write.replace(target.with_suffix(".json"), self._evidence.json_text().encode())
         atomic_write.replace(target, self.text.encode())
 
     def _page(self, *, is_needed: bool) -> str | None:
         from precast.tuning.page import html
 
         try:
-            return html(self.evidence, self.text)
+            return html(self._evidence, self.text)
         except MissingExtraError:
             if is_needed:
                 raise
@@ -143,7 +148,7 @@ class TuningResult(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer and its comparisons as plain values for JSON; `evidence` has everything."""
-        evidence = self.evidence
+        evidence = self._evidence
         names = ("answer", "outcome", "undecided", "would_decide", "dtype", "because")
         return {
             **{name: getattr(evidence, name) for name in names},
@@ -157,7 +162,7 @@ class TuningResult(Displayed):
         return "\n".join(self._lines(terminal_width(sys.__stdout__)))
 
     def _lines(self, width: int) -> Iterator[str]:
-        evidence = self.evidence
+        evidence = self._evidence
         yield from wrapped(_answer(evidence), width)
         if evidence.would_decide:
             yield from ("", "It would be decided by:")
@@ -174,10 +179,15 @@ class TuningResult(Displayed):
 
     def _card(self) -> Card:
         facts = [self.name, f"dtype {dtype_name(self.dtype)}"]
-        columns, proof = columns_of(self.evidence.settings.task), self.evidence.proof
+        columns, proof = columns_of(self._evidence.settings.task), self._evidence.proof
         return Card(
             "TuningResult", facts, columns, [] if proof is None else rows_of_setups(proof), "setups"
         )
+
+
+def evidence_of(result: TuningResult) -> TuningEvidence:
+    """Return the measurements of a result."""
+    return result._evidence
 
 
 def _answer(evidence: TuningEvidence) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import TuningError
 from precast.policy.policy import Policy
+from precast.report.saved_trace import data_of
 from precast.report.tree import TreeNode, tree
 from precast.tuning.error_meter import ErrorMeter
 from precast.tuning.recording import record
@@ -172,7 +173,7 @@ class TuningTask(ABC):
             trial.run(0)
             with trace(trial.model) as recorded:
                 trial.run(0)
-        return tree(recorded.data)
+        return tree(data_of(recorded))
 
     def traced_trial(self, setup: Setup) -> ModelTrial:
         """Return a copy that shows the rules of the policy in a trace."""

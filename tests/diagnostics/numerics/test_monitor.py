@@ -450,7 +450,7 @@ def test_the_scaler_says_it() -> None:
         model[1].factor = 1e30
         with (
             pytest.raises(
-                precast.BrokenModelError, match="the output of `1` was the first"
+                precast.errors.BrokenModelError, match="the output of `1` was the first"
             ) as error,
             precast.autocast("cpu", dtype=torch.float16),
         ):

@@ -460,7 +460,7 @@ def test_a_moment_has_one_number() -> None:
         step()
         step()
         fault.is_on = True
-        with pytest.raises(precast.BrokenModelError) as error:
+        with pytest.raises(precast.errors.BrokenModelError) as error:
             step(100)
         event, verdict, first = seen[-2], error.value.diagnosis, monitor.first
     assert verdict is not None

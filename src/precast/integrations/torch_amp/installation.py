@@ -23,12 +23,13 @@ import torch
 
 from precast import _torch
 from precast._internal.locks import survives_fork
-from precast.attachment.called_models import CalledModels, RuleStatus
+from precast.attachment.called_models import CalledModels
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, installed
 from precast.errors import PrecastWarning
 from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS, let_be_pickled
 from precast.policy.policy import DEVICE_TYPES, Policy, as_policy
+from precast.report.schema import ModuleRuleEffects
 from precast.weights import unversioned_writes
 
 __all__ = ["Installation", "install", "install_to_observe"]
@@ -50,7 +51,7 @@ class Installation:
         self.policy = policy
         self._replaces_scalers = replaces_scalers
         self._models: CalledModels | None = None
-        self._rules = RuleStatus({}, ())
+        self._rules = ModuleRuleEffects({}, [])
 
     def __enter__(self) -> Installation:
         return self
@@ -67,7 +68,7 @@ class Installation:
                 _put_in_force()
 
     @property
-    def rules(self) -> RuleStatus:
+    def rules(self) -> ModuleRuleEffects:
         """The effect of the policy's rules for modules: the models they act on, and the rules without effect."""
         return self._rules if self._models is None else self._models.rules()
 

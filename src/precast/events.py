@@ -1,0 +1,56 @@
+"""Types that programs seldom write: events that observers receive, and the records in traces, scalers and conversions.
+
+Nothing here needs PyTorch.
+"""
+
+from precast._internal.events import (
+    BrokenState,
+    Counters,
+    HealthEvent,
+    NonfiniteOrigin,
+    OperationNote,
+    ScalerDiagnosis,
+    StepEvent,
+    TensorRange,
+)
+from precast.report.explanation import Explanation, LineageStep
+from precast.report.saved_trace import SavedTrace
+from precast.report.schema import (
+    CastFlow,
+    Finding,
+    FindingCost,
+    FindingLocation,
+    ModuleRuleEffects,
+    OperationRow,
+    RuleCount,
+    TracedModule,
+    TraceTotals,
+)
+from precast.report.trace_difference import ChangedOperation, TraceDifference
+from precast.shipping.conversion import StoredAs
+
+__all__ = [
+    "BrokenState",
+    "CastFlow",
+    "ChangedOperation",
+    "Counters",
+    "Explanation",
+    "Finding",
+    "FindingCost",
+    "FindingLocation",
+    "HealthEvent",
+    "LineageStep",
+    "ModuleRuleEffects",
+    "NonfiniteOrigin",
+    "OperationNote",
+    "OperationRow",
+    "RuleCount",
+    "SavedTrace",
+    "ScalerDiagnosis",
+    "StepEvent",
+    "StoredAs",
+    "TensorRange",
+    "TraceDifference",
+    "TraceTotals",
+    "TracedModule",
+]
