@@ -1,4 +1,4 @@
-"""An old program and `precast-lint fix`: the same losses before and after, and no more warnings.
+"""An old program and `precast-lint check --fix`: the same losses before and after, and no more warnings.
 
 `09_before.py` is the program; a copy of it is changed to `torch.amp`.
 """
@@ -29,11 +29,11 @@ class Run:
 
 
 def fixed(program: Path) -> str:
-    """Return a program after `precast-lint fix`, which changes a copy of it."""
+    """Return a program after `precast-lint check --fix`, which changes a copy of it."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, program.name)
         copy.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "precast_lint", "fix", "--no-cache", str(copy)]
+        command = [sys.executable, "-m", "precast_lint", "check", "--fix", "--no-cache", str(copy)]
         subprocess.run(command, check=True, capture_output=True)
         return copy.read_text(encoding="utf-8")
 
@@ -65,7 +65,7 @@ def main() -> None:
     before = OLD_PROGRAM.read_text(encoding="utf-8")
     programs = {
         "as it was": before,
-        "precast-lint fix": fixed(OLD_PROGRAM),
+        "precast-lint check --fix": fixed(OLD_PROGRAM),
     }
     table(
         ("09_before.py", "lines changed", "FutureWarnings", "last loss"),
@@ -75,8 +75,8 @@ def main() -> None:
             for found in [run(text)]
         ),
     )
-    print("precast-lint fix:")
-    for line in changed(before, programs["precast-lint fix"]):
+    print("precast-lint check --fix:")
+    for line in changed(before, programs["precast-lint check --fix"]):
         print(*textwrap.wrap(line, 80, subsequent_indent=" " * 10), sep="\n")
 
 

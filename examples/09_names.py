@@ -51,7 +51,7 @@ def main() -> None:
     rows = ((spelling, since, works(spelling)) for spelling, since in SPELLINGS)
     table(("before, and since", "from PyTorch", f"in {torch.__version__}"), *rows)
     say(
-        "`precast-lint fix` turns the first of each three lines into torch.amp's spelling of today: see "
+        "`precast-lint check --fix` turns the first of each three lines into torch.amp's spelling of today: see "
         "09_fix.py. The third is precast's, which needs PyTorch 2.11."
     )
 

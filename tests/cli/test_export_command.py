@@ -1,4 +1,4 @@
-"""`precast export`, `precast explain --exported` and `precast diff`: files of exported programs, and their contents."""
+"""`precast export`, `precast explain --exported` and `--diff`: files of exported programs, and their contents."""
 
 from __future__ import annotations
 
@@ -80,8 +80,11 @@ def test_a_model_is_written_read_and_compared() -> None:
         'base = "default"\n[ops]\nlayer_norm = "fp32"\n[modules]\n"2" = "fp32"\n'
     )
     assert exported("other.pt2", "--policy", "p.toml").exit_code == 0
-    assert precast_("diff", "model.pt2", "model.pt2").exit_code == 0
-    different = precast_("diff", "model.pt2", "other.pt2", "--json")
+    assert precast_("explain", "--diff", "model.pt2", "model.pt2").exit_code == 0
+    mixed = precast_("explain", "--diff", "model.pt2", "p.toml")
+    assert mixed.exit_code == 2
+    assert "Name two of a kind" in mixed.stderr
+    different = precast_("explain", "--diff", "model.pt2", "other.pt2", "--json")
     assert different.exit_code == 1
     found = {
         (each["module"], each["what"]): (each["first"], each["second"])
@@ -247,8 +250,8 @@ def test_a_file_that_cannot_be_read_is_one_message(broken: str) -> None:
         Path("model.pt2").write_text("no program")
     elif broken == "archive":
         torch.save({"a": 1}, "model.pt2")
-    for arguments in (("explain", "--exported", "model.pt2"), ("diff", "model.pt2", "model.pt2")):
-        done = precast_(*arguments)
+    for options in (("--exported", "model.pt2"), ("--diff", "model.pt2", "model.pt2")):
+        done = precast_("explain", *options)
         assert done.exit_code == 1
         assert "model.pt2" in done.stderr
         assert "Traceback" not in done.stderr

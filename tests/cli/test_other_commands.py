@@ -1,4 +1,4 @@
-"""`precast check`, `fix` and `rule`: the commands of precast-lint where it is installed, else how to get it."""
+"""`precast check`: the command of precast-lint where it is installed, else how to get it."""
 
 from __future__ import annotations
 
@@ -17,31 +17,18 @@ OLD = "import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n"
 def test_they_do_what_precast_lint_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text(OLD)
-    for arguments in (["check", "--no-cache", "a.py"], ["check", "b.py"], ["rule", "AMP203"]):
-        ours = CliRunner().invoke(main, arguments)
-        theirs = CliRunner().invoke(lint, arguments, prog_name="main")
+    for arguments in (["--no-cache", "a.py"], ["b.py"], ["--explain", "AMP203"]):
+        ours = CliRunner().invoke(main, ["check", *arguments])
+        theirs = CliRunner().invoke(lint, ["check", *arguments], prog_name="main")
         assert (ours.exit_code, ours.output) == (theirs.exit_code, theirs.output)
-    assert CliRunner().invoke(main, ["fix", "--no-cache", "a.py"]).exit_code == 0
+    assert CliRunner().invoke(main, ["check", "--fix", "--no-cache", "a.py"]).exit_code == 0
     assert 'torch.amp.autocast("cuda")' in (tmp_path / "a.py").read_text()
 
 
 def test_help_lists_them_where_they_are() -> None:
     shown = CliRunner().invoke(main, ["--help"]).output
     assert [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()] == [
-        *(
-            "build",
-            "check",
-            "demo",
-            "diff",
-            "doctor",
-            "explain",
-            "export",
-            "fix",
-            "report",
-            "rule",
-            "run",
-            "tune",
-        )
+        *("build", "check", "demo", "doctor", "explain", "export", "run", "tune")
     ]
 
 
@@ -52,11 +39,10 @@ def without_precast_lint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_precast_lint")
-@pytest.mark.parametrize("name", ["check", "fix", "rule"])
-def test_where_they_are_not_one_is_told_how_to_get_them(name: str) -> None:
-    done = CliRunner().invoke(main, [name, "--diff", "src"])
+def test_where_it_is_not_installed_the_error_says_how_to_get_it() -> None:
+    done = CliRunner().invoke(main, ["check", "--diff", "src"])
     assert done.exit_code == 1
-    assert f"`precast {name}` is a command of precast-lint" in done.output
+    assert "`precast check` is a command of precast-lint" in done.output
     assert "pip install ./lint" in done.output
 
 

@@ -246,8 +246,8 @@ def test_a_metric_alone_asks_for_inference() -> None:
         ((*ASKED, "--out", "tuned_models.py"), 2, "precast tune did not write the existing file"),
         ((*ASKED, "--out", "a.json"), 2, "expected a TOML file"),
         ((*ASKED, "--out", "no/where.toml"), 2, "folder no not found"),
-        ((*ASKED, "--html", "tuned_models.py"), 2, "cannot write tuned_models.py"),
-        ((*ASKED, "--html", "no/where.html"), 2, "folder no not found"),
+        ((*ASKED, "--report", "tuned_models.py"), 2, "cannot write tuned_models.py"),
+        ((*ASKED, "--report", "no/where.html"), 2, "folder no not found"),
         (
             ("tuned_models:make", "--data", "batches", "--step", "none"),
             1,

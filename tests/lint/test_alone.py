@@ -66,9 +66,13 @@ def test_check_fix_and_rule_work_with_these_packages_alone(
     assert found.returncode == 1, found.stderr
     assert "AMP001" in found.stdout
     assert "AMP009" in found.stdout
-    assert run(alone, tmp_path, "fix", "a.py").returncode == 0
+    assert run(alone, tmp_path, "check", "--fix", "a.py").returncode == 0
     assert (tmp_path / "a.py").read_text() == NEW
-    for arguments in (["rule"], ["rule", "AMP203"], ["check", "--help"], ["--version"]):
+    for arguments in (
+        ["check", "--explain", "ALL"],
+        ["check", "--explain", "AMP203"],
+        ["--version"],
+    ):
         done = run(alone, tmp_path, *arguments)
         assert done.returncode == 0, done.stderr
 

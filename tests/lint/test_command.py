@@ -46,18 +46,18 @@ def test_findings_exit_with_one_and_a_clean_tree_with_zero(here: Path) -> None:
 def test_fix_leaves_a_read_only_file_alone_and_names_it(here: Path) -> None:
     (here / "a.py").write_text(OLD)
     (here / "a.py").chmod(0o444)
-    result = precast_("fix", "a.py")
+    result = precast_("check", "--fix", "a.py")
     assert result.exit_code == 1
     assert "a.py: it is read-only and was not changed" in result.stderr
     assert "AMP001" in result.stdout
     assert (here / "a.py").read_text() == OLD
 
 
-@pytest.mark.parametrize("command", ["check", "fix"])
-def test_a_diff_tells_of_fixes_that_it_leaves_out(here: Path, command: str) -> None:
+@pytest.mark.parametrize("options", [[], ["--fix"]], ids=str)
+def test_a_diff_tells_of_fixes_that_it_leaves_out(here: Path, options: list[str]) -> None:
     text = "import torch\n\nwith torch.no_grad() and torch.autocast('cuda'):\n    pass\n"
     (here / "a.py").write_text(text)
-    result = precast_(command, "--diff", "a.py")
+    result = precast_("check", *options, "--diff", "a.py")
     assert result.stdout == ""
     assert "1 more with `--unsafe-fixes`" in result.stderr
 
@@ -70,7 +70,7 @@ def test_an_unsafe_fix_of_an_import_says_why(here: Path) -> None:
 
 def test_fix_leaves_no_import_behind(here: Path) -> None:
     (here / "a.py").write_text("import torch.cuda.amp\n" + OLD)
-    assert precast_("fix", "a.py").exit_code == 0
+    assert precast_("check", "--fix", "a.py").exit_code == 0
     assert (here / "a.py").read_text() == NEW
 
 
@@ -78,10 +78,10 @@ def test_fix_writes_what_diff_shows_and_keeps_the_mode(here: Path) -> None:
     path = here / "a.py"
     path.write_bytes(OLD.replace("\n", "\r\n").encode())
     path.chmod(0o750)
-    shown = precast_("fix", "--diff", "a.py")
+    shown = precast_("check", "--fix", "--diff", "a.py")
     assert shown.exit_code == 1
     assert path.read_bytes() == OLD.replace("\n", "\r\n").encode()
-    fixed = precast_("fix", "a.py")
+    fixed = precast_("check", "--fix", "a.py")
     assert fixed.exit_code == 0
     assert "1 fixed, 0 left" in fixed.stdout
     assert path.read_bytes() == NEW.replace("\n", "\r\n").encode()
@@ -90,7 +90,7 @@ def test_fix_writes_what_diff_shows_and_keeps_the_mode(here: Path) -> None:
     added = [line[1:] for line in shown.stdout.split("\n") if line.startswith("+with")]
     assert removed[0].rstrip("\r") == OLD.split("\n")[2]
     assert added[0].rstrip("\r") == NEW.split("\n")[2]
-    assert precast_("fix", "--diff", "a.py").exit_code == 0
+    assert precast_("check", "--fix", "--diff", "a.py").exit_code == 0
 
 
 def test_check_with_fix_reports_what_is_left(here: Path) -> None:
@@ -108,7 +108,7 @@ def test_check_with_fix_reports_what_is_left(here: Path) -> None:
         ("check", "--min-torch", "new", "a.py"),
         ("check", "missing.py"),
         ("check", "-", "a.py"),
-        ("rule", "AMP999"),
+        ("check", "--explain", "AMP999"),
     ],
 )
 def test_what_is_asked_wrongly_exits_with_two(here: Path, arguments: tuple[str, ...]) -> None:
@@ -169,7 +169,7 @@ def test_statistics_counts_by_rule(here: Path) -> None:
 
 
 def test_stdin_comes_out_fixed(here: Path) -> None:
-    result = precast_("fix", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
+    result = precast_("check", "--fix", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
     assert result.stdout == NEW
     assert result.exit_code == 0
     found = precast_("check", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
@@ -189,7 +189,7 @@ def test_comments_silence_findings_and_unused_ones_are_found(here: Path) -> None
     (here / "a.py").write_text(NEW.replace("pass", "pass  # noqa: E501, AMP001"))
     unused = precast_("check")
     assert "AMP901" in unused.stdout
-    precast_("fix")
+    precast_("check", "--fix")
     assert (here / "a.py").read_text() == NEW.replace("pass", "pass  # noqa: E501")
 
 
@@ -211,7 +211,7 @@ def test_an_unused_suppression_is_silenced_like_any_finding(here: Path, silent: 
 def test_a_silenced_use_keeps_the_fix_it_shares_from_the_others(here: Path) -> None:
     text = "from torch.cuda.amp import autocast\n\na = autocast()\nb = autocast()  # noqa: AMP001\n"
     (here / "a.py").write_text(text)
-    assert precast_("fix").exit_code == 1
+    assert precast_("check", "--fix").exit_code == 1
     assert (here / "a.py").read_text() == text
 
 
@@ -242,7 +242,7 @@ def test_odd_files_are_noted_and_the_others_checked(here: Path) -> None:
 def test_an_encoding_is_kept(here: Path) -> None:
     old = ("# -*- coding: latin-1 -*-\n# café\n" + OLD).encode("latin-1")
     (here / "a.py").write_bytes(old)
-    assert precast_("fix").exit_code == 0
+    assert precast_("check", "--fix").exit_code == 0
     assert (here / "a.py").read_bytes() == ("# -*- coding: latin-1 -*-\n# café\n" + NEW).encode(
         "latin-1"
     )
@@ -251,7 +251,7 @@ def test_an_encoding_is_kept(here: Path) -> None:
 def test_a_link_stays_a_link(here: Path) -> None:
     (here / "real.txt").write_text(OLD)
     (here / "a.py").symlink_to(here / "real.txt")
-    assert precast_("fix", "a.py").exit_code == 0
+    assert precast_("check", "--fix", "a.py").exit_code == 0
     assert (here / "a.py").is_symlink()
     assert (here / "real.txt").read_text() == NEW
 
@@ -275,7 +275,7 @@ def test_the_cache_is_used_and_never_stale(here: Path, monkeypatch: pytest.Monke
     assert precast_("check").exit_code == 0
     (here / "a.py").write_text(OLD)
     assert precast_("check", "--min-torch", "1.9").exit_code == 0
-    assert precast_("fix").exit_code == 0
+    assert precast_("check", "--fix").exit_code == 0
     assert (here / "a.py").read_text() == NEW
     (here / ".precast_cache" / "check.json").write_text("{")
     assert precast_("check").exit_code == 0
@@ -302,7 +302,7 @@ def test_a_notebook_changes_only_where_it_is_fixed(here: Path) -> None:
     path.write_text(before, encoding="utf-8")
     found = precast_("check", "--output-format", "concise")
     assert "a.ipynb:cell 4:1:6: AMP001" in found.stdout
-    assert precast_("fix").exit_code == 0
+    assert precast_("check", "--fix").exit_code == 0
     old, new = "torch.cuda.amp.autocast():", 'torch.amp.autocast(\\"cuda\\"):'
     assert path.read_text(encoding="utf-8") == before.replace(f"with {old}", f"with {new}")
 
@@ -336,7 +336,7 @@ def test_cells_that_are_not_python_are_one_finding(here: Path) -> None:
     assert [finding["code"] for finding in found] == ["AMP900", "AMP001"]
     assert (found[0]["cell"], found[0]["location"]["row"]) == (2, 2)
     assert "(and 1 more)" in found[0]["message"]
-    assert precast_("fix").exit_code == 1
+    assert precast_("check", "--fix").exit_code == 1
     assert "torch.amp.autocast" in (here / "a.ipynb").read_text()
     assert precast_("check", "--ignore", "AMP900").exit_code == 0
 
@@ -353,7 +353,7 @@ scaler = torch.cuda.amp.GradScaler()
 """
     _notebook(here / "a.ipynb", code)
     assert "AMP900" not in precast_("check").stdout
-    assert precast_("fix").exit_code == 0
+    assert precast_("check", "--fix").exit_code == 0
     fixed = json.loads((here / "a.ipynb").read_text())["cells"][0]["source"]
     assert fixed == code.replace("torch.cuda.amp.GradScaler()", 'torch.amp.GradScaler("cuda")')
 
@@ -363,15 +363,15 @@ def test_a_notebook_in_another_language_is_left_alone(here: Path) -> None:
     assert precast_("check").exit_code == 0
 
 
-# --- rule, and the start ---
+# --- explanations, and the start ---
 
 
-def test_rule_prints_the_page_and_lists_all() -> None:
-    page = precast_("rule", "amp001")
+def test_a_rule_is_explained_by_its_page_and_all_are_listed() -> None:
+    page = precast_("check", "--explain", "amp001")
     assert page.exit_code == 0
     assert page.stdout.startswith("# AMP001 cuda-autocast")
-    assert precast_("rule", "cuda-autocast").stdout == page.stdout
-    assert "AMP203  error" in precast_("rule").stdout
+    assert precast_("check", "--explain", "cuda-autocast").stdout == page.stdout
+    assert "AMP203  error" in precast_("check", "--explain", "ALL").stdout
 
 
 _START = (

@@ -174,7 +174,7 @@ def test_a_name_that_is_no_text_is_printed_somehow(here: Path) -> None:
         found = precast_("check", "--output-format", kind)
         assert found.exit_code == 1, found.exception
     assert precast_("check", "--diff").exit_code == 1
-    assert precast_("fix").exit_code == 0
+    assert precast_("check", "--fix").exit_code == 0
 
 
 def test_a_place_in_sarif_is_an_address(here: Path) -> None:

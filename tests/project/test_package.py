@@ -221,7 +221,7 @@ def test_the_installed_command_answers_and_checks(installed: Path, tmp_path: Pat
     old = tmp_path / "old.py"
     old.write_text("import torch\n\nwith torch.cuda.amp.autocast():\n    pass\n")
     assert "AMP001" in run([command, "check", "old.py"], tmp_path, code=1)
-    run([str(installed / "precast-lint"), "fix", "old.py"], tmp_path)
+    run([str(installed / "precast-lint"), "check", "--fix", "old.py"], tmp_path)
     assert 'torch.amp.autocast("cuda")' in old.read_text(encoding="utf-8")
 
 

@@ -617,10 +617,11 @@ def test_without_the_extra_there_are_data_and_no_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "Name the files that `precast run --json` wrote"),
+        ((), 2, "name the files that `precast run --json` wrote"),
         (("none.json",), 1, "cannot read none.json"),
         (("half.json",), 1, "half.json is not a complete JSON file"),
         (("a.json", "a.json"), 1, "one of several documents has no rank"),
+        (("a.json", "--report"), 2, "write --report before the files"),
     ],
 )
 def test_a_report_of_what_is_no_document_is_refused(
@@ -629,7 +630,7 @@ def test_a_report_of_what_is_no_document_is_refused(
     write(tmp_path, "")
     ended(start([*RUN, "--json", "a.json", "program.py"], tmp_path), tmp_path)
     (tmp_path / "half.json").write_text('{"schema": 1')
-    done = ended(start([RUN[0], "report", *arguments, "-o", "page.html"], tmp_path), tmp_path)
+    done = ended(start([*RUN, "--merge", "--report", "page.html", *arguments], tmp_path), tmp_path)
     assert (done.code, done.stdout) == (code, "")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -701,8 +702,7 @@ def test_a_file_that_precast_did_not_write_is_left_as_it_is(
     said = " ".join(done.stderr.split())
     assert "there is a file that precast did not write, and precast does not overwrite it" in said
     ended(start([*RUN, "--json", "out.json", "program.py"], tmp_path), tmp_path)
-    merging = [RUN[0], "report", "run.json", *(["-o", name] if option == "--report" else [])]
-    merging += ["--json", name] if option == "--json" else []
+    merging = [*RUN, "--merge", option, name, "out.json"]
     assert ended(start(merging, tmp_path), tmp_path).code == 1
     assert (tmp_path / name).read_bytes() == before
 

@@ -96,7 +96,7 @@ def test_the_findings_name_place_severity_and_what_to_do(
         ("AMP203", "error", "program.py:25"),
     ]
     assert found[0].title.endswith("(`program.py:12`)")
-    assert "`precast rule AMP203`" in found[0].suggestion
+    assert "`precast check --explain AMP203`" in found[0].suggestion
 
 
 @pytest.mark.parametrize("checker", ["exec sleep 60", "kill -INT $$; sleep 60"])

@@ -1,4 +1,4 @@
-"""The commands `precast-lint check`, `precast-lint fix` and `precast-lint rule`; precast has them too, by entry points.
+"""The command `precast-lint check`; precast has it too, by an entry point.
 
 Invariants: torch is never imported, and LibCST only if a file has to be parsed; findings go to stdout, notes,
 progress and the summary of fixes to stderr where stdout is for a program.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from precast_lint.running.report import FileReport
     from precast_lint.selecting.settings import LintSettings
 
-__all__ = ["check", "fix", "main", "rule"]
+__all__ = ["check", "main"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _FORMATS = ("full", "concise", "json", "github", "sarif")
@@ -33,8 +33,8 @@ def _codes(*names: str, help: str) -> Callable[[_Command], _Command]:
     return click.option(*names, multiple=True, metavar="CODES", help=help)
 
 
-def _shared(command: _Command) -> _Command:
-    """The options that `check` and `fix` have in common."""
+def _with_options(command: _Command) -> _Command:
+    """Add the argument and the options of `check` that select files, rules and the output."""
     for option in reversed(
         [
             click.argument("paths", nargs=-1, type=click.Path(path_type=Path, allow_dash=True)),
@@ -102,41 +102,38 @@ def main() -> None:
     """Find and fix mixed-precision code that is deprecated, wrong or slow."""
 
 
-@main.command(short_help="Find deprecated and wrong mixed-precision code.")
+@main.command(short_help="Find and fix deprecated and wrong mixed-precision code.")
 @click.option("--fix", "apply", is_flag=True, help="Apply fixes that cannot change results.")
-@_shared
-def check(apply: bool, **request: Any) -> None:
+@click.option("--explain", metavar="CODE", help="Explain a rule, or list the rules: ALL.")
+@_with_options
+def check(apply: bool, explain: str | None, **request: Any) -> None:
     """Find mixed-precision code that is deprecated or wrong, in files and folders (- for stdin).
 
-    The code is read, not run. `precast-lint rule CODE` explains a finding. Settings are read from
-    [tool.precast.check] in pyproject.toml.
+    The code is read, not run. `precast-lint check --explain CODE` explains a finding. Settings are
+    read from [tool.precast.check] in pyproject.toml.
     """
-    _main(apply, **request)
+    if explain is not None:
+        _explain(explain)
+    else:
+        _main(apply, **request)
 
 
-@main.command(short_help="Fix deprecated and wrong mixed-precision code.")
-@_shared
-def fix(**request: Any) -> None:
-    """Apply the fixes of `precast-lint check`, and list the findings that remain."""
-    _main(True, **request)
-
-
-@main.command(short_help="Explain a rule of the checker.")
-@click.argument("code", required=False)
-def rule(code: str | None) -> None:
-    """Explain what a rule finds, why it matters and how to fix it; without CODE, list all rules."""
+def _explain(code: str) -> None:
+    """Print the finding, the reason and the fix of a rule; with ALL a line for each rule."""
     from precast_lint.selecting.registry import index, load
 
-    if code is None:
+    if code == "ALL":
         for entry in index().values():
             click.echo(f"{entry.code}  {entry.severity:<11}  {entry.name}")
         return
-    result = load(code)
-    if result is None:
-        raise click.UsageError(f"There is no rule {code!r}. `precast-lint rule` lists all.")
+    rule = load(code)
+    if rule is None:
+        raise click.UsageError(
+            f"--explain: there is no rule {code!r}. `precast-lint check --explain ALL` lists all."
+        )
     from precast_lint.output import pages
 
-    click.echo(pages.page(result), nl=False)
+    click.echo(pages.page(rule), nl=False)
 
 
 def _main(

@@ -37,7 +37,7 @@ def missing_requirement(subject: str, error: ModuleNotFoundError) -> MissingExtr
         return None
     if package == "torch":
         return MissingExtraError(
-            f"{subject} needs PyTorch, which is not installed. Install it: pip install torch. `precast report` "
+            f"{subject} needs PyTorch, which is not installed. Install it: pip install torch. `precast run --merge` "
             "works without it."
         )
     return MissingExtraError(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from precast.cli.options import json_option
+
 if TYPE_CHECKING:
     from precast.weights.native.build import BuildResult
 
@@ -16,7 +18,7 @@ __all__ = ["build"]
 
 
 @click.command(short_help="Compile the native engine for the installed PyTorch.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def build(as_json: bool) -> None:
     """Compile the native engine for the PyTorch that is installed.
 

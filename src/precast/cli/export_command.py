@@ -1,4 +1,4 @@
-"""The commands `precast export`, which writes a model with a policy built in, and `precast diff`, which compares two.
+"""The command `precast export`, which writes a model with a policy built in, and displays of such files.
 
 Invariants: the file is written completely or not at all; progress goes to stderr, and only the result to stdout.
 """
@@ -13,18 +13,12 @@ from typing import Any, Final
 
 import click
 
-from precast.policy.values import canonical_dtype
+from precast.cli.exit_codes import ExitCode
+from precast.cli.options import dtype_option, json_option, policy_option
 
-__all__ = ["diff", "explain_file", "export"]
+__all__ = ["explain_difference", "explain_file", "export"]
 
 _FORMATS: Final = ("program", "aoti", "onnx")
-
-
-def _dtype(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
-    name = canonical_dtype(value)
-    if value is not None and name not in ("bfloat16", "float16"):
-        raise click.BadParameter(f"{value!r} is no 16-bit dtype. Write bfloat16 or float16.")
-    return name
 
 
 @click.command(short_help="Write a model with a policy's casts built in.")
@@ -36,17 +30,8 @@ def _dtype(_context: click.Context, _option: click.Parameter, value: str | None)
 @click.option(
     "--example", metavar="MODULE:NAME", help="An input of the model, or a function that gives one."
 )
-@click.option(
-    "--policy",
-    default="default",
-    show_default=True,
-    help="A preset, as torch or torch@2.11, or a policy file.",
-)
-@click.option(
-    "--dtype",
-    callback=_dtype,
-    help="bfloat16 or float16.  [default: PyTorch's for the device]",
-)
+@policy_option("default")
+@dtype_option
 @click.option("--out", type=click.Path(path_type=Path), help="The file to write.")
 @click.option(
     "--to",
@@ -64,7 +49,7 @@ def _dtype(_context: click.Context, _option: click.Parameter, value: str | None)
     default=True,
     help="Run the model, the program and the written file on the example, and compare their results.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def export(
     *,
     model: str | None,
@@ -152,35 +137,20 @@ def export(
     click.echo(f"{checked}.")
 
 
-@click.command(short_help="Show where two exported programs differ.")
-@click.argument("first", type=click.Path(path_type=Path), required=False)
-@click.argument("second", type=click.Path(path_type=Path), required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def diff(first: Path | None, second: Path | None, as_json: bool) -> None:
-    """Show which operations and weights of two exported programs have other dtypes.
-
-    The exit code is 0 where they have the same, and 1 where they differ.
-    """
-    if first is None or second is None:
-        raise click.UsageError("Name two files of `precast export`.")
+def explain_difference(first: Path, second: Path, as_json: bool) -> None:
+    """Print the operations and weights of two exported programs that have other dtypes, and exit with the answer."""
     from rich.console import Console
 
-    from precast import _torch  # noqa: F401
     from precast.shipping import exported_display, exported_file, exported_reading
 
     one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
     differences = exported_reading.differences_between(one, other)
     if as_json:
-        click.echo(
-            json.dumps(
-                {"equal": not differences, "differences": [vars(each) for each in differences]},
-                indent=2,
-            )
-        )
+        rows = [vars(each) for each in differences]
+        click.echo(json.dumps({"equal": not rows, "differences": rows}, indent=2))
     else:
         Console().print(exported_display.differences_table(differences, first.name, second.name))
-    if differences:
-        sys.exit(1)
+    sys.exit(ExitCode.NO if differences else ExitCode.YES)
 
 
 def _model_and_example(

@@ -1,8 +1,7 @@
 """The command line: each command parses its arguments, calls functions of the packages below, and prints the result.
 
 Invariants: nothing heavy is imported until a command runs, so `--help` and `--version` answer at once. Results go to
-stdout and progress to stderr, so `--json` prints one object and nothing else. The exit code is 0 if the job is done, 1
-if it failed, and 2 for a usage error.
+stdout and progress to stderr, so `--json` prints one object and nothing else. `exit_codes.py` has the exit codes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,17 @@ import click
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
 from precast.cli import build_command, export_command, other_commands, run_command, tune_command
+from precast.cli.exit_codes import ExitCode
+from precast.cli.options import (
+    device_option,
+    dtype_option,
+    json_option,
+    policy_option,
+    seed_option,
+)
 from precast.errors import PolicyError, PrecastError
 
 __all__ = ["main"]
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class _Commands(click.Group):
@@ -87,9 +92,7 @@ def main() -> None:
 
 main.add_command(build_command.build)
 main.add_command(run_command.run)
-main.add_command(run_command.report_)
 main.add_command(export_command.export)
-main.add_command(export_command.diff)
 main.add_command(tune_command.tune)
 
 
@@ -97,11 +100,9 @@ main.add_command(tune_command.tune)
 @click.argument("task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard")
 @click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
 @click.option("--steps", type=click.IntRange(min=10), help="Training steps of each run.")
-@click.option("--device", help="cpu, cuda or cuda:1.  [default: cuda if there is one]")
-@click.option("--dtype", help="bfloat16 or float16.  [default: float16 on cuda, bfloat16 on cpu]")
-@click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Random seed."
-)
+@device_option("cuda if there is one")
+@dtype_option
+@seed_option
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -109,7 +110,7 @@ main.add_command(tune_command.tune)
     show_default=True,
     help="File of the picture.",
 )
-@_as_json
+@json_option
 def demo(
     *,
     task: str,
@@ -154,7 +155,7 @@ def demo(
 
 
 @main.command(short_help="Measure how fast this machine is in each dtype.")
-@_as_json
+@json_option
 def doctor(as_json: bool) -> None:
     """Measure how fast this machine is in each dtype, and advise which one to use.
 
@@ -182,13 +183,8 @@ def doctor(as_json: bool) -> None:
     metavar="MODULE:NAME",
     help="An input of the model, or a function that gives one: the model is run on it once.",
 )
-@click.option(
-    "--policy",
-    default="default",
-    show_default=True,
-    help="A preset, as torch or torch@2.11, or a policy file.",
-)
-@click.option("--device", help="Device type, for an operation.  [default: cpu and cuda]")
+@policy_option("default")
+@device_option("cpu and cuda, for an operation")
 @click.option("--module", help="Name of the module in which the operation runs.")
 @click.option(
     "--exported",
@@ -198,10 +194,10 @@ def doctor(as_json: bool) -> None:
 @click.option(
     "--diff",
     nargs=2,
-    metavar="POLICY POLICY",
-    help="Compare two policies, as in --diff torch@2.11 torch@2.12.",
+    metavar="A B",
+    help="Compare two policies, as in --diff torch@2.11 torch@2.12, or two files of `precast export`.",
 )
-@_as_json
+@json_option
 def explain(
     *,
     diff: tuple[str, str] | None,
@@ -222,13 +218,15 @@ def explain(
     module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
     of its keyword arguments.
 
-    With --diff: the operations whose rule differs between the two policies, on which devices, and
-    the effect on dtypes and memory. The exit code is then 0 if the rules are the same, and 1 if
-    they differ.
+    With --diff: the operations whose rule differs between two policies, on which devices, and the
+    effect on dtypes and memory; or the operations and weights that have other dtypes in two files of
+    `precast export`. The exit code is then 0 if nothing differs, else 1.
     """
     if diff is not None:
         if any((operation, exported, model, example, device, module)):
-            raise click.UsageError("--diff takes two policies, and nothing else but --json.")
+            raise click.UsageError(
+                "--diff takes two policies or two files of `precast export`, and no option but --json."
+            )
         _explain_difference(*diff, as_json)
         return
     if exported is not None:
@@ -259,7 +257,7 @@ def explain(
             examples = () if example is None else (python_objects.load_example(example),)
         report = explain_.explain_model(network, chosen, *examples)
     else:
-        devices = (device,) if device else ("cpu", "cuda")
+        devices = (device.partition(":")[0],) if device else ("cpu", "cuda")
         report = operation_.explain_operation(str(operation), chosen, devices, module)
     if as_json:
         _print_json(report.to_dict())
@@ -268,8 +266,15 @@ def explain(
 
 
 def _explain_difference(before: str, after: str, as_json: bool) -> None:
-    """Print the differences of two policies. The exit code is 1 if there are some, as in `precast diff`."""
+    """Print the differences of two policies, or of two exported programs, and exit with the answer."""
     _require_torch()
+    are_programs = {_is_program(name) for name in (before, after)}
+    if are_programs == {True}:
+        export_command.explain_difference(Path(before), Path(after), as_json)
+    if True in are_programs:
+        raise click.UsageError(
+            f"--diff: {before} and {after} are a policy and an exported program. Name two of a kind."
+        )
     from rich.console import Console
 
     from precast.policy.difference import explain_difference
@@ -279,8 +284,14 @@ def _explain_difference(before: str, after: str, as_json: bool) -> None:
         _print_json(difference.to_dict())
     else:
         Console().print(difference.render())
-    if difference:
-        sys.exit(1)
+    sys.exit(ExitCode.NO if difference else ExitCode.YES)
+
+
+def _is_program(name: str) -> bool:
+    """Return True for a file of `precast export`, as far as its name and its first bytes show."""
+    import zipfile
+
+    return name.endswith(".pt2") or zipfile.is_zipfile(name)
 
 
 def _require_torch() -> None:

@@ -1,4 +1,4 @@
-"""Commands of other distributions: those of precast-lint are `precast check`, `fix` and `rule`.
+"""Commands of other distributions: that of precast-lint is `precast check`.
 
 Invariants: a distribution names its commands in the entry point group `precast.commands`, and nothing of it is imported
 before its command, or the help text of `precast`, is requested.
@@ -11,7 +11,6 @@ import click
 __all__ = ["GROUP", "find", "names"]
 
 GROUP = "precast.commands"
-_OF_THE_CHECKER = ("check", "fix", "rule")
 
 
 def names() -> list[str]:
@@ -25,14 +24,14 @@ def find(name: str) -> click.Command | None:
     """Return the command of that name; None if no distribution has it.
 
     Raises:
-        click.ClickException: it is a command of precast-lint, which is not installed.
+        click.ClickException: it is the command of precast-lint, which is not installed.
     """
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP, name=name):
         command: click.Command = point.load()
         return command
-    if name in _OF_THE_CHECKER:
+    if name == "check":
         raise click.ClickException(
             f"`precast {name}` is a command of precast-lint, which is not installed. Install it, in a clone "
             "of precast: pip install ./lint. It needs no PyTorch."

@@ -1,7 +1,7 @@
-"""The commands `precast run` and `precast report`.
+"""The command `precast run`.
 
-Invariants: torch is imported when the program that is run imports it, and never for `report`. The exit code of `run` is
-the program's; where nothing was run it is 2 if the command was used wrongly, and 1 if an extra is missing.
+Invariants: torch is imported when the program that is run imports it, and never for `--merge`. The exit code is the
+program's; where nothing was run it is 2 if the command was used wrongly, and 1 if an extra is missing.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from pathlib import Path
 
 import click
 
+from precast.cli.options import policy_option
 from precast.errors import MissingExtraError, PolicyError
 
-__all__ = ["report_", "run"]
+__all__ = ["run"]
 
 _DEFAULT = Path("precast-report.html")
 _DTYPES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
@@ -35,12 +36,7 @@ def _steps(text: str) -> tuple[int, int]:
 @click.option(
     "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
 )
-@click.option(
-    "--policy",
-    default="torch",
-    show_default=True,
-    help="A preset, as torch or torch@2.11, or a policy file.",
-)
+@policy_option("torch")
 @click.option(
     "--report",
     "page",
@@ -65,6 +61,12 @@ def _steps(text: str) -> tuple[int, int]:
 )
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
 @click.option("--health", is_flag=True, help="Also watch for overflow and underflow.")
+@click.option(
+    "--merge",
+    "merges",
+    is_flag=True,
+    help="Run nothing: write the report of the files that --json wrote, one for each rank.",
+)
 def run(
     program: str | None,
     arguments: tuple[str, ...],
@@ -76,13 +78,22 @@ def run(
     steps: tuple[int, int],
     opens: bool,
     health: bool,
+    merges: bool,
 ) -> None:
     """Run a training or inference script unchanged and write a report on its precision.
 
     The script's autocast regions follow the policy. With the policy `torch`, the default, results
     are those of `python SCRIPT`. Everything after SCRIPT is passed to the script. The exit code is
     that of the script; at its end, precast prints a summary to stderr.
+
+    With --merge the arguments are the files that --json wrote in the processes of one run, on this
+    machine or another: precast run --merge --report all.html rank0.json rank1.json
     """
+    if merges:
+        if is_module or opens or health:
+            raise click.UsageError("--merge takes files, and no option but --report and --json.")
+        _merge([Path(name) for name in (program, *arguments) if name], page or _DEFAULT, as_json)
+        return
     if program is None:
         raise click.UsageError("expected a script, as in `precast run train.py`")
     from precast import report
@@ -130,36 +141,17 @@ def _check_policy(policy: str) -> None:
     )
 
 
-@click.command("report", short_help="Make the report of a run from its data.")
-@click.argument(
-    "documents",
-    metavar="FILE...",
-    nargs=-1,
-    type=click.Path(dir_okay=False, path_type=Path),
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=_DEFAULT,
-    show_default=True,
-    help="Output file.",
-)
-@click.option(
-    "--json",
-    "as_json",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the merged data as JSON.",
-)
-def report_(documents: tuple[Path, ...], output: Path, as_json: Path | None) -> None:
-    """Make the report of a run from the files of `precast run --json`, one for each rank."""
+def _merge(documents: list[Path], page: Path, as_json: Path | None) -> None:
+    """Write the report of the processes of one run, and print its path."""
     if not documents:
-        raise click.UsageError("Name the files that `precast run --json` wrote, one for each rank.")
+        raise click.UsageError("--merge: name the files that `precast run --json` wrote.")
+    misplaced = next((path for path in documents if str(path).startswith("-")), None)
+    if misplaced is not None:
+        raise click.UsageError(f"--merge: write {misplaced} before the files.")
     from precast import report
 
     merged = report.merge([report.load(path) for path in documents])
     if as_json is not None:
         report.save(merged, as_json)
-    report.write(merged, output)
-    click.echo(str(output))
+    report.write(merged, page)
+    click.echo(str(page))

@@ -1,7 +1,7 @@
 """The command `precast tune`: a search for the best policy of a model on this machine.
 
 Invariants: files that `precast tune` did not write are never replaced; Ctrl-C writes the best policy that is proven by
-then, and the exit code is 1; an undecided comparison ends with the exit code 4.
+then, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from click.core import ParameterSource
+
+from precast.cli.exit_codes import ExitCode
+from precast.cli.options import json_option, seed_option
 
 if TYPE_CHECKING:
     from precast.cli.tune_inputs import Inputs
@@ -33,8 +36,16 @@ _OUTCOMES: Final = {
     "does not hold": "it does not hold here",
     "cannot tell": "could not tell whether it holds here",
 }
-_UNDECIDED: Final = 4
-"""The exit code of an undecided comparison."""
+_SEARCH_CODES: Final = {
+    "proven": ExitCode.YES,
+    "interrupted": ExitCode.NO,
+    "undecided": ExitCode.UNDECIDED,
+}
+_CHECK_CODES: Final = {
+    "holds": ExitCode.YES,
+    "does not hold": ExitCode.NO,
+    "cannot tell": ExitCode.UNDECIDED,
+}
 
 
 class _Tune(click.Command):
@@ -95,8 +106,13 @@ class _Tune(click.Command):
     metavar="MODULE:NAME",
     help="A function of model and batch, compared after training, or alone for inference; smaller is better.",
 )
-@click.option("--base", default="default", show_default=True, help="The policy to change.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Random seed.")
+@click.option(
+    "--base",
+    default="default",
+    show_default=True,
+    help="The policy to change: a preset or a policy file.",
+)
+@seed_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -105,11 +121,11 @@ class _Tune(click.Command):
     help="Policy file; the evidence is written next to it.",
 )
 @click.option(
-    "--html",
+    "--report",
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Page file.  [default: next to --out]",
+    help="Output file of the report.  [default: next to --out]",
 )
 @click.option(
     "--check",
@@ -117,7 +133,7 @@ class _Tune(click.Command):
     metavar="FILE",
     help="Measure this policy again, in 1m, and search nothing.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def tune(
     *,
     model: str | None,
@@ -207,7 +223,7 @@ def tune(
     result.save(out, page=page_path if makes_page else False)
     paths = {"policy": out, "evidence": out.with_suffix(".json")}
     _print(result, {**paths, **({"page": page_path} if makes_page else {})}, as_json)
-    sys.exit({"proven": 0, "interrupted": 1, "undecided": _UNDECIDED}[result.outcome])
+    sys.exit(_SEARCH_CODES[result.outcome])
 
 
 def _check(path: Path, inputs: Inputs, explicit: dict[str, Any], seed: int, as_json: bool) -> None:
@@ -232,7 +248,7 @@ def _check(path: Path, inputs: Inputs, explicit: dict[str, Any], seed: int, as_j
         for reason in result.because:
             lines += wrapped(reason, width, "- ", "  ")
         click.echo("\n".join([*lines, "", *table_lines(result.proof, inputs.task, width)]))
-    sys.exit({"holds": 0, "does not hold": 1, "cannot tell": _UNDECIDED}[result.outcome])
+    sys.exit(_CHECK_CODES[result.outcome])
 
 
 def _question(policy: Policy, explicit: dict[str, Any]) -> CheckQuestion:
@@ -306,7 +322,7 @@ def _check_page(path: Path, *, is_needed: bool) -> bool:
 
     if atomic_write.is_not_ours(path):
         raise click.UsageError(
-            f"cannot write {path}: {atomic_write.NOT_OURS}; name another with --html"
+            f"cannot write {path}: {atomic_write.NOT_OURS}; name another with --report"
         )
     if not path.parent.is_dir():
         raise click.UsageError(f"cannot write {path}: folder {path.parent} not found")

@@ -92,12 +92,12 @@ class SourceCheck:
         shown = file.relative_to(self._folder) if file.is_relative_to(self._folder) else file
         place = f"{shown}:{plain['location']['row']}"
         fix = plain["fix"]
-        advice = f"{fix['message']}: `precast fix` shows and applies it. " if fix else ""
+        advice = f"{fix['message']}: `precast check --fix` shows and applies it. " if fix else ""
         return Finding(
             kind=code,
             title=f"{plain['message']} (`{place}`)",
             cost=FindingCost(),
-            suggestion=f"{advice}`precast rule {code}` explains the finding.",
+            suggestion=f"{advice}`precast check --explain {code}` explains the finding.",
             policy=None,
             where=FindingLocation(source=place),
             severity=plain["severity"],

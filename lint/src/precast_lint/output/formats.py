@@ -68,7 +68,7 @@ def _object(finding: Reported) -> dict[str, Any]:
         "end_location": {"row": finding.end_row, "column": finding.end_column},
         "fix": finding.fix,
         "noqa_row": finding.noqa_row,
-        "url": None,  # the pages have no address: `precast-lint rule CODE` prints them
+        "url": None,  # the pages have no address: `precast-lint check --explain CODE` prints them
     }
 
 
@@ -172,7 +172,7 @@ def summary(reports: Sequence[FileReport]) -> str:
     safe = sum(f.fix is not None and f.fix["applicability"] == "safe" for f in rest)
     unsafe = sum(f.fix is not None and f.fix["applicability"] == "unsafe" for f in rest)
     if safe:
-        lines.append(f"[*] {safe} fixable with `precast-lint fix`.")
+        lines.append(f"[*] {safe} fixable with `precast-lint check --fix`.")
     if unsafe:
         lines.append(
             f"[-] {unsafe} more with `--unsafe-fixes`, which may change what the program does."

@@ -1,4 +1,4 @@
-"""Markdown pages of rules, for `precast-lint rule` and docs/rules/."""
+"""Markdown pages of rules, for `precast-lint check --explain` and docs/rules/."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from precast_lint.selecting.registry import all_rules
 __all__ = ["overview", "page"]
 
 _FIX = {
-    Applicability.SAFE: "There is a safe fix: `precast-lint fix` applies it.",
-    Applicability.UNSAFE: "There is a fix that may change what the program does: `precast-lint fix --unsafe-fixes`.",
+    Applicability.SAFE: "There is a safe fix: `precast-lint check --fix` applies it.",
+    Applicability.UNSAFE: "There is a fix that may change what the program does: `precast-lint check --fix "
+    "--unsafe-fixes`.",
     Applicability.NONE: "There is no fix.",
 }
 
@@ -39,7 +40,8 @@ def overview() -> str:
     definition = (
         "Written by `python -m tools.rule_pages` from the rules themselves. The first digit of a code is its subject: "
         "0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 regions, 4 numbers "
-        "that 16 bits cannot hold. `precast-lint fix` applies safe fixes, and unsafe ones with `--unsafe-fixes`."
+        "that 16 bits cannot hold. `precast-lint check --fix` applies safe fixes, and unsafe ones with "
+        "`--unsafe-fixes`."
     )
     rest = (
         "AMP900: a file that mentions mixed precision is not Python. AMP901: a suppression names a code of these and "
