@@ -128,7 +128,7 @@ def _document(text: str, *options: str, **files: str) -> Any:
 
 
 def _words(document: Any) -> str:
-    return json.dumps(document["verdict"])
+    return json.dumps(document["summary"])
 
 
 @scenario(
@@ -150,10 +150,10 @@ def nothing_in_16_bits() -> None:
     quick=False,
 )
 def no_regions_at_all() -> None:
-    verdict = _document(
+    summary = _document(
         TRAIN.replace('torch.autocast("cpu", dtype=torch.bfloat16)', "torch.enable_grad()")
-    )["verdict"]
-    assert not (verdict["level"] == "good" and "no mixed precision" in json.dumps(verdict)), verdict
+    )["summary"]
+    assert not (summary["level"] == "good" and "no mixed precision" in json.dumps(summary)), summary
 
 
 @scenario(
@@ -166,14 +166,14 @@ def kept_for_backward() -> None:
     kept = []
     for steps in ("2:3", "2:5"):
         document = _document(TRAIN, "--steps", steps)
-        kept.append(_kept(document["verdict"]))
+        kept.append(_kept(document["summary"]))
     assert kept[0] == kept[1], kept
 
 
-def _kept(verdict: Any) -> list[str]:
+def _kept(summary: Any) -> list[str]:
     import re
 
-    return re.findall(r"saved for backward[^.]*", json.dumps(verdict))
+    return re.findall(r"saved for backward[^.]*", json.dumps(summary))
 
 
 @scenario(
@@ -192,5 +192,5 @@ def steps_of_the_report() -> None:
 )
 def lost_steps_are_said() -> None:
     document = _document(OVERFLOWS)
-    assert document["verdict"]["level"] == "bad", document["verdict"]
+    assert document["summary"]["level"] == "bad", document["summary"]
     assert sum(bool(step.get("skipped")) for step in document["steps"]) >= 46

@@ -485,7 +485,7 @@ def test_it_gives_back_its_document(opened: Opened) -> None:
     )
     text = browser.execute_async_script("window.saved.text().then(arguments[0])")
     given = json.loads(text)
-    assert given.pop("verdict")
+    assert given.pop("summary")
     assert report.validate(given) == made
 
 
@@ -552,7 +552,7 @@ def test_the_verdict_needs_no_script(browser: Any, tmp_path: Path) -> None:
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
         browser.get((tmp_path / "report.html").as_uri())
-        text = browser.find_element("id", "verdict").text
+        text = browser.find_element("id", "summary").text
         assert not browser.find_elements("css selector", ".js-plotly-plot")
     finally:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})

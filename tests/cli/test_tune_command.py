@@ -152,7 +152,7 @@ def test_an_undecided_answer_has_its_own_exit_code_and_says_what_would_decide_it
     )
     assert "default" in evidence()["undecided"]
     page = Path("tuned.html").read_text()
-    assert '<div class="verdict undecided">' in page
+    assert '<div class="summary undecided">' in page
     assert '<p class="level">Undecided</p>' in page
     assert "a quieter machine: " in page
 

@@ -1,4 +1,4 @@
-"""Buffers that a skipped iteration wrote: put back if the scaler guards them, named in the verdict if it does not."""
+"""Buffers that a skipped iteration wrote: put back if the scaler guards them, named in the diagnosis if it does not."""
 
 from __future__ import annotations
 

@@ -65,11 +65,11 @@ def test_a_verdict_with_its_reason(kind: str, reason: str, expected: int, loss: 
     with pytest.raises(BrokenModelError) as caught:
         iterate(scaler, parameter, optimizer, math.inf, loss)
     assert scaler.get_scale() == scale, "not another halving"
-    verdict = caught.value.diagnosis
-    assert (verdict.reason, verdict.names) == (reason, ("group 0, parameter 0",))
+    diagnosis = caught.value.diagnosis
+    assert (diagnosis.reason, diagnosis.names) == (reason, ("group 0, parameter 0",))
     for part in (f"iteration {expected - 1} was", f"at scale {scale:g}", "parameter 0", "Look at"):
         assert part in str(caught.value)
-    assert pickle.loads(pickle.dumps(caught.value)).diagnosis == verdict
+    assert pickle.loads(pickle.dumps(caught.value)).diagnosis == diagnosis
     assert bits(parameter) == before
     iterate(scaler, parameter, optimizer, 1.0, 1.0)  # whoever goes on, goes on
     assert bits(parameter) != before

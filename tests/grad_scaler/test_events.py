@@ -199,11 +199,11 @@ def test_events_come_to_observers_with_verdicts() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with observe(seen.append):
         take(scaler, model, optimizer, bad=("0.bias",))
-    step, verdict = seen
+    step, diagnosis = seen
     assert isinstance(step, StepEvent)
-    assert isinstance(verdict, precast.events.ScalerDiagnosis)
-    assert (verdict.reason, verdict.step, verdict.scale) == ("skips", 0, 2.0**-14)
-    assert verdict.names == ("group 0, parameter 1",)
+    assert isinstance(diagnosis, precast.events.ScalerDiagnosis)
+    assert (diagnosis.reason, diagnosis.step, diagnosis.scale) == ("skips", 0, 2.0**-14)
+    assert diagnosis.names == ("group 0, parameter 1",)
 
 
 # --- what a step is asked for ---

@@ -1,4 +1,4 @@
-"""A verdict is only for what no lower scale and no next batch mends: runs that recover are not stopped, others are."""
+"""A diagnosis is for what no lower scale and no next batch mends: runs that recover are not stopped, others are."""
 
 from __future__ import annotations
 
@@ -368,7 +368,7 @@ def test_a_scale_that_the_user_keeps_still_is_told_as_well() -> None:
     assert caught.value.diagnosis.reason == "floor"
 
 
-# --- what a verdict says ---
+# --- what a diagnosis says ---
 
 
 def strict() -> GradScaler:

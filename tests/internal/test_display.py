@@ -221,7 +221,7 @@ def test_a_document_shows_its_verdict_and_is_a_dict_in_all_else(tmp_path: Path) 
     report.save(document(), tmp_path / "run.json")
     loaded = report.load(tmp_path / "run.json")
     texts = shown(loaded).texts
-    headline = loaded["verdict"]["headline"]  # type: ignore[typeddict-item]
+    headline = loaded["summary"]["headline"]  # type: ignore[typeddict-item]
     assert headline.replace("`", "") in "".join(texts)
     assert "`" not in "".join(texts)
     assert type(dict(loaded)) is dict

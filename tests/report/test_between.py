@@ -93,7 +93,7 @@ def test_the_operations_and_lines_are_named_and_the_file_mends_it(
 ) -> None:
     made = run(tmp_path, *changes)
     assert made["run"]["skipped"] == 4
-    advice = made["verdict"]["first"]
+    advice = made["summary"]["first"]
     assert advice["text"].startswith(
         "Run `energy` in float32. This helps if its results are small enough for what follows"
     )
@@ -123,7 +123,7 @@ def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
 ) -> None:
     made = run(tmp_path, THE_MODEL_ITSELF)
     assert made["run"]["skipped"] == 4
-    advice = made["verdict"]["first"]
+    advice = made["summary"]["first"]
     assert advice["text"].startswith("Compute these lines in float32: put them into")
     assert f"the code between `k` and `out` ran in float16: {RAN}." in advice["text"]
     assert advice["policy"] is None
@@ -134,11 +134,11 @@ def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
 @pytest.mark.trial("report: look at the code before")
 def test_without_a_trace_the_place_is_said_and_how_to_know_more(tmp_path: Path) -> None:
     made = run(tmp_path, options=("--steps", "50:51"))
-    advice = made["verdict"]["first"]
+    advice = made["summary"]["first"]
     assert advice["text"].startswith("Look at the code between `energy.k` and `energy.out`.")
     assert advice["text"].endswith("where a step is traced, as by `--steps 1:2`.")
     assert advice["policy"] is None
-    advice = run(tmp_path, options=("--steps", "1:2"))["verdict"]["first"]
+    advice = run(tmp_path, options=("--steps", "1:2"))["summary"]["first"]
     place = "In step 1, which was traced, the code between `energy.k` and `energy.out` ran"
     assert f"{place} in float16: {RAN}." in advice["text"]
 

@@ -27,9 +27,9 @@ from tests.support.reports import document_of, seen, summary, summary_of, summar
 
 
 def told(made: Any) -> str:
-    judged = summary_of(made)
-    parts = [judged["headline"], *judged["precision"], *judged["problems"], *judged["notes"]]
-    first = judged["first"]
+    summary = summary_of(made)
+    parts = [summary["headline"], *summary["precision"], *summary["problems"], *summary["notes"]]
+    first = summary["first"]
     return " ".join([*parts, *((first["text"], first["gain"]) if first else ())])
 
 
@@ -127,36 +127,36 @@ def test_a_validation_that_is_nan_is_seen_although_the_training_is_well() -> Non
             criterion(torch.ones(1), torch.zeros(1))
 
     made = seen(program, health=True)
-    judged = summary_of(made)
-    assert judged["headline"].startswith("An output was infinite or NaN in 1 of 2 calls without")
-    assert "`MSELoss`" in judged["headline"]
-    assert judged["level"] == "bad"
+    summary = summary_of(made)
+    assert summary["headline"].startswith("An output was infinite or NaN in 1 of 2 calls without")
+    assert "`MSELoss`" in summary["headline"]
+    assert summary["level"] == "bad"
 
 
 def test_a_dtype_that_the_machine_emulates_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for ratio, is_slow in ((0.3, True), (1.0, False)):
         monkeypatch.setattr(machine_speed, "matmul_speed", lambda *_, ratio=ratio: ratio)
-        judged = summary_of(seen(Train(torch.float16), measures=True))
-        assert ("makes this run slower" in judged["headline"]) is is_slow
+        summary = summary_of(seen(Train(torch.float16), measures=True))
+        assert ("makes this run slower" in summary["headline"]) is is_slow
 
 
 # --- whether there is mixed precision ---
 
 
 def test_a_run_in_16_bits_is_said_to_work() -> None:
-    judged = summary_of(seen(Train()))
-    assert judged["headline"].startswith("Mixed precision ")
-    assert judged["level"] != "neutral"
+    summary = summary_of(seen(Train()))
+    assert summary["headline"].startswith("Mixed precision ")
+    assert summary["level"] != "neutral"
 
 
 def test_a_policy_that_lets_nothing_run_in_16_bits_does_not_work(tmp_path: Path) -> None:
     made = seen(Train(), policy_of(tmp_path, '[ops.cpu]\nlinear = "fp32"\n'))
-    judged = summary_of(made)
+    summary = summary_of(made)
     assert "works" not in told(made)
-    assert judged["headline"].startswith("Nothing ran in 16 bits")
-    assert judged["level"] == "neutral"
-    assert judged["first"] is not None
-    assert '`base = "default"`' in judged["first"]["text"]
+    assert summary["headline"].startswith("Nothing ran in 16 bits")
+    assert summary["level"] == "neutral"
+    assert summary["first"] is not None
+    assert '`base = "default"`' in summary["first"]["text"]
 
 
 def test_a_run_in_float32_is_not_said_to_be_well() -> None:
@@ -317,12 +317,12 @@ def nan_in_step(bad: int) -> Callable[[int, nn.Sequential], object]:
 def test_a_loss_that_is_nan_is_not_nothing_wrong() -> None:
     for dtype in (None, torch.bfloat16):
         made = seen(Train(dtype, change=nan_in_step(4)))
-        judged = summary_of(made)
+        summary = summary_of(made)
         assert (
-            judged["headline"] == "The loss was infinite or NaN in 2 of 6 steps, first in step 4."
+            summary["headline"] == "The loss was infinite or NaN in 2 of 6 steps, first in step 4."
         )
-        assert judged["level"] == "bad"
-        assert "--health" in str(judged["first"])
+        assert summary["level"] == "bad"
+        assert "--health" in str(summary["first"])
     assert "nothing wrong" not in told(made)
 
 
@@ -490,9 +490,9 @@ def test_ranks_without_a_document_are_not_said_to_be_well() -> None:
     ranks = [document(rank=i, world_size=4, overflow_at=None, layers=1) for i in (0, 2)]
     for each in ranks:
         each["trace"] = None
-    judged = summary_of_ranks(ranks)
-    assert "All 2 ranks" not in judged["headline"]
-    assert judged["headline"].startswith("Ranks 1 and 3 of 4 have no document here")
+    summary = summary_of_ranks(ranks)
+    assert "All 2 ranks" not in summary["headline"]
+    assert summary["headline"].startswith("Ranks 1 and 3 of 4 have no document here")
 
 
 def test_steps_that_are_not_shown_are_not_said_to_be_spread_evenly() -> None:
@@ -558,7 +558,7 @@ def run(folder: Path, *options: str) -> Any:
 def test_the_policy_file_against_an_overflow_mends_it_under_run(tmp_path: Path) -> None:
     before = run(tmp_path)
     assert before["run"]["skipped"] == 1
-    advice = before["verdict"]["first"]
+    advice = before["summary"]["first"]
     assert advice["policy"] == 'base = "torch"\n\n[modules]\n"2" = "fp32"\n'
     (tmp_path / "pasted.toml").write_text(advice["policy"])
     after = run(tmp_path, "--policy", "pasted.toml")

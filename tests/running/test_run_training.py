@@ -450,14 +450,14 @@ def test_a_run_whose_scaler_would_give_up_goes_on_as_alone(
     document = run.document
     assert document["run"]["steps"] == 60
     assert [step["skipped"] for step in document["steps"]] == [step > 8 for step in range(60)]
-    [verdict] = document["verdicts"]
-    assert verdict["reason"] == reason
-    assert verdict["step"] == (
+    [diagnosis] = document["diagnoses"]
+    assert diagnosis["reason"] == reason
+    assert diagnosis["step"] == (
         51 if kind == "floor" else 48
     )  # the fortieth skipped, there after the scale has fallen
-    assert verdict["names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert diagnosis["names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
     said = " ".join(line.strip() for line in run.ours)
-    assert f"At step {verdict['step']} no lower scale would have helped" in said
+    assert f"At step {diagnosis['step']} no lower scale would have helped" in said
 
 
 def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path: Path) -> None:
@@ -468,8 +468,8 @@ def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path:
     assert "BrokenModelError" in plain.stderr
     assert (run.code, run.stdout) == (plain.code, plain.stdout)
     assert run.theirs[-1].startswith("precast.errors.BrokenModelError: ")
-    [verdict] = run.document["verdicts"]
-    assert verdict["step"] == len(plain.stdout.splitlines())
+    [diagnosis] = run.document["diagnoses"]
+    assert diagnosis["step"] == len(plain.stdout.splitlines())
 
 
 OVERFLOW = Path(__file__).parents[2] / "examples" / "overflow.py"
@@ -491,7 +491,7 @@ def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> Non
         said = " ".join(line.strip() for line in run.ours)
         if lost:
             [problem] = became["problems"]
-            assert problem in " ".join(run.document["verdict"]["problems"])
+            assert problem in " ".join(run.document["summary"]["problems"])
             assert (
                 "'blocks.2.mpl.2' matches no module of the model; did you mean blocks.2.mlp.2"
                 in said

@@ -58,9 +58,9 @@ def test_findings_of_precast_lint_are_in_the_report_of_a_run(tmp_path: Path) -> 
         ("error", "AMP203", "program.py:12"),
         ("warning", "AMP006", "helper.py:2"),
     ]
-    verdict = run.document["verdict"]
-    assert verdict["level"] == "warning"
-    assert "`clip_grad_norm_` clipped" in verdict["headline"]
+    summary = run.document["summary"]
+    assert summary["level"] == "warning"
+    assert "`clip_grad_norm_` clipped" in summary["headline"]
     text = " ".join(" ".join(run.ours).split())
     assert "precast-lint finds an error (AMP203): " in text
     assert "precast-lint has 1 warning on the program's files" in text

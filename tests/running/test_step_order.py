@@ -112,9 +112,9 @@ def test_clipping_of_scaled_gradients_is_a_finding_with_its_line(
     assert finding["where"]["source"].endswith(f" in {step.__name__}")
     assert "(1024), in 3 " in finding["title"] or "(1024), in 6 " in finding["title"]
     assert "a limit of 1 acts as 0.00098" in finding["suggestion"]
-    verdict = summary_of(document)
-    assert (verdict["level"], verdict["headline"]) == ("warning", finding["title"] + ".")
-    assert "scaler.unscale_(optimizer)" in verdict["first"]["text"]
+    summary = summary_of(document)
+    assert (summary["level"], summary["headline"]) == ("warning", finding["title"] + ".")
+    assert "scaler.unscale_(optimizer)" in summary["first"]["text"]
 
 
 def unscale_then_clip(it: Program) -> None:

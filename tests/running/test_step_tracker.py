@@ -119,7 +119,7 @@ def test_a_broken_run_is_told_of_by_the_same_number(bad: str, number: int) -> No
     assert diagnosis.step == number
     assert diagnosis.first is not None
     assert diagnosis.first.step == number
-    assert [verdict["step"] for verdict in made["verdicts"]] == [number]
+    assert [diagnosis["step"] for diagnosis in made["diagnoses"]] == [number]
     steps = [event for event in gan.events if isinstance(event, precast.events.StepEvent)]
     assert [event.step for event in steps] == list(range(2 * ITERATIONS))
     assert [event.step for event in steps if event.skipped] == [number]

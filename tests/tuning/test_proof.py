@@ -18,7 +18,7 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning import training
 from precast.tuning.intervals import Interval
-from precast.tuning.proof import prove, verdict_of
+from precast.tuning.proof import outcome_of, prove
 from precast.tuning.setups import Setup, Workload
 from precast.tuning.training import TrainingTask
 
@@ -185,7 +185,7 @@ def test_without_times_what_is_slower_is_trained_as_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "verdict"),
+    ("low", "high", "outcome"),
     [
         (-0.5, -0.02, "better"),
         (-0.5, 0.009, "equal"),
@@ -197,5 +197,5 @@ def test_without_times_what_is_slower_is_trained_as_the_others() -> None:
         (math.nan, math.nan, "cannot tell"),
     ],
 )
-def test_a_verdict_is_of_the_whole_interval(low: float, high: float, verdict: str) -> None:
-    assert verdict_of(Interval(low, (low + high) / 2, high), 0.01) == verdict
+def test_an_outcome_is_of_the_whole_interval(low: float, high: float, outcome: str) -> None:
+    assert outcome_of(Interval(low, (low + high) / 2, high), 0.01) == outcome

@@ -284,7 +284,8 @@ def test_a_search_can_be_repeated() -> None:
     first, second = tune(seed=3), tune(seed=3)
     assert first.policy == second.policy
     curves = [
-        [each.curves for each in found._evidence.proof.figures.values()] for found in (first, second)
+        [each.curves for each in found._evidence.proof.figures.values()]
+        for found in (first, second)
     ]
     assert curves[0] == curves[1]
 

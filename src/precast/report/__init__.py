@@ -1,4 +1,4 @@
-"""The data of traces and runs (`schema.py`), the document of a run (`document.py`), its verdict, and its HTML page.
+"""The data of traces and runs (`schema.py`), the document of a run (`document.py`), its summary, and its HTML page.
 
 Nothing in this package loads PyTorch: a document can be read where it is not installed.
 """

@@ -1,6 +1,6 @@
 """The document of a run, as JSON: created, validated, loaded, saved, and merged from several ranks.
 
-Invariants: `load` reads the files of `save`, which computes the verdict anew. Both raise an error with the path of a
+Invariants: `load` reads the files of `save`, which computes the summary anew. Both raise an error with the path of a
 value that does not match `schema.py`. Unknown keys are preserved. A merged document contains the documents of all
 ranks unchanged, the lowest rank first.
 """
@@ -43,7 +43,7 @@ _PER_STEP = (
 
 
 class DisplayedDocument(dict[str, Any]):
-    """A valid document: a dict, for which a notebook displays the command and the verdict."""
+    """A valid document: a dict, for which a notebook displays the command and the summary."""
 
     def _repr_html_(self) -> str:
         documents = _read(self)
@@ -122,14 +122,14 @@ def checked(
 
 
 def save(document: RunDocument | MergedDocument | dict[str, Any], path: str | Path) -> None:
-    """Write a document and its verdict as JSON, completely or not at all.
+    """Write a document and its summary as JSON, completely or not at all.
 
     Raises:
         ReportError: the document does not match the schema.
         OutputError: the file could not be written. An existing file is not changed.
     """
     plain, ranks = checked(document)
-    complete = {**plain, "verdict": as_json(summary_of_ranks(ranks))}
+    complete = {**plain, "summary": as_json(summary_of_ranks(ranks))}
     text = json.dumps(complete, allow_nan=False, separators=(",", ":"))
     atomic_write.replace_own(Path(path), text.encode() + b"\n")
 

@@ -1,7 +1,7 @@
 """The report as one HTML file, which needs no network and no server.
 
 Invariants: all text of the user's program is escaped, in HTML by the template and in the data as JSON without `<`, so
-that it cannot end a tag; the page's content security policy forbids every request. The verdict and the findings need
+that it cannot end a tag; the page's content security policy forbids every request. The summary and the findings need
 no script.
 """
 
@@ -52,7 +52,7 @@ def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["marked"] = _marked
     data = {
-        "document": {**plain, "verdict": as_json(overall)},
+        "document": {**plain, "summary": as_json(overall)},
         "chosen": chosen,
         "parts": [
             {
@@ -64,7 +64,7 @@ def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
     }
     page: str = environment.from_string(asset("page.html.jinja")).render(
         title=" ".join(every[0].run.command) or "a run",
-        verdict=overall,
+        summary=overall,
         parts=[_part(each) for each in every],
         chosen=chosen,
         version=version.__version__,
@@ -122,7 +122,7 @@ def _part(document: RunDocument) -> dict[str, Any]:
     return {
         "rank": rank,
         "label": "The process" if rank is None else f"Rank {rank}",
-        "verdict": summary_of(document),
+        "summary": summary_of(document),
         "facts": [(name, value) for name, value in _facts(document).items() if value],
         "findings": [_card(each) for each in groups if each.is_telling],
         "small": omitted if small else "",

@@ -1,4 +1,4 @@
-"""The verdict on a run of one or several processes: common sentences, and the differences between ranks.
+"""The summary of a run of one or several processes: common sentences, and the differences between ranks.
 
 Invariants: a sentence of all ranks occurs once, and a sentence of some ranks with their numbers; a rank without a
 document is named.
@@ -30,7 +30,7 @@ def worst(documents: list[RunDocument]) -> int:
 
 
 def summary_of_ranks(documents: list[RunDocument]) -> RunSummary:
-    """Return the verdict on all documents of a run."""
+    """Return the summary of all documents of a run."""
     each = [summary_of(document) for document in documents]
     if len(each) == 1:
         return each[0]

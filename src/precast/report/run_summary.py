@@ -1,4 +1,4 @@
-"""The verdict on a process, in sentences: its precision, its problems, and the first thing to do.
+"""The summary of a process, in sentences: its precision, its problems, and the first thing to do.
 
 Invariants: every number in a sentence is from the document; parts that were not watched are named, and never count as
 healthy; wrong values come before slow operations; a gain is at most a measured cost, and no sentence claims a gain over
@@ -63,7 +63,7 @@ _BAD = 0.1  # of the steps: where more are skipped or have a loss that is not fi
 
 
 def summary_of(document: RunDocument) -> RunSummary:
-    """Return the verdict on the document of one process."""
+    """Return the summary of the document of one process."""
     costs = _costly(document)
     problems = [
         *_ending(document),

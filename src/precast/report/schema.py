@@ -416,9 +416,9 @@ class RunDocument:
     """The results of a monitor."""
     findings: list[Finding]
     """All findings, those of `trace` and of `precast-lint` included. In files of earlier versions, those on numbers."""
-    diagnoses: list[ScalerDiagnosis] = may_be_missing(factory=list, key="verdicts")
+    diagnoses: list[ScalerDiagnosis] = may_be_missing(factory=list)
     """The steps at which neither a lower scale nor the next batch had helped."""
-    summary: RunSummary | None = may_be_missing(is_left_out=True, key="verdict")
+    summary: RunSummary | None = may_be_missing(is_left_out=True)
     """The run in sentences, written anew whenever the document is saved."""
 
 
@@ -434,5 +434,5 @@ class MergedDocument:
     """The time at which it was merged, in UTC."""
     ranks: list[RunDocument]
     """The documents, by rank."""
-    summary: RunSummary | None = may_be_missing(is_left_out=True, key="verdict")
+    summary: RunSummary | None = may_be_missing(is_left_out=True)
     """The whole run in sentences."""

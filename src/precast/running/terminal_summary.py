@@ -42,7 +42,7 @@ def summary(document: RunDocument, where: list[str]) -> str:
         where: sentences that come last, such as the names of the written files.
     """
     sentences = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
-    return said(*sentences, *_verdict(document)) + _first_step(document) + said(*where)
+    return said(*sentences, *_summary(document)) + _first_step(document) + said(*where)
 
 
 def said(*sentences: str) -> str:
@@ -80,15 +80,15 @@ def _skips(document: RunDocument) -> Iterator[str]:
     yield from beyond_scale(document)
 
 
-def _verdict(document: RunDocument) -> Iterator[str]:
+def _summary(document: RunDocument) -> Iterator[str]:
     """Yield the sentences of the report's first screen, without the end of the run."""
     headline = ""
     if document.run.steps:
-        verdict = summary_of(document)
+        summary = summary_of(document)
         if document.run.ended != "exception":
-            headline = verdict.headline
+            headline = summary.headline
             yield _plain(headline)
-        yield from map(_plain, verdict.precision[1:2] or verdict.precision[:1])
+        yield from map(_plain, summary.precision[1:2] or summary.precision[:1])
     yield from (_plain(each) for each in code_mistakes(document) if each != headline)
     yield from map(_plain, lint_warnings(document))
 

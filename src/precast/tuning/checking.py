@@ -19,14 +19,14 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.costs import Objective
 from precast.tuning.judging import Judge, duration_text
-from precast.tuning.proof import Proof, SetupComparison, Verdict, prove
+from precast.tuning.proof import ComparisonOutcome, Proof, SetupComparison, prove
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
 from precast.tuning.tuner import task_of
 
 __all__ = ["CheckQuestion", "PolicyCheck", "check"]
 
 Outcome = Literal["holds", "does not hold", "cannot tell"]
-_OUTCOMES: Final[dict[Verdict, Outcome]] = {
+_OUTCOMES: Final[dict[ComparisonOutcome, Outcome]] = {
     "better": "holds",
     "equal": "holds",
     "cannot tell": "cannot tell",

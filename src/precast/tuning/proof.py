@@ -27,10 +27,17 @@ from precast.tuning.intervals import UNKNOWN, Interval, mean_interval, median_in
 from precast.tuning.setups import FLOAT32, Setup
 from precast.tuning.tasks import ModelTrial, TuningTask
 
-__all__ = ["Proof", "SetupComparison", "SetupFigures", "Verdict", "compare", "is_time_decided"]
-__all__ += ["prove", "verdict_of"]
+__all__ = [
+    "ComparisonOutcome",
+    "Proof",
+    "SetupComparison",
+    "SetupFigures",
+    "compare",
+    "is_time_decided",
+]
+__all__ += ["outcome_of", "prove"]
 
-Verdict = Literal["better", "equal", "worse", "cannot tell"]
+ComparisonOutcome = Literal["better", "equal", "worse", "cannot tell"]
 _SMALLEST: Final = 1e-6
 """The smallest loss that a difference is divided by, as a share of the largest loss."""
 
@@ -74,9 +81,9 @@ class SetupComparison:
     """The comparison of one setup with another.
 
     Attributes:
-        loss: the verdict on the loss. "equal" is within the tolerance.
+        loss: the outcome for the loss. "equal" is within the tolerance.
         difference: the relative difference of the losses; below zero is better.
-        time: the verdict on the time.
+        time: the outcome for the time.
         ratio: the time of a step as a share of the other's.
         seeds: the number of pairs of losses.
         because: why the loss is worse, where no interval decides that.
@@ -84,9 +91,9 @@ class SetupComparison:
 
     name: str
     against: str
-    loss: Verdict
+    loss: ComparisonOutcome
     difference: Interval
-    time: Verdict
+    time: ComparisonOutcome
     ratio: Interval
     seeds: int
     because: str = ""
@@ -274,9 +281,9 @@ def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupCom
     mine, theirs = proof.figures[name], proof.figures[against]
     if mine.failure or theirs.failure:
         why = mine.failure or f"{against} fails: {theirs.failure}"
-        verdict: Verdict = "worse" if mine.failure else "better"
+        outcome: ComparisonOutcome = "worse" if mine.failure else "better"
         return SetupComparison(
-            name, against, verdict, UNKNOWN, "cannot tell", UNKNOWN, proof.seeds, why
+            name, against, outcome, UNKNOWN, "cannot tell", UNKNOWN, proof.seeds, why
         )
     # Ctrl-C may interrupt the recording of a round, so the lists may differ in length.
     pairs = list(zip(mine.finals, theirs.finals, strict=False))
@@ -294,9 +301,9 @@ def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupCom
     return SetupComparison(
         name,
         against,
-        verdict_of(difference, proof.tolerance),
+        outcome_of(difference, proof.tolerance),
         difference,
-        verdict_of(Interval(ratio.low - 1, ratio.middle - 1, ratio.high - 1), proof.tolerance),
+        outcome_of(Interval(ratio.low - 1, ratio.middle - 1, ratio.high - 1), proof.tolerance),
         ratio,
         len(pairs),
     )
@@ -307,8 +314,8 @@ def is_time_decided(compared: SetupComparison, tolerance: float) -> bool:
     return compared.ratio.high < 1 or compared.ratio.low > 1 - tolerance
 
 
-def verdict_of(difference: Interval, tolerance: float) -> Verdict:
-    """Return the verdict of an interval of relative differences, where smaller is better.
+def outcome_of(difference: Interval, tolerance: float) -> ComparisonOutcome:
+    """Return the outcome of an interval of relative differences, where smaller is better.
 
     "equal" is at least as good within the tolerance. It may be better, but not by more than the tolerance for certain.
     """

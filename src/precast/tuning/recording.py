@@ -60,7 +60,9 @@ def record(
     with autocast(device, dtype=low, policy=base):
         pass  # so that operations with rules in the base have kernels, which report them
     # Operations are reported as wholes if the base or PyTorch has a rule for them.
-    ruled = frozenset(expanded_rules(base, device)[0]) | frozenset(expanded_rules(Policy.load("torch"), device)[0])
+    ruled = frozenset(expanded_rules(base, device)[0]) | frozenset(
+        expanded_rules(Policy.load("torch"), device)[0]
+    )
     copied = copy_model(model)
     recorder = ProgramRecorder(copied, device, ruled)
     with autocast(device, dtype=low, policy=Policy("float32", {})):

@@ -44,17 +44,17 @@ def figures_of(proof: Proof | None) -> list[dict[str, Any]]:
 def setup_cells(proof: Proof, figures: SetupFigures) -> dict[str, str]:
     """Return the figures of a setup, and its comparison with float32, as texts; "" where one is unknown."""
     median, final, memory = figures.median_seconds, figures.mean_final, figures.kept_bytes
-    difference, ratio, verdict = UNKNOWN, UNKNOWN, ""
+    difference, ratio, outcome = UNKNOWN, UNKNOWN, ""
     if figures.name != "float32":
         compared = proof.comparison(figures.name)
-        difference, ratio, verdict = compared.difference, compared.ratio, compared.loss
+        difference, ratio, outcome = compared.difference, compared.ratio, compared.loss
     return {
         "name": figures.name,
         "dtype": figures.dtype,
         "step": "-" if median is None else milliseconds(median),
         "loss": "-" if final is None else f"{final:.4g}",
         "difference": _ends(difference, "{:+.2%}"),
-        "verdict": verdict,
+        "outcome": outcome,
         "failure": figures.failure,
         "ratio": _ends(ratio, "{:.2f}"),
         "kept": f"{memory / 2**20:.3g} MiB" if memory >= 2**20 else f"{memory / 2**10:.3g} KiB",
@@ -80,7 +80,7 @@ def rows_of_setups(proof: Proof) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for figures in proof.figures.values():
         cell = setup_cells(proof, figures)
-        difference = f"{cell['difference']} {cell['verdict']}".strip()
+        difference = f"{cell['difference']} {cell['outcome']}".strip()
         rows.append(
             (cell["name"], cell["step"], cell["loss"], difference, cell["ratio"], cell["kept"])
         )

@@ -22,11 +22,11 @@ from tests.support.dtype_reports import OPERATIONS, report
 CPU = torch.device("cpu")
 
 
-# --- verdicts ---
+# --- diagnoses ---
 
 
 @pytest.mark.parametrize(
-    ("ratios", "verdict"),
+    ("ratios", "diagnosis"),
     [
         ((8.0, 6.0, 2.0), "native"),
         ((1.5, None, None), "native"),
@@ -37,13 +37,13 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_verdict_follows_from_the_measured_speeds(
-    ratios: tuple[float | None, ...], verdict: str
+    ratios: tuple[float | None, ...], diagnosis: str
 ) -> None:
-    assert report("bfloat16", *ratios).verdict == verdict
+    assert report("bfloat16", *ratios).diagnosis == diagnosis
 
 
 def test_units_that_are_not_used_do_not_make_a_dtype_native() -> None:
-    assert report("float16", 1.0, 0.6, 0.01, units=["avx512_fp16"]).verdict == "emulated"
+    assert report("float16", 1.0, 0.6, 0.01, units=["avx512_fp16"]).diagnosis == "emulated"
 
 
 def test_training_speed_is_that_of_a_step_of_equal_parts() -> None:
@@ -132,7 +132,7 @@ def test_every_dtype_of_every_device_is_measured(here: MachineDiagnosis) -> None
 def test_float32_is_its_own_measure(here: MachineDiagnosis) -> None:
     float32 = here.reports[0]
     assert float32.dtype == "float32"
-    assert float32.verdict == "native"
+    assert float32.diagnosis == "native"
     assert list(float32.ratios.values()) == [1.0, 1.0, 1.0]
 
 
@@ -260,10 +260,10 @@ def test_json_has_all_of_it(here: MachineDiagnosis) -> None:
     keys = ["torch", "python", "devices", "dtypes", "recommendation", "engine", "float8"]
     assert list(value) == keys
     for each in value["float8"]:
-        assert list(each) == ["device", "way", "reason", "side", "speeds", "verdict"]
+        assert list(each) == ["device", "way", "reason", "side", "speeds", "diagnosis"]
     assert list(value["engine"]) == ["name", "reason", "remedy", "cost"]
     assert list(value["recommendation"]) == ["device", "dtype", "scaler", "reason", "code"]
     for each in value["dtypes"]:
-        assert list(each) == ["device", "dtype", "verdict", "units", "speeds"]
+        assert list(each) == ["device", "dtype", "diagnosis", "units", "speeds"]
         for speed in each["speeds"]:
             assert set(speed) == {"operation", "seconds", "float32_seconds", "error", "ratio"}

@@ -23,9 +23,9 @@ def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
     assert (here.device, here.way, here.reason) == ("cpu", support.method.value, support.reason)
     assert [speed.rule for speed in here.speeds] == list(RULES)
     assert all(speed.ratio is not None and speed.ratio > 0 for speed in here.speeds)
-    assert "emulates float8" in here.verdict
-    assert "save no time" in here.verdict
-    assert support.reason in here.verdict
+    assert "emulates float8" in here.diagnosis
+    assert "save no time" in here.diagnosis
+    assert support.reason in here.diagnosis
 
 
 def test_an_emulation_is_slower_than_bfloat16(here: Float8Report) -> None:
@@ -69,14 +69,14 @@ def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.Mon
     assert [speed.error for speed in found.speeds] == ["no such kernel"] * len(RULES)
     assert (
         "PyTorch refuses it for float8, float8_rowwise, float8_hp_grad: no such kernel"
-        in found.verdict
+        in found.diagnosis
     )
 
 
 def test_what_has_no_float8_numbers_is_not_measured() -> None:
     found = float8_on(torch.device("mps"))
     assert (found.way, found.speeds) == ("none", ())
-    assert "cannot run the float8 rules" in found.verdict
+    assert "cannot run the float8 rules" in found.diagnosis
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_whether_a_kernel_pays_follows_from_its_times(
         Float8Speed(rule, each, 1.6) for rule, each in zip(RULES[:2], seconds, strict=True)
     )
     report = Float8Report("cuda:0", "kernel", "compute capability 9.0", 4096, speeds)
-    assert report.verdict.endswith(f"; {words}.")
+    assert report.diagnosis.endswith(f"; {words}.")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_too() -> None:
     found = float8_on(torch.device("cuda", 0))
-    assert all(speed.ratio is not None for speed in found.speeds), found.verdict
+    assert all(speed.ratio is not None for speed in found.speeds), found.diagnosis

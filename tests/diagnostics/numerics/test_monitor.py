@@ -459,8 +459,8 @@ def test_the_scaler_says_it() -> None:
     assert event is not None
     assert event.first is not None
     assert event.first.name == "1"
-    verdict: Any = error.value.diagnosis
-    assert verdict.first == event.first
+    diagnosis: Any = error.value.diagnosis
+    assert diagnosis.first == event.first
 
 
 def test_a_parameters_gradient_that_overflows_alone() -> None:

@@ -462,12 +462,12 @@ def test_a_moment_has_one_number() -> None:
         fault.is_on = True
         with pytest.raises(precast.errors.BrokenModelError) as error:
             step(100)
-        event, verdict, first = seen[-2], error.value.diagnosis, monitor.first
-    assert verdict is not None
+        event, diagnosis, first = seen[-2], error.value.diagnosis, monitor.first
+    assert diagnosis is not None
     assert first is not None
-    number = verdict.step
+    number = diagnosis.step
     assert event.step == event.first.step == number
-    assert event.first == verdict.first
+    assert event.first == diagnosis.first
     assert f"iteration {number} " in str(error.value)
     assert f"In step {number} the output of `1`" in str(error.value)
     assert first.step == 5

@@ -83,7 +83,7 @@ def rows(result: DemoResult) -> list[tuple[str, str, str, str]]:
         table.append(("held-out accuracy", f"{float32.accuracy:.1%}", f"{mixed.accuracy:.1%}", ""))
     scale = f"scale {mixed.scales[-1]:g} at the end" if mixed.scales else "no scaler needed"
     table.append(("steps skipped by scaler", "-", str(mixed.skipped), scale))
-    table.append(("computed", "native", result.machine.verdict, "by measured speed"))
+    table.append(("computed", "native", result.machine.diagnosis, "by measured speed"))
     return table
 
 
@@ -98,7 +98,7 @@ def notes(result: DemoResult) -> list[str]:
         else "all allocations of PyTorch"
     )
     return [
-        f"{report.dtype} is {report.verdict} on {report.device}: {speeds} float32's speed{units}.",
+        f"{report.dtype} is {report.diagnosis} on {report.device}: {speeds} float32's speed{units}.",
         f"Memory is that of tensors in the last step, not of the process: {counter}.",
     ]
 

@@ -91,7 +91,7 @@ def report_as_dict(report: DtypeReport) -> dict[str, Any]:
     return {
         "device": report.device,
         "dtype": report.dtype,
-        "verdict": report.verdict,
+        "diagnosis": report.diagnosis,
         "units": list(report.units),
         "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in report.speeds],
     }
@@ -157,7 +157,7 @@ def render(diagnosis: MachineDiagnosis) -> RenderableType:
     parts += [Text(), _advice(diagnosis.recommendation)]
     if diagnosis.float8:
         parts += [Text(), Text("Products in 8 bits, the float8 rules:", "bold")]
-        parts += [Text(report.verdict) for report in diagnosis.float8]
+        parts += [Text(report.diagnosis) for report in diagnosis.float8]
     return Group(*parts, *_slower(diagnosis.engine))
 
 
@@ -238,8 +238,8 @@ def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
     for report in reports:
         cells = ["none" if s.ratio is None else times(s.ratio) for s in report.speeds]
         units = " ".join(report.units) or "-"
-        style = {"native": "green", "unsupported": "red"}.get(report.verdict, "yellow")
-        table.add_row(report.dtype, Text(report.verdict, style), *cells, units)
+        style = {"native": "green", "unsupported": "red"}.get(report.diagnosis, "yellow")
+        table.add_row(report.dtype, Text(report.diagnosis, style), *cells, units)
     return table
 
 

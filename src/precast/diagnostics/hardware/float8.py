@@ -71,7 +71,7 @@ class Float8Report:
     speeds: tuple[Float8Speed, ...] = ()
 
     @property
-    def verdict(self) -> str:
+    def diagnosis(self) -> str:
         """A sentence on the use of the rules on this device."""
         if self.way == "none":
             return f"{self.device} cannot run the float8 rules: {self.reason}."
@@ -99,7 +99,7 @@ class Float8Report:
             "reason": self.reason,
             "side": self.side,
             "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in self.speeds],
-            "verdict": self.verdict,
+            "diagnosis": self.diagnosis,
         }
 
     @property

@@ -1,9 +1,9 @@
-"""The speed of a device in each dtype relative to float32, measured, and the verdict that follows.
+"""The speed of a device in each dtype relative to float32, measured, and the diagnosis that follows.
 
 Invariants:
 
-- a verdict comes from measured time alone, never from a list of hardware; the hardware's own list of units is reported
-  in addition;
+- a diagnosis comes from measured time alone, never from a list of hardware; the hardware's own list of units is
+  reported in addition;
 - a ratio compares the best time of each dtype, both timed in turns: other load on the machine only adds time, to both
   equally, so the best time shows the machine's speed;
 - the CPU is measured on one thread: the units of a core do not depend on the number of cores, and with more threads the
@@ -90,7 +90,7 @@ class DtypeReport:
         return {speed.operation: speed.ratio for speed in self.speeds if speed.ratio is not None}
 
     @property
-    def verdict(self) -> str:
+    def diagnosis(self) -> str:
         """The support of the dtype, from the measured speeds.
 
         "native": each supported operation runs at 1.2 times float32's speed or more;

@@ -1,4 +1,4 @@
-"""The verdict, the module tree and the page without a browser: every number is the document's, nothing is invented."""
+"""The summary, the module tree and the page without a browser: every number is the document's, nothing is invented."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ from tests.support.reports import (
 
 
 def told(document: Any) -> str:
-    judged = summary_of(document)
-    sentences = [judged["headline"], *judged["precision"], *judged["problems"], *judged["notes"]]
+    summary = summary_of(document)
+    sentences = [
+        summary["headline"],
+        *summary["precision"],
+        *summary["problems"],
+        *summary["notes"],
+    ]
     return " ".join(sentences)
 
 
@@ -38,15 +43,15 @@ def told(document: Any) -> str:
 
 def test_lost_steps_are_counted_and_the_first_module_is_named_with_what_to_do() -> None:
     made: Any = document(overflow_at=23)
-    judged = summary_of(made)
-    assert judged["level"] == "warning"
-    assert "3 of 60 steps were lost" in judged["headline"]
-    assert "`decoder.10.mlp.down`" in judged["headline"]
-    assert "were skipped (5%)" in judged["problems"][0]
-    assert "the first at step 23" in judged["problems"][0]
-    assert judged["first"] is not None
-    assert judged["first"]["gain"] == "up to 3 of 60 steps, lost now"
-    assert '"decoder.10.mlp.down" = "fp32"' in str(judged["first"]["policy"])
+    summary = summary_of(made)
+    assert summary["level"] == "warning"
+    assert "3 of 60 steps were lost" in summary["headline"]
+    assert "`decoder.10.mlp.down`" in summary["headline"]
+    assert "were skipped (5%)" in summary["problems"][0]
+    assert "the first at step 23" in summary["problems"][0]
+    assert summary["first"] is not None
+    assert summary["first"]["gain"] == "up to 3 of 60 steps, lost now"
+    assert '"decoder.10.mlp.down" = "fp32"' in str(summary["first"]["policy"])
 
 
 def test_without_a_finding_the_offender_still_gets_advice_that_is_a_policy(tmp_path: Path) -> None:
@@ -72,11 +77,11 @@ def test_all_skipped_steps_count_also_those_that_were_not_kept() -> None:
 def test_a_healthy_run_is_said_to_be_healthy() -> None:
     made: Any = document(overflow_at=None)
     made["trace"]["findings"] = []
-    judged = summary_of(made)
-    assert judged["level"] == "good"
-    assert judged["problems"] == []
-    assert judged["first"] is None
-    assert "nothing wrong was found" in judged["headline"]
+    summary = summary_of(made)
+    assert summary["level"] == "good"
+    assert summary["problems"] == []
+    assert summary["first"] is None
+    assert "nothing wrong was found" in summary["headline"]
 
 
 def test_a_run_that_mostly_casts_is_no_success() -> None:
@@ -84,11 +89,11 @@ def test_a_run_that_mostly_casts_is_no_success() -> None:
     made["trace"]["findings"] = []
     totals = made["trace"]["totals"]
     totals["cast_seconds"] = 0.45 * totals["seconds"]
-    judged: Any = summary_of(made)
-    assert judged["level"] == "warning"
-    assert judged["headline"].endswith("casts took 45% of the traced time.")
-    assert "float32" in judged["first"]["text"]
-    assert judged["first"]["gain"] == "at most 45% of the traced time"
+    summary: Any = summary_of(made)
+    assert summary["level"] == "warning"
+    assert summary["headline"].endswith("casts took 45% of the traced time.")
+    assert "float32" in summary["first"]["text"]
+    assert summary["first"]["gain"] == "at most 45% of the traced time"
     totals["cast_seconds"] = 0.1 * totals["seconds"]
     assert summary_of(made)["level"] == "good"
 
@@ -109,10 +114,10 @@ def test_what_other_threads_computed_is_not_said_to_be_in_float32() -> None:
     made["run"] |= {"steps": 9, "elsewhere": 0}
     assert summary_of(made)["first"] is not None
     made["run"]["elsewhere"] = 9
-    judged = summary_of(made)
-    assert "not known" in judged["headline"]
-    assert judged["first"] is None
-    assert "other threads" in " ".join(judged["notes"])
+    summary = summary_of(made)
+    assert "not known" in summary["headline"]
+    assert summary["first"] is None
+    assert "other threads" in " ".join(summary["notes"])
 
 
 def test_steps_without_regions_are_told_how_to_open_one() -> None:
@@ -314,19 +319,19 @@ def test_the_rank_that_failed_first_is_the_one_to_look_at() -> None:
 
 def test_ranks_that_left_nothing_are_named() -> None:
     parts = [part for i, part in enumerate(ranks(None, None, None, None)) if i in (0, 2)]
-    judged = summary_of_ranks(parts)
-    assert judged["level"] == "bad"
-    assert "Ranks 1 and 3 of 4 have no document here" in judged["problems"][0]
+    summary = summary_of_ranks(parts)
+    assert summary["level"] == "bad"
+    assert "Ranks 1 and 3 of 4 have no document here" in summary["problems"][0]
 
 
 def test_what_all_ranks_say_is_said_once() -> None:
     parts = ranks(20, 20)
     for part in parts:
         part["trace"] = None
-    judged = summary_of_ranks(parts)
-    assert judged["headline"].startswith("All 2 ranks: ")
-    assert len([s for s in judged["problems"] if "were skipped" in s]) == 1
-    assert not any(s.startswith("Rank") for s in judged["problems"])
+    summary = summary_of_ranks(parts)
+    assert summary["headline"].startswith("All 2 ranks: ")
+    assert len([s for s in summary["problems"] if "were skipped" in s]) == 1
+    assert not any(s.startswith("Rank") for s in summary["problems"])
 
 
 # --- the page ---
