@@ -330,4 +330,4 @@ def test_the_completion_that_the_docs_name_is_a_script(shell: str) -> None:
     done = subprocess.run(
         [program], env={**variables, **words}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["plain,rule", "plain,run"]
+    assert done.stdout.split() == ["plain,run"]

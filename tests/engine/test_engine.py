@@ -153,7 +153,9 @@ def test_the_note_is_for_devices_where_pytorch_bans_it() -> None:
     assert kernel is not None
     with events.observe(notes.append):
         kernel(None, (torch.rand(3), torch.rand(3)), {})
-    assert [(note.op, note.device) for note in notes] == [("aten::binary_cross_entropy", "cuda")]
+    assert [(note.op, note.device_type) for note in notes] == [
+        ("aten::binary_cross_entropy", "cuda")
+    ]
 
 
 def test_a_frame_is_made_once_for_each_policy() -> None:

@@ -55,7 +55,7 @@ class OperationNote:
 
     op: str
     """The operation, as the policy spells it."""
-    device: str
+    device_type: str
     """The device type of the region."""
     message: str
     """The replacement and its reason."""

@@ -226,7 +226,7 @@ def retry_promoted(
 
 def with_note(op: Operation, message: str, inner: Kernel) -> Kernel:
     """Run `inner` and emit an event about it."""
-    note = events.OperationNote(op=op.name, device=op.device_type, message=message)
+    note = events.OperationNote(op=op.name, device_type=op.device_type, message=message)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         events.emit(note)

@@ -37,7 +37,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
     """Gradient scalers by the name of a loss, for losses that train the same parameters.
 
     Args:
-        device: Device type of the gradients.
+        device_type: Device type of the gradients.
         names: The losses.
         restore_buffers: As for `GradScaler`: a step is skipped if the gradients of any loss are not finite.
         settings: Further arguments of each `GradScaler`.
@@ -59,14 +59,14 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
 
     def __init__(
         self,
-        device: str,
+        device_type: str,
         names: Iterable[str],
         *,
         restore_buffers: nn.Module | Iterable[nn.Module] | None = None,
         **settings: Any,
     ) -> None:
         checked = _checked_names(names)
-        self._scalers = {name: _LossScaler(device, **settings) for name in checked}
+        self._scalers = {name: _LossScaler(device_type, **settings) for name in checked}
         self._buffers, self._skipped = BufferGuard(), list[bool | Tensor]()
         if any(scaler.is_enabled() for scaler in self.values()):
             self._buffers = guarded(restore_buffers)

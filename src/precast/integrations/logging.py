@@ -59,7 +59,7 @@ def _text(event: Any) -> str:
         case HealthEvent():
             return f"step {event.step}: the monitor counted {len(event.tensors)} tensors"
         case OperationNote():
-            return f"{event.op} on {event.device}: {event.message}"
+            return f"{event.op} on {event.device_type}: {event.message}"
         case ScalerDiagnosis():
             return event.message
     scale = f"{float(event.scale):g}"
