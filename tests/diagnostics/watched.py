@@ -400,8 +400,8 @@ def main(samples: int, part: str) -> None:
 
 
 def _calls(info: Any, samples: int) -> list[Call]:
-    if not info.supports_dtype(torch.float32, "cpu"):
-        return []
+    if not info.supports_dtype(torch.float32, "cpu") or "empty" in info.name:
+        return []  # memory that was never written to has other values in each call
     torch.manual_seed(0)
     drawn = list(itertools.islice(info.sample_inputs("cpu", torch.float32), samples))
     operators = [op for op in (info.op, info.inplace_variant) if op is not None]
