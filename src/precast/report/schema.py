@@ -72,7 +72,7 @@ class OperationRow:
     region: str | None
     """The line that opened the region around it; null outside of all regions."""
     module_rule: str | None
-    """The rule for modules that applied, as "encoder.** = float16"."""
+    """The rule for modules that applied, as `encoder.** = float16`."""
     device: str = may_be_missing("cpu")
     """The device type that it ran on."""
     calls: int = 0
