@@ -53,3 +53,16 @@ def test_all_else_works_without_them() -> None:
     unknown = CliRunner().invoke(main, ["chekc"])
     assert unknown.exit_code == 2
     assert "no command 'chekc'" in unknown.output
+
+
+def test_a_command_of_another_version_is_one_error_and_spoils_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = importlib.metadata.EntryPoint("check", "precast_lint.cli:gone", "precast.commands")
+    points = importlib.metadata.EntryPoints([point])
+    monkeypatch.setattr(importlib.metadata, "entry_points", points.select)
+    assert CliRunner().invoke(main, ["--help"]).exit_code == 0
+    done = CliRunner().invoke(main, ["check", "--diff", "src"])
+    assert done.exit_code == 1
+    assert "has no attribute 'gone'" in done.output
+    assert "pip install . ./lint" in done.output

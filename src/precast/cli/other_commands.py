@@ -29,7 +29,10 @@ def find(name: str) -> click.Command | None:
     from importlib.metadata import entry_points
 
     for point in entry_points(group=GROUP, name=name):
-        command: click.Command = point.load()
+        try:
+            command: click.Command = point.load()
+        except (ImportError, AttributeError) as error:  # of another version
+            return _unusable(name, error)
         return command
     if name == "check":
         raise click.ClickException(
@@ -37,3 +40,19 @@ def find(name: str) -> click.Command | None:
             "of precast: pip install ./lint. It needs no PyTorch."
         )
     return None
+
+
+def _unusable(name: str, error: Exception) -> click.Command:
+    """Return a command that only raises an error, so that the help text and the other commands stay usable."""
+    text = (
+        f"`precast {name}` of the installed precast-lint does not fit this precast ({error}). Install both from one "
+        "clone: pip install . ./lint"
+    )
+
+    @click.command(name, help=text, add_help_option=False)
+    @click.argument("_arguments", nargs=-1, type=click.UNPROCESSED)
+    def command(_arguments: tuple[str, ...]) -> None:
+        raise click.ClickException(text)
+
+    command.context_settings = {"ignore_unknown_options": True}
+    return command
