@@ -154,5 +154,5 @@ def _card_of_counts(counts: list[RuleCount]) -> Card:
     """Return the display of a trace that only counted."""
     calls, casts = sum(count.calls for count in counts), sum(count.casts for count in counts)
     facts = [f"{size(calls, 'call')} with a rule", size(casts, "cast"), "only counted"]
-    rows = [(c.op, c.device, c.rule, c.calls, c.casts) for c in counts]
+    rows = [(c.op, c.device_type, c.rule, c.calls, c.casts) for c in counts]
     return Card("Trace", facts, ("operation", "device type", "rule", "calls", "casts"), rows)

@@ -73,7 +73,7 @@ class OperationRow:
     """The line that opened the region around it; null outside of all regions."""
     module_rule: str | None
     """The rule for modules that applied, as `encoder.** = float16`."""
-    device: str = may_be_missing("cpu")
+    device_type: str = may_be_missing("cpu")
     """The device type that it ran on."""
     calls: int = 0
     """The number of calls."""
@@ -143,7 +143,7 @@ class RuleCount:
 
     op: str
     """The operation, as a policy spells it."""
-    device: str
+    device_type: str
     """The device type."""
     rule: str | None
     """The rule."""

@@ -25,7 +25,7 @@ def speeds_of(document: RunDocument) -> dict[str, float]:
     If the run used one dtype, the other is measured, too: it may be the faster one.
     """
     rows = document.trace.rows if document.trace else []
-    used = {ran_in(row) for row in rows if row.device == "cpu" and row.rule == "lower"}
+    used = {ran_in(row) for row in rows if row.device_type == "cpu" and row.rule == "lower"}
     if used.isdisjoint(_DTYPES):
         return {}
     ratios = {dtype: matmul_speed(torch.device("cpu"), dtype) for dtype in _DTYPES}

@@ -545,7 +545,7 @@ def test_counting_counts_what_the_full_trace_counts(opened_by: Any, held: bool) 
                 optimizer.step()
             with torch.no_grad(), opened_by("cpu"):
                 model(tokens)
-        return {(c.op, c.device, c.rule): (c.calls, c.casts) for c in trace.counts}
+        return {(c.op, c.device_type, c.rule): (c.calls, c.casts) for c in trace.counts}
 
     assert count(full=False) == count(full=True)
 

@@ -83,7 +83,7 @@ class _FindingSearch:
 
     def round_trips(self) -> Iterator[Finding]:
         """Find tensors that were cast to float32 and back, and only moved in between."""
-        devices = {row.op: row.device for row in self.rows}
+        devices = {row.op: row.device_type for row in self.rows}
         trips = (trip for trip in self.patterns.round_trips.values() if not trip.is_used)
         for some in _alike(trips, lambda t: (_site(t), t.dtype, t.rule, _site(t.back))):
             trip = some[0]
@@ -164,7 +164,7 @@ class _FindingSearch:
             return
         for some in _alike(filter(_is_unexpected, self.rows), _of_row):
             row = some[0]
-            op, device = row.op, row.device
+            op, device = row.op, row.device_type
             cost, do, policy = self._of_rows(some), "", None
             saving = self._saving_in(some, lower)
             if saving is not None:
@@ -343,7 +343,7 @@ def _site(at: CastSite | CastCosts | OperationRow) -> tuple[object, ...]:
 
 
 def _of_row(row: OperationRow) -> tuple[object, ...]:
-    return *_site(row), row.device, row.reason, row.region is None
+    return *_site(row), row.device_type, row.reason, row.region is None
 
 
 def _pattern(module: str | None) -> str:

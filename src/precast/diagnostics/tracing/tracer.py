@@ -151,7 +151,7 @@ class Trace(SavedTrace):
                 "This process has functions of torch.compile. The trace has neither the operations that they fuse nor "
                 "the rules behind their casts; to see these, trace the functions uncompiled."
             )
-        if any(row.device != "cpu" for row in tally.rows.values()):
+        if any(row.device_type != "cpu" for row in tally.rows.values()):
             notes.append(
                 "Times are the host's: for a device that works asynchronously, they are those of launching."
             )

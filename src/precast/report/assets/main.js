@@ -57,7 +57,7 @@ function rowsTable(rows) {
       text("Source", "source", { wide: true })],
     search: (row) => [row.op, row.module, row.phase, ...row.inputs, ...row.output, row.rule, row.reason, row.source, row.region, row.module_rule],
     detail: (row) => [["Reason", row.reason && marked(row.reason)], ["Source", row.source], ["Region opened at", row.region], ["Rule for modules", row.module_rule],
-      ["Phase", row.phase], ["Inputs", row.inputs.join(", ")], ["Output", row.output.join(", ")], ["Device", row.device ?? null],
+      ["Phase", row.phase], ["Inputs", row.inputs.join(", ")], ["Output", row.output.join(", ")], ["Device", row.device_type ?? null],
       ["Calls", number(row.calls)], ["Casts", `${number(row.casts)} (${size(row.cast_bytes)}, ${duration(row.cast_seconds)})`],
       ["Casts that the cache saved", number(row.cached)]],
   });
@@ -71,9 +71,9 @@ function countsTable(rows) {
   new Table(tableAt("counts"), {
     caption: `Calls of operations with a rule, and casts made for them, in the whole run${uncounted()}`, rows, sort: 3,
     empty: `No operation with a rule was counted${uncounted()}.`,
-    columns: [text("Operation", "op"), text("Device", "device", { wide: true, word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
+    columns: [text("Operation", "op"), text("Device", "device_type", { wide: true, word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
       amount("Casts", "casts", number)],
-    search: (row) => [row.op, row.device, row.rule],
+    search: (row) => [row.op, row.device_type, row.rule],
   });
 }
 
