@@ -239,7 +239,9 @@ def _counts(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     for row in rows:
         into = sums.setdefault((row["op"], row["rule"]), Counter())
         into.update(calls=row["calls"] * steps // 3, casts=row["casts"] * steps // 3)
-    return [{"op": op, "device_type": "cpu", "rule": rule, **sum_} for (op, rule), sum_ in sums.items()]
+    return [
+        {"op": op, "device_type": "cpu", "rule": rule, **sum_} for (op, rule), sum_ in sums.items()
+    ]
 
 
 def _health(

@@ -58,7 +58,9 @@ def ran_lower(document: RunDocument) -> Literal["yes", "no", "unknown"]:
 
 def slow_dtypes(document: RunDocument) -> list[str]:
     """Return the 16-bit dtypes that rules used on the CPU and that are slower there than float32."""
-    used = {ran_in(row) for row in rows_of(document) if row.rule == "lower" and row.device_type == "cpu"}
+    used = {
+        ran_in(row) for row in rows_of(document) if row.rule == "lower" and row.device_type == "cpu"
+    }
     return [d for d, ratio in document.run.speeds.items() if d in used and ratio < _SLOW]
 
 
