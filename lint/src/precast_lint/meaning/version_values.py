@@ -1,15 +1,17 @@
-"""Evaluation of an expression that contains PyTorch's version, for one release.
+"""Evaluation of a test of PyTorch's version, for many releases.
 
-Invariants: strings, numbers, tuples and lists are Python's, so versions that are compared as strings give the same
-wrong result here; `torch.__version__` and the result of a version parser compare as versions; any other expression is
-unknown.
+A test is written as one Python expression, in which `own` is `torch.__version__` and names have been replaced by their
+values. Python then computes that expression for each release.
+
+Invariants: the expression contains nothing but literals, comparisons, indexes, comprehensions, and the functions,
+methods and attributes that this file lists; a test that needs anything else is unknown.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from precast_lint.model import version
@@ -40,106 +42,75 @@ _OLDER = {
 }
 _PARSERS = re.compile(r"(packaging\.version\.(parse|Version)|.*\.(parse_version|LooseVersion))")
 _DEEPEST = 20  # the limit of nested expressions
-_COMPARE: dict[type, Callable[[Any, Any], bool]] = {
-    cst.GreaterThanEqual: operator.ge,
-    cst.GreaterThan: operator.gt,
-    cst.LessThan: operator.lt,
-    cst.LessThanEqual: operator.le,
-    cst.Equal: operator.eq,
-    cst.NotEqual: operator.ne,
-    cst.Is: operator.is_,
-    cst.IsNot: operator.is_not,
-    cst.In: lambda one, other: one in other,
-    cst.NotIn: lambda one, other: one not in other,
-}
-_CONSTANTS = {"True": True, "False": False, "None": None}
-_BUILTINS: dict[str, Callable[..., Any]] = {
-    "tuple": tuple,
-    "list": list,
-    "int": int,
-    "float": float,
-    "str": lambda value: str.__str__(value) if isinstance(value, _Version) else str(value),
-    "len": len,
-}
-_OF_TEXTS = {
-    "split",
-    "rsplit",
-    "partition",
-    "rpartition",
-    "startswith",
-    "replace",
-    "strip",
-    "isdigit",
-    "isnumeric",
-}
+_BUILTINS = {kind.__name__: kind for kind in (tuple, list, int, float, str, len, map)}
+_METHODS = re.compile(r"r?split|r?partition|startswith|replace|strip|isdigit|isnumeric")
+_ATTRIBUTES = re.compile(r"release|version|base_version|public|major|minor|micro")
 
 
 class _Unknown(Exception):  # noqa: N818 - not an error
     """The value of an expression is not known."""
 
 
+def _comparing(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Return a comparison of a version with a string or a tuple, as tuples of numbers of one length."""
+
+    def compared(one: str, other: object) -> bool:
+        expected = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
+        if not all(isinstance(part, int) for part in expected):
+            raise TypeError
+        own = version(one)
+        width = max(len(own), len(expected))
+        return compare(own + (0,) * (width - len(own)), expected + (0,) * (width - len(expected)))
+
+    return compared
+
+
 class _Version(str):
     """A string that compares as a version with other strings and with tuples of numbers."""
 
     __slots__ = ()
-
-    def _compared(self, compare: Callable[[Any, Any], bool], other: object) -> bool:
-        """Compare both as tuples of numbers of one length."""
-        try:
-            expected = version(other) if isinstance(other, str) else tuple(other)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            raise _Unknown from None
-        if not all(isinstance(part, int) for part in expected):
-            raise _Unknown
-        own = version(self)
-        width = max(len(own), len(expected))
-        return compare(own + (0,) * (width - len(own)), expected + (0,) * (width - len(expected)))
-
-    def __ge__(self, other: object) -> bool:
-        return self._compared(operator.ge, other)
-
-    def __gt__(self, other: object) -> bool:
-        return self._compared(operator.gt, other)
-
-    def __le__(self, other: object) -> bool:
-        return self._compared(operator.le, other)
-
-    def __lt__(self, other: object) -> bool:
-        return self._compared(operator.lt, other)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self._compared(operator.ne, other)
-
+    __ge__, __gt__ = _comparing(operator.ge), _comparing(operator.gt)
+    __le__, __lt__ = _comparing(operator.le), _comparing(operator.lt)
+    __eq__, __ne__ = _comparing(operator.eq), _comparing(operator.ne)
     __hash__ = str.__hash__
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("release", "version"):
+            return version(self)
+        if name in ("base_version", "public"):
+            return str(self)
+        return (*version(self), 0, 0)[("major", "minor", "micro").index(name)]
 
-def evaluate_test(source: Source, node: Node, release: str) -> bool | None:
-    """Return the result of a test for a release; None if it is unknown.
 
-    Operands of `and` without a comparison (`torch.cuda.is_available()`) are ignored.
-    """
-    if isinstance(node, cst.BooleanOperation):
-        sides = (node.left, node.right)
-        parts = [evaluate_test(source, side, release) for side in sides]
-        if isinstance(node.operator, cst.Or):
-            return None if None in parts else any(parts)
-        entries = [
-            part
-            for side, part in zip(sides, parts, strict=True)
-            if part is not None or _compares(side)
-        ]
-        return None if not entries or None in entries else all(entries)
-    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Not):
-        inner = evaluate_test(source, node.expression, release)
-        return None if inner is None else not inner
+def evaluate_test(source: Source, node: Node, releases: Iterable[str]) -> dict[str, bool] | None:
+    """Return the result of a test for each release; None if one is unknown."""
     try:
-        value = _VersionReader(source, release).value(node)
-    except (_Unknown, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+        code = compile(_written(source, node, _DEEPEST), "test", "eval")
+    except (_Unknown, RecursionError):
         return None
-    return bool(value) if value is None or isinstance(value, bool) else None
+    results: dict[str, bool] = {}
+    for release in releases:
+        try:
+            value = eval(code, _variables(source, release))  # noqa: S307 - no names but those
+        except (TypeError, ValueError, LookupError, AttributeError):
+            return None
+        if value is not None and not isinstance(value, bool):
+            return None
+        results[release] = bool(value)
+    return results
+
+
+def _variables(source: Source, release: str) -> dict[str, Any]:
+    """Return the names of an expression. `torch.__version__` is a plain string up to PyTorch 1.9."""
+    number = version(release)
+    is_plain = source.min_torch is not None and number < (1, 10)
+    return {
+        "__builtins__": _BUILTINS,
+        "own": release if is_plain else _Version(release),
+        "plain": release,
+        "Version": _Version,
+        "has": lambda since: number >= version(since),
+    }
 
 
 def names_releases(source: Source, node: Node) -> bool:
@@ -154,167 +125,129 @@ def names_releases(source: Source, node: Node) -> bool:
     )
 
 
+def _written(source: Source, node: Node, depth: int) -> str:
+    """Return the text of an expression with the values of its names.
+
+    Raises:
+        _Unknown: the expression contains something else than versions.
+    """
+    if depth == 0:
+        raise _Unknown
+
+    def again(inner: Node) -> str:
+        return _written(source, inner, depth - 1)
+
+    origin = source.origin(node)
+    if origin == "torch.__version__":
+        return "own"
+    if origin == "torch.version.__version__":
+        return "plain"
+    if (value := value_given(source, node)) is not node:
+        return again(value)
+    if (part := _unpacked(source, node)) is not None:
+        return f"tuple({again(part[0])})[{part[1]}]"
+    if isinstance(node, cst.Name):
+        return _name(source, node)
+    if isinstance(node, (cst.Integer, cst.Float)):
+        return node.value
+    if (text := strings(node)) is not None:
+        return repr(text)
+    if isinstance(node, (cst.Tuple, cst.List)):
+        inside = "".join(f"{again(element.value)}, " for element in node.elements)
+        return f"({inside})" if isinstance(node, cst.Tuple) else f"[{inside}]"
+    if isinstance(node, cst.Subscript) and len(node.slice) == 1:
+        return f"{again(node.value)}[{_index(node.slice[0].slice, again)}]"
+    if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, (cst.Not, cst.Minus)):
+        return f"({_sign(node.operator)} {again(node.expression)})"
+    if isinstance(node, cst.BooleanOperation):
+        return _sides(node, again)
+    if isinstance(node, cst.Comparison):
+        return _comparison(node, again)
+    if isinstance(node, (cst.ListComp, cst.GeneratorExp)):
+        return f"[{again(node.elt)} {_loop(node.for_in, again)}]"
+    if isinstance(node, cst.Attribute) and _ATTRIBUTES.fullmatch(node.attr.value):
+        return f"{again(node.value)}.{node.attr.value}"
+    if isinstance(node, cst.Call):
+        return _call(source, node, again)
+    raise _Unknown
+
+
+def _name(source: Source, node: cst.Name) -> str:
+    """Return the name of a constant, of a builtin function, or of a variable of a comprehension."""
+    if node.value in ("True", "False", "None") or source.names.builtin(node) in _BUILTINS:
+        return node.value
+    binding = source.names.only_binding(node)
+    if binding is None or not isinstance(source.parents[binding.node], cst.CompFor):
+        raise _Unknown
+    return f"{node.value}_"
+
+
+def _index(index: Node, again: Callable[[Node], str]) -> str:
+    if isinstance(index, cst.Index):
+        return again(index.value)
+    assert isinstance(index, cst.Slice)
+    parts = (index.lower, index.upper, index.step)
+    return ":".join("" if part is None else again(part) for part in parts)
+
+
+def _sign(operation: Node) -> str:
+    """Return an operator as text."""
+    return cst.Module(body=[]).code_for_node(operation).strip()
+
+
+def _sides(node: cst.BooleanOperation, again: Callable[[Node], str]) -> str:
+    """Return `and` and `or`; operands of `and` without a comparison (`torch.cuda.is_available()`) are ignored."""
+    texts = []
+    for side in (node.left, node.right):
+        try:
+            texts.append(again(side))
+        except _Unknown:
+            if isinstance(node.operator, cst.Or) or _compares(side):
+                raise
+    if not texts:
+        raise _Unknown
+    return f"({f' {_sign(node.operator)} '.join(texts)})"
+
+
 def _compares(side: Node) -> bool:
     """Return True if a test contains a comparison or an index."""
     return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
 
 
-class _VersionReader:
-    """Computes expressions for one release."""
+def _comparison(node: cst.Comparison, again: Callable[[Node], str]) -> str:
+    result = again(node.left)
+    for target in node.comparisons:
+        # a name that is compared with None may be a module
+        if isinstance(target.operator, (cst.Is, cst.IsNot)) and type(node.left) is not cst.Call:
+            raise _Unknown
+        result += f" {_sign(target.operator)} {again(target.comparator)}"
+    return f"({result})"
 
-    def __init__(self, source: Source, release: str) -> None:
-        self.source = source
-        self.release = release
-        self.depth = 0
 
-    def value(self, node: Node, local: Mapping[str, Any] | None = None) -> Any:
-        """Return the value of an expression; `local` are the variables of the comprehensions around it.
-
-        Raises:
-            _Unknown: the value is unknown.
-        """
-        self.depth += 1
-        try:
-            if self.depth > _DEEPEST:
-                raise _Unknown
-            return self._value(node, local or {})
-        finally:
-            self.depth -= 1
-
-    def _value(self, node: Node, local: Mapping[str, Any]) -> Any:
-        if isinstance(node, cst.Name) and node.value in local:
-            return local[node.value]
-        origin = self.source.origin(node)
-        if origin == "torch.__version__":
-            return self._own()
-        if origin == "torch.version.__version__":
-            return self.release
-        if isinstance(node, cst.Name) and node.value in _CONSTANTS:
-            return _CONSTANTS[node.value]
-        if (value := value_given(self.source, node)) is not node:
-            return self.value(value, local)
-        if (part := _unpacked(self.source, node)) is not None:
-            return tuple(self.value(part[0], local))[part[1]]
-        return self._computed(node, local)
-
-    def _own(self) -> str:
-        """Return `torch.__version__`, which is a plain string up to PyTorch 1.9."""
-        is_plain = self.source.min_torch is not None and version(self.release) < (1, 10)
-        return self.release if is_plain else _Version(self.release)
-
-    def _computed(self, node: Node, local: Mapping[str, Any]) -> Any:
-        if isinstance(node, cst.Integer):
-            return int(node.value)
-        if isinstance(node, cst.Float):
-            return float(node.value)
-        if (text := strings(node)) is not None:
-            return text
-        if isinstance(node, (cst.Tuple, cst.List)):
-            parts = [self.value(element.value, local) for element in node.elements]
-            return tuple(parts) if isinstance(node, cst.Tuple) else parts
-        if isinstance(node, cst.Subscript):
-            return self.value(node.value, local)[self._index(node)]
-        if isinstance(node, cst.Comparison):
-            return self._comparison(node, local)
-        if isinstance(node, (cst.ListComp, cst.GeneratorExp)):
-            return self._comprehension(node, local)
-        if isinstance(node, cst.Attribute):
-            return self._attribute(node, local)
-        if isinstance(node, cst.Call):
-            return self._call(node, local)
+def _loop(loop: cst.CompFor, again: Callable[[Node], str]) -> str:
+    """Return the `for` of a comprehension with one variable and one loop."""
+    if not isinstance(loop.target, cst.Name) or loop.inner_for_in is not None:
         raise _Unknown
+    tests = "".join(f" if {again(part.test)}" for part in loop.ifs)
+    return f"for {loop.target.value}_ in {again(loop.iter)}{tests}"
 
-    def _index(self, node: cst.Subscript) -> int | slice:
-        if len(node.slice) != 1:
-            raise _Unknown
-        part = node.slice[0].slice
-        if isinstance(part, cst.Index):
-            return self._number(part.value)
-        if not isinstance(part, cst.Slice):
-            raise _Unknown
-        lower, upper, step = (
-            None if end is None else self._number(end)
-            for end in (part.lower, part.upper, part.step)
-        )
-        return slice(lower, upper, step)
 
-    def _number(self, node: Node) -> int:
-        if isinstance(node, cst.UnaryOperation) and isinstance(node.operator, cst.Minus):
-            return -self._number(node.expression)
-        if not isinstance(node, cst.Integer):
-            raise _Unknown
-        return int(node.value)
-
-    def _comparison(self, node: cst.Comparison, local: Mapping[str, Any]) -> bool:
-        one, result = self.value(node.left, local), True
-        for target in node.comparisons:
-            compare = _COMPARE.get(type(target.operator))
-            # a name that is compared with None may be a module
-            is_unsure = (
-                compare in (operator.is_, operator.is_not) and type(node.left) is not cst.Call
-            )
-            if compare is None or is_unsure:
-                raise _Unknown
-            other = self.value(target.comparator, local)
-            result, one = result and compare(one, other), other
-        return result
-
-    def _comprehension(
-        self, node: cst.ListComp | cst.GeneratorExp, local: Mapping[str, Any]
-    ) -> list[Any]:
-        part = node.for_in
-        if not isinstance(part.target, cst.Name) or part.inner_for_in is not None:
-            raise _Unknown
-        results = []
-        for item in self.value(part.iter, local):
-            inner = {**local, part.target.value: item}
-            if all(self.value(test.test, inner) for test in part.ifs):
-                results.append(self.value(node.elt, inner))
-        return results
-
-    def _attribute(self, node: cst.Attribute, local: Mapping[str, Any]) -> Any:
-        """`Version(...).release` and its parts."""
-        owner = self.value(node.value, local)
-        numbers = version(owner) if isinstance(owner, _Version) else ()
-        places = {"major": 0, "minor": 1, "micro": 2}
-        if node.attr.value in ("release", "version") and numbers:
-            return numbers
-        if node.attr.value in ("base_version", "public") and numbers:
-            return str.__str__(owner)
-        if node.attr.value not in places or not numbers:
-            raise _Unknown
-        return (*numbers, 0, 0)[places[node.attr.value]]
-
-    def _call(self, node: cst.Call, local: Mapping[str, Any]) -> Any:
-        if (since := _since_of_name(self.source, node)) is not None:
-            is_there = version(self.release) >= version(since)
-            return is_there if len(node.args) == 2 else is_there or None
-        if any(arg.star or arg.keyword for arg in node.args):
-            raise _Unknown
-        name = self.source.names.builtin(node.func)
-        if name == "map" and len(node.args) == 2:
-            convert = _BUILTINS.get(self.source.names.builtin(node.args[0].value) or "")
-            if convert is None:
-                raise _Unknown
-            return [convert(item) for item in self.value(node.args[1].value, local)]
-        if name is not None and name not in _BUILTINS:
-            raise _Unknown
-        returned = self.source.values.returned(node)
-        if len(returned) == 1 and not node.args:
-            return self.value(returned[0], local)
-        arguments = [self.value(arg.value, local) for arg in node.args]
-        if name is not None:
-            return _BUILTINS[name](*arguments)
-        if _PARSERS.fullmatch(self.source.origin(node.func) or ""):
-            text = arguments[0] if len(arguments) == 1 else None
-            if not isinstance(text, str):
-                raise _Unknown
-            return _Version(text)
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value in _OF_TEXTS:
-            owner = self.value(node.func.value, local)
-            if isinstance(owner, str):
-                return getattr(str.__str__(owner), node.func.attr.value)(*arguments)
+def _call(source: Source, node: cst.Call, again: Callable[[Node], str]) -> str:
+    if (since := _since_of_name(source, node)) is not None:
+        return f"has({since!r})" if len(node.args) == 2 else f"(has({since!r}) or None)"
+    if any(arg.star or arg.keyword for arg in node.args):
         raise _Unknown
+    returned = source.values.returned(node)
+    if len(returned) == 1 and not node.args:
+        return again(returned[0])
+    arguments = ", ".join(again(arg.value) for arg in node.args)
+    if source.names.builtin(node.func) in _BUILTINS:
+        return f"{again(node.func)}({arguments})"
+    if _PARSERS.fullmatch(source.origin(node.func) or ""):
+        return f"Version({arguments})"
+    if isinstance(node.func, cst.Attribute) and _METHODS.fullmatch(node.func.attr.value):
+        return f"str({again(node.func.value)}).{node.func.attr.value}({arguments})"
+    raise _Unknown
 
 
 def _since_of_name(source: Source, call: cst.Call) -> str | None:

@@ -45,13 +45,8 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 def _results(source: Source, test: Node) -> _Results | None:
     """Return the result of a test for each release; None if one is unknown, or if all are the same."""
-    results: _Results = {}
-    for release in _EVERY:
-        result = evaluate_test(source, test, release)
-        if result is None:
-            return None
-        results[release] = result
-    return results if len(set(results.values())) == 2 else None
+    results = evaluate_test(source, test, _EVERY)
+    return results if results is not None and len(set(results.values())) == 2 else None
 
 
 def _supported(source: Source) -> list[str]:
