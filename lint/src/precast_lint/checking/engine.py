@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from precast_lint.checking.suppress import Comment, Suppressions
-from precast_lint.editing.edits import apply_parsing, compatible
+from precast_lint.editing.edits import apply_parsing, compatible, compiles
 from precast_lint.errors import CheckError
 from precast_lint.model import Applicability, Edit, Fix, LintFinding, Severity, Span
 from precast_lint.parsing.depth import deeper
@@ -129,20 +129,10 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[LintFinding]:
         reason = "it is nested too deeply"
     message = f"this file is not Python that can be read: {reason}"
     severity = Severity.ERROR
-    if _is_python(text.string):
+    if compiles(text.string):
         message = f"this file was not checked: Python reads it, but LibCST, which precast-lint uses, does not: {reason}"
         severity = Severity.INFORMATION
     yield LintFinding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
-
-
-def _is_python(text: str) -> bool:
-    import ast
-
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[LintFinding]:

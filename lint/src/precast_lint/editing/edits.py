@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from precast_lint.model import Edit, Fix
 from precast_lint.parsing.syntax import cst
 
-__all__ = ["apply", "compatible", "parses"]
+__all__ = ["apply", "compatible", "compiles", "parses"]
 
 
 def apply(data: bytes, edits: Iterable[Edit]) -> bytes:
@@ -52,10 +52,11 @@ def parses(data: bytes, like: bytes) -> bool:
         cst.parse_module(data.decode("utf-8"))
     except (cst.ParserSyntaxError, RecursionError):
         return False
-    return _compiles(data) or not _compiles(like)
+    return compiles(data) or not compiles(like)
 
 
-def _compiles(data: bytes) -> bool:
+def compiles(data: bytes | str) -> bool:
+    """Return True if this Python can parse a text."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

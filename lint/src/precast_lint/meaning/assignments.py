@@ -65,10 +65,16 @@ def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
 
 
 @once
-def _given_in_calls(source: Source) -> tuple[set[str], set[Node]]:
-    """Return the keywords of all calls of a file, and the classes that are called with positional arguments."""
+def _given_in_calls(source: Source) -> tuple[set[str], set[Node | None]]:
+    """Return the keywords of all calls of a file, and the classes whose fields may get other values.
+
+    Such a class is called with positional arguments, passed on (`tyro.cli(Config)`), or has an attribute that is read.
+    """
     names: set[str] = set()
-    classes: set[Node] = set()
+    passed = [arg.value for arg in source.all(cst.Arg)] + [
+        n.value for n in source.all(cst.Attribute)
+    ]
+    classes: set[Node | None] = {source.names.class_named(node) for node in passed}
     for call in source.all(cst.Call):
         if not (source.origin(call.func) or "").startswith("torch."):
             names.update(arg.keyword.value for arg in call.args if arg.keyword is not None)

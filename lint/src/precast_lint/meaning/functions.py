@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.parsing.family import is_left_open
 from precast_lint.parsing.source import Source, once
-from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, is_self, methods_named, walk
 
 __all__ = [
     "CUSTOM_FWD",
@@ -103,7 +104,7 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
             return None
     if method is None or method.decorators or method.node.asynchronous is not None:
         return None
-    if _is_static(source, method.node):
+    if source.values.handed.is_static(method.node):
         return method.node
     first = method.node.params.params[:1]
     is_plain = bool(first) and first[0].name.value in ("self", "cls")
@@ -169,11 +170,6 @@ def _method_names(source: Source) -> set[str]:
     }
 
 
-def _is_static(source: Source, function: cst.FunctionDef) -> bool:
-    """Return True if a method is a static method."""
-    return any(source.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
-
-
 def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
     """Return True if nothing but `staticmethod` or `classmethod` decorates a function."""
     return all(source.names.builtin(d.decorator) in _PLAIN for d in function.decorators)
@@ -182,16 +178,16 @@ def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
 def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | None:
     """Return the class of this file that defines the method `self.name` or `super().name`."""
     owner, name = func.value, func.attr.value
-    is_self = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
+    is_own = is_self(owner)
     binding = source.names.only_binding(owner)
     if binding is not None and isinstance(binding.node, cst.ClassDef):
         return binding.node
     is_super = isinstance(owner, cst.Call) and not owner.args
     is_super = is_super and source.names.builtin(owner.func) == "super"  # type: ignore[attr-defined]
-    home = source.values.enclosing_class(func) if is_self or is_super else None
+    home = source.values.enclosing_class(func) if is_own or is_super else None
     if not isinstance(home, cst.ClassDef):
         return None
-    if is_self and methods_named(home, name):
+    if is_own and methods_named(home, name):
         return home
     return source.values.family.provider(home, name)
 
@@ -209,7 +205,7 @@ def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str
     ]
     owner = called_object(source, call)
     is_method = isinstance(call.func, cst.Attribute) or owner is not None
-    if is_method and not _is_static(source, function):
+    if is_method and not source.values.handed.is_static(function):
         params = params[1:]  # self
     plain: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
     named: dict[str, Node] = {
@@ -254,7 +250,8 @@ def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     if source.values.family.is_overridden(home, "forward"):
         return None
     method = methods_of(source, home).get("forward")
-    return method.node if method is not None and not method.decorators else None
+    is_plain = method is not None and all(name in AUTOCASTS for _, name in method.decorators)
+    return method.node if method is not None and is_plain else None
 
 
 def _is_first_parameter(source: Source, name: cst.Name) -> bool:
@@ -272,16 +269,5 @@ def _decorators(
         inner: Node = decorator.decorator
         func = inner.func if isinstance(inner, cst.Call) else inner
         if source.names.builtin(func) not in _PLAIN:
-            yield decorator, source.origin(_filled_in(source, func) or func)
-
-
-def _filled_in(source: Source, name: Node) -> Node | None:
-    """Return the function in `fwd = functools.partial(custom_fwd, device_type="cuda")`."""
-    binding = source.names.only_binding(name)
-    definition = binding.value if binding is not None and binding.kind == "assign" else None
-    if (
-        not isinstance(definition, cst.Call)
-        or source.origin(definition.func) != "functools.partial"
-    ):
-        return None
-    return definition.args[0].value if definition.args else None
+            partial = source.values.filled_in(func)
+            yield decorator, source.origin(partial.args[0].value if partial is not None else func)

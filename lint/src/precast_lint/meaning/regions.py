@@ -40,7 +40,7 @@ DEFAULT_DTYPE = {"cuda": "torch.float16", "cpu": "torch.bfloat16"}
 """The default dtype of a region, by device type."""
 
 _DEEP = 4
-_SAME_DTYPE = {"torch.half": "torch.float16"}
+_FLOAT16 = ("torch.float16", "torch.half")
 TRAINERS = (
     "accelerate.Accelerator",
     "accelerate.accelerator.Accelerator",
@@ -329,10 +329,9 @@ def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
         return DEFAULT_DTYPE.get(device or "")
     result = source.origin(node) or source.origin(the_value(source, node)) or _named(source, node)
     if result is None and (value := by_default(source, node)) is not None:
-        default, is_left = source.origin(value[0]), value[1]
-        # float16 that nobody has to ask for is there; of another dtype the file itself has to say so
-        result = default if is_left or default in ("torch.float16", "torch.half") else None
-    return _SAME_DTYPE.get(result, result) if result else None
+        # float16 that nobody has to ask for is there; another dtype may not be the one that is used
+        result = default if (default := source.origin(value)) in _FLOAT16 else None
+    return "torch.float16" if result in _FLOAT16 else result
 
 
 def _named(source: Source, node: Node) -> str | None:
@@ -342,13 +341,12 @@ def _named(source: Source, node: Node) -> str | None:
         index = definition.slice[0].slice
         argument = by_default(source, index.value) if isinstance(index, cst.Index) else None
         table = the_value(source, definition.value)
-        text = strings(argument[0]) if argument is not None else None
+        text = strings(argument) if argument is not None else None
         entries = table.elements if text and isinstance(table, cst.Dict) else ()
         for entry in entries:
             if isinstance(entry, cst.DictElement) and strings(entry.key) == text:
                 result = source.origin(entry.value)
-                is_sure = argument is not None and argument[1]
-                return result if is_sure or result in ("torch.float16", "torch.half") else None
+                return result if result in _FLOAT16 else None
         return None
     if not isinstance(definition, cst.Call):
         return None
@@ -361,8 +359,6 @@ def _named(source: Source, node: Node) -> str | None:
     text = strings(name) if name is not None else None
     if text is None:
         argument = by_default(source, name)
-        text = strings(argument[0]) if argument is not None else None
-        text = (
-            text if argument is not None and (argument[1] or text in ("float16", "half")) else None
-        )
+        text = strings(argument) if argument is not None else None
+        text = text if text in ("float16", "half") else None
     return f"torch.{text}" if text else None

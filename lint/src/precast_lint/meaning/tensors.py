@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import default_of_field, the_value, values_seen
@@ -15,7 +16,7 @@ from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, is_self, strings, walk
 
 __all__ = [
     "LAYERS",
@@ -87,12 +88,9 @@ _SUMS = (
 _LOWERED_TOO = ("amax", "amin", "clamp", "clamp_min", "mean", "sigmoid", "t", "tanh")
 _UPDATES = 6  # one after another
 _CALLS = 6  # of a function
-_OF_FLOAT32 = {"eps": 2.0**-23, "tiny": 2.0**-126, "smallest_normal": 2.0**-126}
-_OF_FLOAT64 = {"eps": 2.0**-52, "tiny": 2.0**-1022, "smallest_normal": 2.0**-1022}
-_LIMITS_OF = {
-    **dict.fromkeys(("float32", "float"), _OF_FLOAT32),
-    **dict.fromkeys(("float64", "double"), _OF_FLOAT64),
-}
+_FLOAT32 = {"eps": 2.0**-23, "tiny": 2.0**-126, "max": 2.0**128 - 2.0**104}
+_FLOAT64 = {"eps": 2.0**-52, "tiny": 2.0**-1022, "max": sys.float_info.max}
+_LIMITS_OF = {"float32": _FLOAT32, "float": _FLOAT32, "float64": _FLOAT64, "double": _FLOAT64}
 _LIMITS = ("amax", "amin", "clamp", "clamp_max", "clamp_min", "max", "min", "neg", "relu_")
 _TABLED = ("max", "min")  # with a dim they give the values and the places
 
@@ -146,8 +144,7 @@ def operation(source: Source, node: Node | None, *names: str) -> TensorOperation
     if not isinstance(func, cst.Attribute) or func.attr.value not in names:
         return None
     owner = func.value
-    is_object = isinstance(owner, cst.Name) and owner.value in ("self", "cls")
-    if source.origin(owner) is not None or is_object:
+    if source.origin(owner) is not None or is_self(owner):
         return None
     if func.attr.value in _UNARY and arguments.positional:
         return None  # `xp.exp(x)`: of a module that nobody knows
@@ -228,7 +225,9 @@ def _limit(source: Source, node: cst.Attribute) -> float | None:
     if source.origin(call.func) not in ("torch.finfo", "numpy.finfo"):
         return None
     dtype = (source.origin(call.args[0].value) or "").rpartition(".")[2]
-    return _LIMITS_OF.get(dtype, {}).get(node.attr.value)
+    limits = _LIMITS_OF.get(dtype, {})
+    name = {"smallest_normal": "tiny"}.get(node.attr.value, node.attr.value)
+    return -limits["max"] if name == "min" and limits else limits.get(name)
 
 
 def _default(source: Source, binding: Binding, depth: int) -> float | None:

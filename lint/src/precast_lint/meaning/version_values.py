@@ -91,7 +91,7 @@ def evaluate_test(source: Source, node: Node, releases: Iterable[str]) -> dict[s
     results: dict[str, bool] = {}
     for release in releases:
         try:
-            value = eval(code, _variables(source, release))  # noqa: S307 - no names but those
+            value = eval(code, _variables(source, release))  # no names but those
         except (TypeError, ValueError, LookupError, AttributeError):
             return None
         if value is not None and not isinstance(value, bool):
@@ -125,7 +125,7 @@ def names_releases(source: Source, node: Node) -> bool:
     )
 
 
-def _written(source: Source, node: Node, depth: int) -> str:
+def _written(source: Source, node: Node, depth: int) -> str:  # noqa: PLR0912 - a case for each kind
     """Return the text of an expression with the values of its names.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import cached_property
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import Binding
-from precast_lint.parsing.syntax import Node, cst, enclosing_class, methods_named
+from precast_lint.parsing.syntax import Node, cst, enclosing_class, is_self, methods_named
 
 __all__ = ["Handed"]
 
@@ -63,13 +63,14 @@ class Handed:
     def _argument(self, function: cst.FunctionDef, call: cst.Call, binding: Binding) -> Node | None:
         """Return the argument of a call for a parameter, or else the default value."""
         order = [*function.params.posonly_params, *function.params.params]
-        if self._is_method(function) and not self._is_static(function):
+        if self._is_method(function) and not self.is_static(function):
             order = order[1:]
         place = next((i for i, param in enumerate(order) if param is binding.node), None)
         result = Arguments.of(call).get(binding.name, place)
         return result if result is not None else binding.value
 
-    def _is_static(self, function: cst.FunctionDef) -> bool:
+    def is_static(self, function: cst.FunctionDef) -> bool:
+        """Return True if a method is a static method."""
         return any(self.names.builtin(d.decorator) == "staticmethod" for d in function.decorators)
 
     def _is_method(self, function: cst.FunctionDef) -> bool:
@@ -108,12 +109,9 @@ class Handed:
             if isinstance(target, cst.ClassDef):
                 return methods_named(target, "__init__")
         if isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name):
-            is_own = node.value.value in ("self", "cls")
-            home = (
-                enclosing_class(node, self.parents)
-                if is_own
-                else self.names.class_named(node.value)
-            )
+            is_own = is_self(node.value)
+            named = None if is_own else self.names.class_named(node.value)
+            home = enclosing_class(node, self.parents) if is_own else named
             return methods_named(home, node.attr.value) if home is not None else ()
         return ()
 

@@ -34,6 +34,7 @@ __all__ = [
     "cst",
     "dotted",
     "enclosing_class",
+    "is_self",
     "methods_named",
     "parents",
     "strings",
@@ -129,6 +130,11 @@ def methods_named(home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
     """Return the methods of one name that the body of a class defines."""
     functions = (line for line in home.body.body if isinstance(line, cst.FunctionDef))
     return [function for function in functions if function.name.value == name]
+
+
+def is_self(node: Node | None) -> bool:
+    """Return True for the name self or cls."""
+    return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def dotted(node: Node | None) -> str | None:

@@ -22,6 +22,7 @@ from precast_lint.parsing.syntax import (
     children,
     cst,
     enclosing_class,
+    is_self,
     methods_named,
     strings,
     walk,
@@ -146,7 +147,7 @@ class Values:
             scope = self.names.scopes.scope_of.get(node)
             home = scope.home(node.value) if scope else None
             return (home, node.value) if home else None
-        if isinstance(node, cst.Attribute) and _is_self(node.value):
+        if isinstance(node, cst.Attribute) and is_self(node.value):
             home_class = self.enclosing_class(node)
             return (home_class, node.attr.value) if home_class else None
         return None
@@ -204,7 +205,7 @@ class Values:
     def _method_of_base(self, call: cst.Call) -> cst.FunctionDef | None:
         """Return the method of a base in this file that `self.make()` runs."""
         func = call.func
-        if not isinstance(func, cst.Attribute) or not _is_self(func.value):
+        if not isinstance(func, cst.Attribute) or not is_self(func.value):
             return None
         home = self.enclosing_class(call)
         base = self.family.provider(home, func.attr.value) if home is not None else None
@@ -223,7 +224,7 @@ class Values:
         """
         if isinstance(node, cst.Name):
             return [source for binding in self.names.bindings(node) for source in self._of(binding)]
-        if isinstance(node, cst.Attribute) and _is_self(node.value):
+        if isinstance(node, cst.Attribute) and is_self(node.value):
             home = self.enclosing_class(node)
             return self._of_family(home, node.attr.value) if home else []
         if isinstance(node, cst.Attribute):
@@ -277,7 +278,7 @@ class Values:
         if isinstance(node, cst.Attribute) and node.attr.value in self._stored_outside:
             return None
         binding = self.names.only_binding(node)
-        if _is_self(node) or (binding is not None and binding.kind == "class"):
+        if is_self(node) or (binding is not None and binding.kind == "class"):
             return None
         return self._object(node)
 
@@ -306,7 +307,7 @@ class Values:
     def _stored_outside(self) -> set[str]:
         """The names of attributes that code assigns on other objects than self: `args.device = ...`."""
         targets = [n.target for n in self.parents if type(n) is cst.AssignTarget]
-        return {t.attr.value for t in targets if type(t) is cst.Attribute and not _is_self(t.value)}
+        return {t.attr.value for t in targets if type(t) is cst.Attribute and not is_self(t.value)}
 
     def _class_of(self, node: Node | None, depth: int) -> cst.ClassDef | None:
         """Return the class of this file that all values of an expression are instances of, or its annotation."""
@@ -384,16 +385,8 @@ class Values:
 
     def _quoted(self, node: Node) -> str | None:
         """A quoted annotation that is one name, with or without `| None`."""
-        roots = [name for name, string in self.names.scopes.quoted.items() if string is node]
-        text = strings(node) or ""
-        for name in roots:
-            expression = cst.parse_expression(text)
-            binding = self.names.scopes.scope_of[name]
-            for inner in walk(expression):
-                if isinstance(inner, cst.Name):
-                    self.names.scopes.scope_of.setdefault(inner, binding)
-            return self._annotated(expression)
-        return None
+        tree = self.names.scopes.quoted_trees.get(node)
+        return self._annotated(tree) if tree is not None else None
 
 
 def _itself(call: cst.Call) -> Node | None:
@@ -455,10 +448,6 @@ def _common_optimizer(kinds: set[str]) -> str | None:
     return "torch.optim.Optimizer" if are_schedulers == {False} and not are_others else None
 
 
-def _is_self(node: Node) -> bool:
-    return isinstance(node, cst.Name) and node.value in ("self", "cls")
-
-
 def _stores(home: Node) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]:
     """The attributes of self that a class's methods assign, and those of the class itself."""
     assert isinstance(home, cst.ClassDef)
@@ -487,7 +476,7 @@ def _stores(home: Node) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]
 def _stored(
     target: Node, value: Node | None, note: Node | None
 ) -> Iterator[tuple[str, tuple[Node | None, Node | None]]]:
-    if isinstance(target, cst.Attribute) and _is_self(target.value):
+    if isinstance(target, cst.Attribute) and is_self(target.value):
         yield target.attr.value, (value, note)
     elif isinstance(target, (cst.Tuple, cst.List)):
         values = elements(value, len(target.elements))

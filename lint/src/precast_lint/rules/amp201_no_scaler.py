@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.meaning.functions import called_method, methods_of
+from precast_lint.meaning.callers import calls_of
+from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
@@ -93,7 +94,7 @@ def _is_returned_from_region(source: Source, value: Node | None) -> bool:
     calls = (node for node in walk(value) if isinstance(node, cst.Call)) if value else ()
     return any(
         forward is not None and _in_region(source, forward.body.body[0])
-        for forward in (_forward(source, call) for call in calls)
+        for forward in (called_forward(source, call) for call in calls)
     )
 
 
@@ -164,22 +165,6 @@ def _is_lower(source: Source, value: Node, depth: int) -> bool:
     return False
 
 
-def _forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """Return the `forward` that the call of a module of this file runs: `net(x)` after `net = Net().cuda()`."""
-    definition = source.values.constructed(call.func)
-    while isinstance(definition, cst.Call) and isinstance(definition.func, cst.Attribute):
-        if definition.func.attr.value not in ("cuda", "to", "train"):
-            return None
-        definition = definition.func.value
-    binding = (
-        source.names.only_binding(definition.func) if isinstance(definition, cst.Call) else None
-    )
-    if binding is None or not isinstance(binding.node, cst.ClassDef):
-        return None
-    result = methods_of(source, binding.node).get("forward")
-    return result.node if result is not None else None
-
-
 def _uses(source: Source, node: Node | None, names: frozenset[str]) -> bool:
     if node is None or not names:
         return False
@@ -208,35 +193,16 @@ def _in_region(source: Source, node: Node) -> bool:
 
 
 def _is_called_in_region(source: Source, function: cst.FunctionDef) -> bool:
-    """Return True if all calls of a function, compiled or not, are in float16 regions of other functions."""
+    """Return True if all calls of a function are in float16 regions of other functions."""
     cached = source.cache.setdefault("called in float16 regions", {})
     assert isinstance(cached, dict)
     if function not in cached:
         cached[function] = False  # for functions that call each other
-        calls = list(_calls_of(source, function))
+        calls = calls_of(source, function)
         cached[function] = bool(calls) and all(
             source.function(call) is not function and _in_region(source, call) for call in calls
         )
     return bool(cached[function])
-
-
-def _calls_of(source: Source, function: cst.FunctionDef) -> Iterator[cst.Call]:
-    """Yield the calls of a function, also those of its compiled version and, for a method, those by self."""
-    for call in source.all(cst.Call):
-        if called_method(source, call) is function or _is_function(source, call.func, function):
-            yield call
-
-
-def _is_function(source: Source, node: Node, function: cst.FunctionDef) -> bool:
-    binding = source.names.only_binding(node)
-    if binding is None:
-        return False
-    if binding.node in (function, function.name):
-        return True
-    definition = binding.value if binding.kind == "assign" else None
-    if not isinstance(definition, cst.Call) or source.origin(definition.func) != "torch.compile":
-        return False
-    return bool(definition.args) and _is_function(source, definition.args[0].value, function)
 
 
 RULE = LintRule(

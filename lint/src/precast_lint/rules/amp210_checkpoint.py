@@ -260,10 +260,6 @@ def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
 @once
 def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
     """Return a scaler that a function or its class uses."""
-    return _scaler_of_function(source, flow)
-
-
-def _scaler_of_function(source: Source, flow: FunctionFlow) -> Node | None:
     for node in flow.nodes:
         if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
             owner = node.func.value

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.callers import regions_of_callers
-from precast_lint.meaning.functions import called_forward, methods_of
-from precast_lint.meaning.regions import AUTOCASTS, region_in_force, regions, regions_around
+from precast_lint.meaning.functions import called_forward
+from precast_lint.meaning.regions import region_in_force, regions, regions_around
 from precast_lint.meaning.tensors import is_lowered
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
@@ -109,7 +109,7 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
     if plain is None or depth == 0:
         return False
     if isinstance(plain, cst.Call):
-        forward = called_forward(source, plain) or _forward_with_region(source, plain)
+        forward = called_forward(source, plain)
         returned = returned_by(forward) if forward is not None else source.values.returned(plain)
         return bool(returned) and all(
             _is_output(source, value, value, depth - 1, grads)
@@ -132,15 +132,6 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
         )
     is_call = isinstance(value, cst.Call) and target in _targets(source, value)
     return is_call and value is not None and _is_output(source, value, at, depth - 1, grads)
-
-
-def _forward_with_region(source: Source, call: cst.Call) -> cst.FunctionDef | None:
-    """Return the `forward` of a module of this file whose only decorator is an autocast class."""
-    home = source.values.object_class(call.func)
-    method = methods_of(source, home).get("forward") if home is not None else None
-    origins = [origin for _, origin in method.decorators] if method is not None else []
-    is_one = len(origins) == 1 and origins[0] in AUTOCASTS
-    return method.node if method is not None and is_one else None
 
 
 def _last_target(source: Source, plain: Node, at: Node) -> Node | None:

@@ -137,22 +137,9 @@ def _in_place(source: Source, name: cst.Name) -> TensorOperation | None:
         block = source.block(line)
         behind = block[block.index(line) + 1 :] if line in block else []
         is_read = {*behind} & {*source.around(name)} and not arguments.positional
-        if is_read and not _is_lowered(source, name):
+        if is_read and not _is_subtracted(source, name):
             return TensorOperation("exp", owner, (), {}, call, is_method=True)
     return None
-
-
-def _is_lowered(source: Source, name: cst.Name) -> bool:
-    """Return True if a function subtracts from a tensor in place."""
-    lowered = [owner for _, owner, _ in source.methods("sub_", "subtract_")]
-    updates = source.all(cst.AugAssign)
-    lowered += [u.target for u in updates if isinstance(u.operator, cst.SubtractAssign)]
-    return any(
-        isinstance(node, cst.Name)
-        and node.value == name.value
-        and source.function(node) is source.function(name)
-        for node in lowered
-    )
 
 
 def _divisions(source: Source) -> Iterator[tuple[Node, Node, Node]]:

@@ -167,33 +167,10 @@ def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
 
 def _too_large(source: Source, value: Node) -> int:
     """Return -1 or 1 for a number below or above float16's range, else 0."""
-    if isinstance(value, cst.UnaryOperation) and isinstance(value.operator, cst.Minus):
-        return -_too_large(source, value.expression)
     number = constant(source, value)
-    if number is not None:
-        return 0 if abs(number) <= _LARGEST else 1 if number > 0 else -1
-    if isinstance(value, cst.Name):
-        binding = source.names.only_binding(value)
-        if binding is not None and binding.kind == "param":
-            is_default = binding.value is not None and not source.values.handed.to(binding)
-            return _too_large(source, binding.value) if is_default else 0  # type: ignore[arg-type]
-        inner = binding.value if binding is not None and binding.kind == "assign" else None
-        if isinstance(inner, cst.UnaryOperation) and isinstance(inner.operator, cst.Minus):
-            return -_limit(source, inner.expression)
-        return _limit(source, inner)
-    return _limit(source, value)
-
-
-def _limit(source: Source, node: Node | None) -> int:
-    """Return -1 for `torch.finfo(torch.float32).min`, 1 for `.max`, else 0."""
-    if not isinstance(node, cst.Attribute) or not isinstance(node.value, cst.Call):
+    if number is None or abs(number) <= _LARGEST:
         return 0
-    call = node.value
-    if source.origin(call.func) not in ("torch.finfo", "numpy.finfo") or len(call.args) != 1:
-        return 0
-    if source.origin(call.args[0].value) not in _WIDE:
-        return 0
-    return {"min": -1, "max": 1}.get(node.attr.value, 0)
+    return 1 if number > 0 else -1
 
 
 def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:

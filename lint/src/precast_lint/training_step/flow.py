@@ -334,13 +334,6 @@ class FunctionFlow:
         return True
 
 
-def _is_made(value: Node | None) -> bool:
-    """Return True if a value, or one side of a conditional, is a call."""
-    if isinstance(value, cst.IfExp):
-        return _is_made(value.body) or _is_made(value.orelse)
-    return isinstance(value, cst.Call)
-
-
 @once
 def flows(source: Source) -> list[FunctionFlow]:
     """Return the flows of a file: its functions and its top level."""

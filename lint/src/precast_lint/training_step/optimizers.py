@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from precast_lint.parsing.source import Source, once
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, dotted
 
 __all__ = ["acts_as_optimizer", "is_scheduler"]
 
@@ -23,10 +23,10 @@ def acts_as_optimizer(source: Source, node: Node) -> bool:
     if not isinstance(last, cst.Name) or not _NAME.search(last.value):
         return False
     definition = source.values.constructed(node)
-    if isinstance(definition, cst.Call) and not _MAKER.search(_text(definition.func)):
+    if isinstance(definition, cst.Call) and not _MAKER.search(dotted(definition.func) or ""):
         return False
     entry = source.instance(node)
-    return (entry is None or _MAKER.search(entry) is not None) and _text(node) in _used(source)
+    return (entry is None or _MAKER.search(entry) is not None) and dotted(node) in _used(source)
 
 
 def is_scheduler(instance: str | None) -> bool:
@@ -40,14 +40,5 @@ def _used(source: Source) -> set[str]:
     called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
     for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
         assert isinstance(call.func, cst.Attribute)
-        called.get(call.func.attr.value, called["other"]).add(_text(owner))
+        called.get(call.func.attr.value, called["other"]).add(dotted(owner) or "")
     return called["step"] & called["zero_grad"] - called["other"] - {""}
-
-
-def _text(node: Node) -> str:
-    """Return the text of a dotted name such as `self.optimizer`; empty for another expression."""
-    if isinstance(node, cst.Name):
-        return node.value
-    if isinstance(node, cst.Attribute) and (owner := _text(node.value)):
-        return f"{owner}.{node.attr.value}"
-    return ""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source, once
-from precast_lint.parsing.syntax import Node, cst, methods_named, walk
+from precast_lint.parsing.syntax import Node, cst, is_self, methods_named, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
@@ -171,7 +171,7 @@ def _hides(source: Source, call: Node) -> bool:
     if isinstance(owner, cst.Call):
         is_super = source.names.builtin(owner.func) == "super"
         return is_super and followed_call(source, call) is None
-    if not isinstance(owner, cst.Name) or owner.value not in ("self", "cls"):
+    if not is_self(owner):
         return False
     home = source.values.enclosing_class(call)
     if not isinstance(home, cst.ClassDef):
@@ -343,14 +343,9 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
             results |= {
                 key(source, n)
                 for n in walk(node.target)
-                if isinstance(n, (cst.Name, cst.Attribute)) and not _is_self(n)
+                if isinstance(n, (cst.Name, cst.Attribute)) and not is_self(n)
             }
     return results
-
-
-def _is_self(node: Node) -> bool:
-    """Return True if a node is self or cls."""
-    return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
