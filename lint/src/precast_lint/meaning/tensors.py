@@ -26,6 +26,7 @@ __all__ = [
     "is_layer",
     "is_lowered",
     "modules_in",
+    "number_in",
     "operation",
     "value_of",
 ]
@@ -215,6 +216,15 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
             return constant(source, value, depth - 1)
         return _limit(source, node) if isinstance(node, cst.Attribute) else None
     return None
+
+
+def number_in(source: Source, node: Node | None) -> Node | None:
+    """Return the number in `torch.tensor(1e-9)`, which gets the dtype of the other operand."""
+    if not isinstance(node, cst.Call) or source.origin(node.func) != "torch.tensor":
+        return None
+    value = Arguments.of(node)
+    is_plain = len(value.positional) == 1 and "dtype" not in value.keywords and not value.starred
+    return value.positional[0] if is_plain else None
 
 
 def _limit(source: Source, node: cst.Attribute) -> float | None:

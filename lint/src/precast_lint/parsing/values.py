@@ -282,11 +282,6 @@ class Values:
             return None
         return self._object(node)
 
-    def has_scaler(self, home: cst.ClassDef) -> bool:
-        """Return True if a class of this file has a scaler as an attribute."""
-        sources = [source for results in self.attributes(home).values() for source in results]
-        return any(canonical(self._source(*source) or "") in SCALERS for source in sources)
-
     def _of_member(self, node: Node) -> list[tuple[Node | None, Node | None]]:
         """The value of a member of an enumeration: of `Precision.HALF`."""
         home = self.names.class_named(node.value) if isinstance(node, cst.Attribute) else None

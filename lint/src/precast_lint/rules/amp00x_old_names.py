@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
@@ -14,35 +15,14 @@ from precast_lint.renaming import old_names
 __all__ = ["RULES"]
 
 
-def _rule(
-    *,
-    code: str,
-    name: str,
-    message: str,
-    what: str,
-    why: str,
-    fine: str,
-    words: tuple[str, ...],
-    example: str,
-) -> LintRule:
-    """Return a rule that reports the uses with its code."""
+def _rule(*, code: str, **texts: Any) -> LintRule:
+    """Return a rule that reports the uses with its code; the texts are fields of `LintRule`."""
 
     def check(source: Source) -> Iterator[LintFinding]:
         yield from old_names.findings(source, rule)
 
-    rule = LintRule(
-        code=code,
-        name=name,
-        severity=Severity.WARNING,
-        fix=Applicability.SAFE,
-        message=message,
-        what=what,
-        why=why,
-        fine=fine,
-        words=words,
-        check=check,
-        example=example,
-    )
+    fix = Applicability.SAFE
+    rule = LintRule(code=code, severity=Severity.WARNING, fix=fix, check=check, **texts)
     return rule
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.functions import called_function, followed_call
+from precast_lint.meaning.functions import called_function
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, strings, walk
@@ -18,7 +18,6 @@ from precast_lint.training_step.flow_events import is_optimizer, key
 __all__ = ["RULE"]
 
 _MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
-_STEPS = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
 _SCALER_NAME = re.compile(r"scal|\bamp\b", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
@@ -38,7 +37,7 @@ def check(source: Source) -> Iterator[LintFinding]:
             place = saved.place
             node = _scaler(source, flow)
             if (node is not None and not _is_off(source, node) and not _is_fixed(source)) or (
-                node is None and (_is_saved_for_scaler(source, flow) or _is_of_object(source, flow))
+                node is None and _is_saved_for_scaler(source, flow)
             ):
                 yield source.find(RULE, place)
         yield from _apart(source, flow)
@@ -228,33 +227,10 @@ def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
             if not isinstance(call, cst.Call) or called_function(source, call) is not flow.node:
                 continue
             scaler = _scaler(source, other)
-            handed = any(
-                _SCALER_NAME.search(key(source, arg.value) or "")
-                and not _is_ignored(source, call, arg.value)
-                for arg in call.args
-            )
+            handed = any(_SCALER_NAME.search(key(source, arg.value) or "") for arg in call.args)
             if scaler is not None and not handed and not _is_off(source, scaler):
                 return True
     return False
-
-
-def _is_ignored(source: Source, call: Node, value: Node) -> bool:
-    """Return True if a function that gets a scaler only steps with it, or does not use it."""
-    result = followed_call(source, call)
-    if result is None or source.instance(value) not in SCALERS:
-        return False
-    function, argument = result
-    names = [name for name, one in argument.items() if one is value]
-    return bool(names) and all(_only_steps(source, function, name) for name in names)
-
-
-def _only_steps(source: Source, function: cst.FunctionDef, name: str) -> bool:
-    """Return True if a function only calls the methods of a step on a parameter, which is a scaler."""
-    scope = source.scopes.owned[function]
-    if len(scope.bindings.get(name, ())) != 1:
-        return False
-    outer = [source.parents[node] for node in source.scopes.references(scope, name)]
-    return all(isinstance(node, cst.Attribute) and node.attr.value in _STEPS for node in outer)
 
 
 @once
@@ -286,25 +262,6 @@ def _scaler_of_class(source: Source, home: Node) -> Node | None:
     attributes = (node for node in walk(home) if isinstance(node, cst.Attribute))
     own = (node for node in attributes if key(source, node.value) == "self")
     return next((node for node in own if source.instance(node) in SCALERS), None)
-
-
-def _is_of_object(source: Source, flow: FunctionFlow) -> bool:
-    """Return True if a function or its class uses an object of this file that has a scaler."""
-    home = source.values.enclosing_class(flow.node)
-    steps = [o for _, o, _ in source.methods("step") if source.instance(o) in SCALERS]
-    if not steps or _is_off(source, steps[0]):
-        return False
-    if isinstance(home, cst.ClassDef) and source.values.has_scaler(home):
-        return True
-    nodes: list[Node] = [n for n in flow.nodes if isinstance(n, cst.Name)]
-    nodes += [n for n in walk(home) if isinstance(n, cst.Attribute)] if home is not None else []
-    for node in nodes:
-        if isinstance(node, cst.Attribute) and key(source, node.value) != "self":
-            continue
-        other = source.values.object_class(node)
-        if other is not None and other is not home and source.values.has_scaler(other):
-            return True
-    return False
 
 
 def _is_off(source: Source, scaler: Node) -> bool:

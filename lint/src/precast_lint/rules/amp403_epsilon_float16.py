@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast_lint.meaning.regions import regions_around
-from precast_lint.meaning.tensors import constant, is_half, operation
+from precast_lint.meaning.tensors import constant, is_half, number_in, operation
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
-from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
@@ -52,18 +51,9 @@ def _limits(source: Source) -> Iterator[LintFinding]:
             if any(regions_around(source, call)):
                 continue
         else:
-            value = _number_in(source, result.get("other", 0))
+            value = number_in(source, result.get("other", 0))
         if value is not None and _vanishes(source, value) and is_half(source, result.operand):
             yield source.find(RULE, value)
-
-
-def _number_in(source: Source, node: Node | None) -> Node | None:
-    """Return the number in `torch.tensor(1e-9)`, which gets the dtype of the other operand."""
-    if not isinstance(node, cst.Call) or source.origin(node.func) != "torch.tensor":
-        return None
-    value = Arguments.of(node)
-    is_plain = len(value.positional) == 1 and "dtype" not in value.keywords and not value.starred
-    return value.positional[0] if is_plain else None
 
 
 def _vanishes(source: Source, node: Node) -> bool:

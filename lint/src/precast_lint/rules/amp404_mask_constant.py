@@ -10,11 +10,11 @@ from precast_lint.meaning.tensors import (
     constant,
     is_half,
     is_lowered,
+    number_in,
     operation,
     value_of,
 )
 from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
-from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
@@ -99,26 +99,12 @@ def _chosen(source: Source) -> Iterator[LintFinding]:
                 yield source.find(RULE, value)  # type: ignore[arg-type]
         elif len(argument) == 3:
             for value, tensor in ((argument[2], argument[1]), (argument[1], argument[2])):
-                number = _number_in(source, value)
+                number = number_in(source, value_of(source, value)) or value
                 sign = _too_large(source, number)
                 if sign and _is_float16(source, tensor):
                     named = isinstance(value, cst.Name) and number is not value
                     fix = None if named else _fix(source, tensor, number, sign)
                     yield _silent(source, number, fix)
-
-
-def _number_in(source: Source, value: Node) -> Node:
-    """Return the number in `torch.tensor(-1e9)`, which gets the other tensor's dtype."""
-    definition = value_of(source, value)
-    is_tensor = (
-        isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.tensor"
-    )
-    if not is_tensor or not isinstance(definition, cst.Call):
-        return value
-    arguments = Arguments.of(definition)
-    if arguments.starred or len(arguments.positional) != 1:
-        return value
-    return arguments.positional[0]
 
 
 def _stored(source: Source) -> Iterator[LintFinding]:

@@ -10,10 +10,7 @@ from collections.abc import Callable
 
 from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.callers import calls_of
-from precast_lint.meaning.functions import methods_of
 from precast_lint.parsing.arguments import Arguments
-from precast_lint.parsing.returns import returned_by
-from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 
@@ -26,7 +23,6 @@ _MAKERS = {
     f"torch.{name}" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "tensor")
 }
 _NEW = ("new_empty", "new_full", "new_ones", "new_zeros")
-_LOADERS = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _KEEPS_DTYPE = re.compile(
     r"clone|contiguous|cpu|cuda|detach|diagonal|expand|expand_as|flatten|movedim|narrow|permute|repeat|reshape|select|"
     r"squeeze|swapaxes|t|transpose|unflatten|unsqueeze|view"
@@ -75,7 +71,7 @@ def is_low(
     if len(results) == 1 and results[0].kind == "param":
         argument = handed(source, node)
         return bool(argument) and all(map(again, argument))
-    values = [_value(source, binding) for binding in results]
+    values = [b.value if b.kind == "assign" else None for b in results]
     return bool(values) and all(value is not None and again(value) for value in values)
 
 
@@ -128,30 +124,3 @@ def handed(source: Source, plain: Node) -> list[Node]:
     results = [Arguments.of(call).get(binding.name, at) for call in calls_of(source, function)]
     entries = [value for value in results if value is not None]
     return entries if len(entries) == len(results) else []
-
-
-def _value(source: Source, binding: Binding) -> Node | None:
-    """Return the value of a name from an assignment, or from a loop over batches of a data set of this file."""
-    if binding.kind == "assign":
-        return binding.value
-    element = source.parents.get(binding.node)
-    line = source.parents.get(element) if isinstance(element, cst.Element) else None
-    loop = source.parents.get(line) if isinstance(line, cst.Tuple) else None
-    if not isinstance(loop, cst.For) or loop.target is not line:
-        return None
-    assert isinstance(line, cst.Tuple)
-    loader = source.values.constructed(loop.iter)
-    if not isinstance(loader, cst.Call) or source.origin(loader.func) not in _LOADERS:
-        return None
-    arguments = Arguments.of(loader)
-    home = source.values.object_class(arguments.get("dataset", 0))
-    if home is None or "collate_fn" in arguments.keywords:
-        return None
-    method = methods_of(source, home).get("__getitem__")
-    returned = returned_by(method.node) if method is not None else []
-    only = returned[0] if len(returned) == 1 else None
-    if not isinstance(only, cst.Tuple) or len(only.elements) != len(line.elements):
-        return None
-    value = only.elements[list(line.elements).index(element)].value  # type: ignore[arg-type]
-    is_item = isinstance(value, cst.Subscript) and isinstance(value.value, cst.Attribute)
-    return value.value if is_item else value  # type: ignore[attr-defined]
