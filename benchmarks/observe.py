@@ -1,4 +1,4 @@
-"""What one step of a variant needs: its peak memory, the casts it makes, and what its time goes into.
+"""What one step of a variant needs: its peak memory, and the casts it makes.
 
 Measured apart from time, in a run of its own under PyTorch's profiler, which writes down every allocation, every
 release and every operation with the dtypes of its arguments:
@@ -7,9 +7,7 @@ release and every operation with the dtypes of its arguments:
   highest value within the step. Weights, masters, copies that are kept, gradients and activations are all in it,
   and nothing of other variants. On CUDA it is the most that the allocator had handed out, from the same beginning;
 - a cast is a copy between two floating-point dtypes, whoever asked for it; its bytes are those that it writes. On
-  CUDA a fused copy of a whole list of tensors is one operation without sizes, and is not counted;
-- time is that of operations without those that they call. What is in none of them is Python's, the dispatcher's and
-  precast's. The profiler takes its own time at each operation, so that shares say more than the milliseconds.
+  CUDA a fused copy of a whole list of tensors is one operation without sizes, and is not counted.
 """
 
 from __future__ import annotations
@@ -27,25 +25,19 @@ from torch.autograd.profiler import profile, record_function
 from benchmarks.variants import Prepared
 from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["PARTS", "Observation", "observe"]
-
-PARTS = ("products", "casts and copies", "other operations", "outside of operations")
-"""What the time of a step is told by."""
+__all__ = ["Observation", "observe"]
 
 _STEP = "the step that is observed"
-_PRODUCTS = ("conv", "mm", "linear", "attention")
-_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::_foreach_copy_")
 _SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Of one step: tensor memory at its worst moment, casts, the bytes that they wrote, and milliseconds by `PARTS`."""
+    """Of one step: its peak of tensor memory, its casts, and the bytes that they wrote."""
 
     peak_bytes: int
     casts: int
     cast_bytes: int
-    parts_ms: dict[str, float]
 
 
 def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
@@ -75,31 +67,7 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
     casts = list(_casts(e for e in events if begin <= e.start_ns() <= end))
     on_cpu = device.type == "cpu"
     highest = _cpu_peak(events, begin, end) if on_cpu else peak
-    return Observation(highest, len(casts), sum(casts), _parts(events, begin, end))
-
-
-def _parts(events: Iterable[Any], begin: int, end: int) -> dict[str, float]:
-    """The time of the step by what it goes into; that of an operation is without those that it calls."""
-    parts = dict.fromkeys(PARTS, 0.0)
-    calling: list[tuple[int, str]] = []
-    within = (e for e in events if begin <= e.start_ns() <= end and e.name() != "[memory]")
-    for event in sorted(within, key=lambda e: (e.start_ns(), -e.end_ns())):
-        while calling and calling[-1][0] <= event.start_ns():
-            calling.pop()
-        part, milliseconds = _part(event.name()), (event.end_ns() - event.start_ns()) / 1e6
-        parts[part] += milliseconds
-        if calling:
-            parts[calling[-1][1]] -= milliseconds
-        calling.append((event.end_ns(), part))
-    return parts
-
-
-def _part(operation: str) -> str:
-    if operation == _STEP:
-        return PARTS[3]
-    if operation in _COPIES:
-        return PARTS[1]
-    return PARTS[0] if any(word in operation for word in _PRODUCTS) else PARTS[2]
+    return Observation(highest, len(casts), sum(casts))
 
 
 def _casts(events: Iterable[Any]) -> Iterator[int]:

@@ -88,7 +88,6 @@ def render(data: dict[str, Any]) -> str:
             "",
             *_needs(rows),
             "",
-            *_parts(rows),
             *_watching(by_name["observing"]),
         ]
     )
@@ -194,28 +193,6 @@ def _clients(rows: Sequence[Row]) -> Iterator[str]:
         cells[shown.index(BASELINE)] = f"{found[BASELINE]['median_ms']:.2f} ms"
         yield _line([size, case, work, *cells])
     yield ""
-
-
-def _parts(rows: Sequence[Row]) -> Iterator[str]:
-    """What the time of a step goes into, for the networks that show it best."""
-    chosen = [r for r in rows if "parts_ms" in r and r["case"] in _PROFILED]
-    if not chosen:
-        return
-    parts = list(chosen[0]["parts_ms"])
-    yield "### What the time of one step goes into"
-    yield ""
-    yield "Milliseconds under PyTorch's profiler, which adds some to each operation. Outside of operations are"
-    yield "Python, the dispatcher, and what precast does."
-    yield ""
-    yield _line(["network", "work", "variant", *parts])
-    yield "|---|---|---|" + "---|" * len(parts)
-    for row in chosen:
-        cells = [f"{row['parts_ms'][part]:.2f}" for part in parts]
-        yield _line([title(row), row["work"], row["kind"], *cells])
-    yield ""
-
-
-_PROFILED = ("decoder 512, 1x1", "MLP 32 x 16, 8")
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:
