@@ -142,7 +142,6 @@ class EachByItself:
             ends += [("", p) for how, p in inside if how == "break"]
             ends += [(how, p) for how, p in inside if how in ("return", "raise")]
             again = [p for how, p in inside if how in ("", "continue")]
-            again = [end for p in again for _, end in self.Line(part.again, place, p)]
             finished += [] if part.is_endless else again
             waiting = [p for p in dict.fromkeys(again) if p not in seen]
             seen.update(waiting)

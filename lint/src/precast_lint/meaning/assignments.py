@@ -115,7 +115,6 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
 
 @once
 def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
-    """Return the values that attributes of names get in a file, by the name and the attribute."""
     table: dict[tuple[str, str], list[Binding]] = {}
     for assign in source.all(cst.Assign):
         for one in assign.targets:

@@ -22,7 +22,6 @@ def calls_of(source: Source, function: cst.FunctionDef) -> list[cst.Call]:
 
 @once
 def _calls_of_functions(source: Source) -> dict[Node, list[cst.Call]]:
-    """Return the calls of each function of a file."""
     table: dict[Node, list[cst.Call]] = {}
     for call in source.all(cst.Call):
         target = called_function(source, call) or called_forward(source, call)

@@ -161,7 +161,6 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
 
 @once
 def _method_names(source: Source) -> set[str]:
-    """The names of the methods that classes of this file have."""
     return {
         line.name.value
         for node in source.all(cst.ClassDef)
@@ -171,7 +170,6 @@ def _method_names(source: Source) -> set[str]:
 
 
 def _is_plain(source: Source, function: cst.FunctionDef) -> bool:
-    """Return True if nothing but `staticmethod` or `classmethod` decorates a function."""
     return all(source.names.builtin(d.decorator) in _PLAIN for d in function.decorators)
 
 
@@ -219,7 +217,6 @@ def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str
 
 @once
 def _yields(_: Source, function: cst.FunctionDef) -> bool:
-    """Return True if there is a `yield` in a function, or in one inside it."""
     return any(isinstance(node, cst.Yield) for node in walk(function))
 
 
@@ -255,7 +252,6 @@ def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
 
 
 def _is_first_parameter(source: Source, name: cst.Name) -> bool:
-    """Return True if a name is the first parameter of its method."""
     binding = source.names.only_binding(name)
     function = source.function(name)
     first = function.params.params[:1] if isinstance(function, cst.FunctionDef) else ()

@@ -95,7 +95,6 @@ def _follows_guard(source: Source, node: Node) -> bool:
 
 
 def _only_imports(node: cst.Try) -> bool:
-    """Return True if a `try` block contains only imports."""
     return all(
         isinstance(line, cst.SimpleStatementLine)
         and all(isinstance(part, (cst.Import, cst.ImportFrom)) for part in line.body)
@@ -110,7 +109,6 @@ def _tries_amp(node: cst.Try) -> bool:
 
 
 def _catches(handler: cst.ExceptHandler, caught: Collection[str]) -> bool:
-    """Return True if a handler catches one of some exceptions."""
     return bool(_names(handler) & set(caught))
 
 
@@ -168,7 +166,6 @@ def _reads_version(function: cst.FunctionDef) -> bool:
 
 
 def _is_of_torch(source: Source, node: cst.Try) -> bool:
-    """Return True if a `try` block uses a name of PyTorch."""
     for inner in walk(node.body):
         if isinstance(inner, cst.ImportFrom) and f"{dotted(inner.module)}.".startswith("torch."):
             return True

@@ -182,7 +182,6 @@ class Containers:
 
     @cached_property
     def _put(self) -> dict[_Place, list[Node | None]]:
-        """The values stored in variables: `x[...] = value`, `x.append(value)`."""
         results: dict[_Place, list[Node | None]] = {}
         for owner, _, value in self._stores:
             place = self.values.variable(owner)

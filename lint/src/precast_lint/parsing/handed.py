@@ -51,7 +51,6 @@ class Handed:
         return result[0] if len(result) == 1 else None
 
     def _function(self, param: Node) -> cst.FunctionDef | None:
-        """The function that a plain parameter belongs to."""
         parameters = self.parents.get(param)
         if not isinstance(parameters, cst.Parameters):
             return None
@@ -78,7 +77,6 @@ class Handed:
 
     @cached_property
     def _calls(self) -> dict[cst.FunctionDef, list[cst.Call]]:
-        """The calls of each function whose name is used in no other way."""
         results: dict[cst.FunctionDef, list[cst.Call]] = {}
         unknown: set[cst.FunctionDef] = set()
         for node in self.parents:

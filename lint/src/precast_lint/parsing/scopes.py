@@ -53,7 +53,6 @@ class Scope:
     is_class: bool = False
     bindings: dict[str, list[Binding]] = field(default_factory=dict)
     moved: dict[str, Scope] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
 
     def home(self, name: str) -> Scope | None:
         """The scope whose binding a name read here refers to; None for builtins and star imports."""
@@ -155,7 +154,6 @@ class Scopes:
     def _visit_ImportFrom(self, node: cst.ImportFrom, scope: Scope) -> None:
         module = None if node.relative else dotted(node.module)
         if isinstance(node.names, cst.ImportStar):
-            scope.stars.append(module or ".")
             return
         for alias in node.names:
             name = dotted(alias.asname.name if alias.asname else alias.name) or ""

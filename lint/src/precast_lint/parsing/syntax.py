@@ -36,7 +36,6 @@ __all__ = [
     "enclosing_class",
     "is_self",
     "methods_named",
-    "parents",
     "strings",
     "walk",
 ]
@@ -104,18 +103,6 @@ def walk(node: Node) -> Iterator[Node]:
         inner = stack.pop()
         yield inner
         stack.extend(reversed(list(children(inner))))
-
-
-def parents(root: Node) -> dict[Node, Node]:
-    """The node around each node of a tree."""
-    results: dict[Node, Node] = {}
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        for child in children(node):
-            results[child] = node
-            stack.append(child)
-    return results
 
 
 def enclosing_class(node: Node, parents: dict[Node, Node]) -> cst.ClassDef | None:

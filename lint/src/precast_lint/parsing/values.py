@@ -292,7 +292,6 @@ class Values:
 
     @cached_property
     def _imported(self) -> set[str]:
-        """The packages that the top level of the file imports."""
         bound = (
             b.path or "" for results in self.names.scopes.module.bindings.values() for b in results
         )
@@ -328,7 +327,6 @@ class Values:
         return results.pop() if len(results) == 1 else None
 
     def _is_module(self, home: cst.ClassDef) -> bool:
-        """Return True if a class is a module by its own base."""
         bases = [self.names.path(base.value) or "" for base in home.bases]
         return any(base in ("torch.nn.Module", "torch.nn.modules.module.Module") for base in bases)
 

@@ -109,7 +109,6 @@ def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse
 
 
 def _reference(source: Source, node: Node, origin: str, code: str) -> NameUse:
-    """Return a use that is not a call."""
     kind = reference_kind(source, node)
     if kind in ("annotation", "isinstance"):
         return NameUse(node, node, origin, kind, code, ())

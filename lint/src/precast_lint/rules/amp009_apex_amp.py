@@ -51,7 +51,6 @@ def _has_pytorchs(source: Source) -> bool:
 
 
 def _is_for_apex(source: Source, node: Node) -> bool:
-    """Return True if the name of the function or class around a node contains "apex"."""
     return any(
         isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and "apex" in outer.name.value.lower()
         for outer in source.around(node)

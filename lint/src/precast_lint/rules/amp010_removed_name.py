@@ -78,12 +78,10 @@ def _is_unknown(package: str, name: str) -> bool:
 
 
 def _is_expected(source: Source, node: Node) -> bool:
-    """Return True if the code expects that a node fails, or tests whether the name exists."""
     return is_guarded(source, node) or is_tried(source, node)
 
 
 def _message(package: str, name: str) -> str:
-    """Return the problem with a name, and the name that may be meant."""
     others = [p for p in PACKAGES if name in PACKAGES[p]]
     near = difflib.get_close_matches(name.lower(), [n.lower() for n in PACKAGES[package]], 1, 0.75)
     intent = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]

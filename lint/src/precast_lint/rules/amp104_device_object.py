@@ -99,7 +99,6 @@ def _typed(source: Source, call: cst.Call, value: Node) -> Fix | None:
 
 
 def _root(node: Node) -> str | None:
-    """Return the first name of a dotted name."""
     if isinstance(node, cst.Name):
         return None
     while isinstance(node, cst.Attribute):

@@ -50,7 +50,6 @@ def _results(source: Source, test: Node) -> _Results | None:
 
 
 def _supported(source: Source) -> list[str]:
-    """Return the releases that the file supports."""
     oldest = version(source.min_torch or MINORS[0])
     return [release for release in _EVERY if version(release) >= oldest]
 
@@ -64,7 +63,6 @@ def _wrong(source: Source, results: _Results) -> list[str]:
 
 
 def _is_about_version(source: Source, outer: Node) -> bool:
-    """Return True if an outer test depends on PyTorch's version, too."""
     return isinstance(outer, (cst.If, cst.IfExp)) and any(
         _results(source, node) is not None
         for node in walk(outer.test)

@@ -131,7 +131,6 @@ def _is_of_other(source: Source, event: Event, unscaled: frozenset[cst.Call | No
 
 
 def _gives(source: Source, arg: cst.Arg, model: str | None) -> bool:
-    """Return True if an argument contains `model.parameters()`."""
     return any(
         isinstance(node, cst.Attribute)
         and node.attr.value == "parameters"
@@ -141,7 +140,6 @@ def _gives(source: Source, arg: cst.Arg, model: str | None) -> bool:
 
 
 def _needs_size(source: Source, event: Event) -> bool:
-    """Return True if an event depends on the size of gradients."""
     if event.kind == "grad_read":
         return _measures(source, event.node)
     return event.kind == "clip" or (event.kind == "assign" and _adds(source, event))

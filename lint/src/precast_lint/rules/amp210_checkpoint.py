@@ -80,7 +80,6 @@ def _saves(source: Source) -> dict[FunctionFlow, list[tuple[cst.Call, Node]]]:
 
 
 def _calls_of_save(source: Source, flow: FunctionFlow) -> list[cst.Call]:
-    """The calls of `torch.save` in a function."""
     calls = [n for n in flow.nodes if type(n) is cst.Call]
     return [call for call in calls if call.args and source.origin(call.func) == "torch.save"]
 
@@ -235,7 +234,6 @@ def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
 
 @once
 def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
-    """Return a scaler that a function or its class uses."""
     for node in flow.nodes:
         if type(node) is cst.Call and isinstance(node.func, cst.Attribute):
             owner = node.func.value
@@ -258,7 +256,6 @@ def _scaler(source: Source, flow: FunctionFlow) -> Node | None:
 
 @once
 def _scaler_of_class(source: Source, home: Node) -> Node | None:
-    """Return the first attribute of a class that is a scaler."""
     attributes = (node for node in walk(home) if isinstance(node, cst.Attribute))
     own = (node for node in attributes if key(source, node.value) == "self")
     return next((node for node in own if source.instance(node) in SCALERS), None)

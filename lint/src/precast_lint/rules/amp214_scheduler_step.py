@@ -80,7 +80,6 @@ def _is_over_schedulers(source: Source, loop: Node) -> bool:
 
 
 def _asks(source: Source, node: Node) -> bool:
-    """Return True if a test around a scheduler's step checks for finite gradients."""
     tests = [outer.test for outer in source.around(node) if isinstance(outer, cst.If)]
     return any(_FINITE.search(key(source, test) or "") for test in tests)
 

@@ -41,7 +41,6 @@ def _is_optimizer(source: Source, node: Node) -> bool:
 
 
 def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
-    """Return True if a class of this file is a subclass of an optimizer of PyTorch's."""
     bases = (
         source.origin(base.value) or ""
         for one in (home, *source.values.family.bases(home))
@@ -51,7 +50,6 @@ def _is_class_of_optimizers(source: Source, home: cst.ClassDef) -> bool:
 
 
 def _opens_region(source: Source, home: cst.ClassDef) -> bool:
-    """Return True if a class, or one of its bases in this file, opens or closes regions itself."""
     return any(
         source.origin(node) in AUTOCASTS
         for one in (home, *source.values.family.bases(home))

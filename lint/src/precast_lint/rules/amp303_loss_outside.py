@@ -164,7 +164,6 @@ def _only_target(source: Source, plain: Node) -> Node | None:
 
 @once
 def _stored(source: Source) -> dict[str, list[Node]]:
-    """Return the targets of assignments by their texts."""
     table: dict[str, list[Node]] = {}
     kinds = (cst.AssignTarget, cst.AnnAssign, cst.AugAssign, cst.NamedExpr, cst.For, cst.AsName)
     for line in source.all(*kinds):
@@ -187,7 +186,6 @@ def _given(source: Source, target: Node) -> Node | None:
 
 
 def _targets(source: Source, value: Node) -> list[Node]:
-    """Return the targets that get an assignment's whole value."""
     outer = source.parents[value]
     if isinstance(outer, cst.Assign):
         return [one.target for one in outer.targets]
@@ -246,7 +244,6 @@ def _has_parameters(source: Source, func: Node) -> bool:
 
 @once
 def _parameter_owners(source: Source) -> set[str | None]:
-    """Return the keys of the objects whose `parameters` are called."""
     return {key(source, owner) for _, owner, _ in source.methods("parameters")}
 
 

@@ -222,7 +222,6 @@ def _says_small(source: Source, node: Node) -> bool:
 
 
 def _is_subtracted(source: Source, name: cst.Name) -> bool:
-    """Return True if code subtracts from a tensor in place."""
     home = source.scopes.scope_of[name].home(name.value) if name in source.scopes.scope_of else None
     for other in source.scopes.references(home, name.value) if home is not None else ():
         outer = source.parents.get(other)
@@ -235,7 +234,6 @@ def _is_subtracted(source: Source, name: cst.Name) -> bool:
 
 
 def _given(source: Source, node: Node) -> set[Node]:
-    """Return the values of the names in an expression."""
     bound = [b for name in _names(source, node) for b in source.names.bindings(name)]
     return {b.value for b in bound if b.value is not None}
 

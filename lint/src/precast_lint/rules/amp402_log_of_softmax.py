@@ -121,13 +121,11 @@ def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None
 
 
 def _of_all(source: Source, values: list[Node], depth: int) -> str | None:
-    """Return the operation that all of some expressions are results of."""
     names = {_probabilities(source, value, depth - 1) for value in values[:_MANY]}
     return names.pop() if len(names) == 1 and len(values) <= _MANY else None
 
 
 def _returned(source: Source, call: cst.Call) -> list[Node]:
-    """Return the results of the function or module of this file that a call runs."""
     function = called_forward(source, call) or called_function(source, call)
     return returned_by(function) if function is not None and not function.decorators else []
 

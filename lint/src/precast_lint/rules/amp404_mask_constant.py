@@ -120,7 +120,6 @@ def _stored(source: Source) -> Iterator[LintFinding]:
 
 
 def _is_float16(source: Source, node: Node) -> bool:
-    """Return True if a tensor is float16, by itself or in a float16 region."""
     return is_half(source, node) or _is_product(source, node)
 
 
@@ -134,7 +133,6 @@ def _is_product(source: Source, node: Node) -> bool:
 
 
 def _has_other_regions_alone(source: Source) -> bool:
-    """Return True if all regions of a file have another dtype."""
     dtypes = {region.dtype for region in regions(source) if region.enabled is not False}
     return bool(dtypes) and not dtypes & {None, "torch.float16"}
 

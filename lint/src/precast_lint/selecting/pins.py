@@ -84,7 +84,6 @@ def _read(path: Path) -> str:
 
 
 def _in_python(text: str) -> Iterator[str]:
-    """Yield the strings in a setup.py."""
     import ast
 
     try:

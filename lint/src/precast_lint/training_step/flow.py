@@ -146,17 +146,6 @@ class FunctionFlow:
             self._leaks_at(node) for node in self.nodes if self._is(node, name)
         ) or self._is_captured(name)
 
-    def is_owned(self, name: str) -> bool:
-        """Return True if a value is created in this function and never leaks."""
-        definition = any(
-            self._is(target, name)
-            for node in self.nodes
-            if isinstance(node, cst.AssignTarget)
-            or (isinstance(node, cst.AnnAssign) and node.value is not None)
-            for target in _targets(node)
-        )
-        return definition and "." not in name and not self.leaks(name)
-
     def _home(self, name: str) -> tuple[Node | None, str]:
         """Return the class of this file that has an attribute, of self or another object, and the attribute's name."""
         owner, _, attribute = name.rpartition(".")
@@ -167,15 +156,14 @@ class FunctionFlow:
         return None, attribute
 
     def _objects(self, name: str) -> list[Node]:
-        """Return the nodes of this function with a key."""
         if not name:
             return []
         return [node for node in self.nodes if self._is(node, name)]
 
     def has_all(self, name: str, method: str) -> bool:
-        """Return True if this function makes all calls of a method, of a value that it owns or its class has."""
+        """Return True if this function makes all calls of a method of an attribute of self in its class."""
         if not name.startswith("self."):
-            return self.is_owned(name)
+            return False
         home = self.source.values.enclosing_class(self.node)
         return all(
             call in self._methods_seen
@@ -193,7 +181,6 @@ class FunctionFlow:
         )
 
     def _is_of_same_class(self, call: Node, name: str) -> bool:
-        """Return True if a call is in a method of the class that has the attribute."""
         home, _ = self._home(name)
         return home is not None and self.source.values.enclosing_class(call) is home
 
@@ -244,7 +231,6 @@ class FunctionFlow:
 
     @cached_property
     def _methods_seen(self) -> frozenset[Node]:
-        """The calls of methods here and in called functions."""
         return frozenset(call for _, calls in self._methods() for call, _, _ in calls)
 
     @cached_property
@@ -339,10 +325,3 @@ def flows(source: Source) -> list[FunctionFlow]:
     """Return the flows of a file: its functions and its top level."""
     nodes: list[Node] = [source.module, *source.all(cst.FunctionDef)]
     return [FunctionFlow(source, node) for node in nodes]
-
-
-def _targets(node: cst.AssignTarget | cst.AnnAssign) -> list[Node]:
-    """Return the targets of an assignment: one, or those of `a, b = ...`."""
-    if isinstance(node.target, (cst.Tuple, cst.List)):
-        return [element.value for element in node.target.elements]
-    return [node.target]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, children, cst
-from precast_lint.training_step.flow_events import Event, key, with_event
+from precast_lint.training_step.flow_events import Event, key
 
 __all__ = [
     "Ask",
@@ -116,7 +116,6 @@ class Loop:
     begin: Code
     body: Code
     orelse: Code
-    again: Line
     is_endless: bool
 
 
@@ -338,12 +337,9 @@ class _CodeReader:
     def _With(self, statement: cst.With) -> None:
         for item in statement.items:
             self.expression(item.item)
-            self.steps.append(Tell(with_event(self.source, "enter", item, statement)))
             if item.asname is not None:
                 self._put(item.asname.name, None)
         self.block(statement.body.body)
-        for item in reversed(statement.items):
-            self.steps.append(Tell(with_event(self.source, "leave", item, statement)))
 
     def _Try(self, statement: cst.Try | cst.TryStar) -> None:
         def one(line: Node) -> Code:
@@ -386,9 +382,8 @@ class _CodeReader:
             begin(reader)
             reader.steps.append(Tell(Event("loop", statement)))
 
-        again = Line((Tell(Event("next", statement)),))
         body, orelse = self._suite(statement.body), self._else(statement.orelse)
-        self._add(Loop(self.read(first), body, orelse, again, is_endless))
+        self._add(Loop(self.read(first), body, orelse, is_endless))
 
     # --- expressions ---
 
@@ -436,7 +431,6 @@ def _parts(source: Source, node: Node) -> tuple[Node, ...]:
 
 
 def _is_event(node: Node) -> bool:
-    """Return True if an expression itself has an event."""
     return isinstance(node, _DOES) or (
         isinstance(node, cst.Attribute) and node.attr.value == "grad"
     )

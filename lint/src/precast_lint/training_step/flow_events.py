@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from precast_lint.meaning.functions import followed_call
-from precast_lint.meaning.regions import Region, region_of_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.source import Source
@@ -49,14 +48,13 @@ class Event:
             backward: of a loss, or torch.autograd.backward (`scaler` is the scaler of the loss);
             autograd_grad: torch.autograd.grad; optimizer_step, scheduler_step, zero_grad, clip;
             grad_read: `.grad` is read; call: any other call;
-            assign: a name, attribute or item gets a value; enter, leave: a `with` item;
-            loop: an iteration begins; next: an iteration ends; return: the function is left.
-        node: the call, attribute, target, `with` item's expression or statement.
+            assign: a name, attribute or item gets a value;
+            loop: an iteration begins; return: the function is left.
+        node: the call, attribute, target or statement.
         receiver: the key of the object of a method, or of the target of an assignment.
         scaler: the key of the scaler.
         optimizer: the key of the optimizer.
         arguments: the arguments of a call.
-        region: the region of enter and leave, if the item is one.
         value: the assigned value.
         assigned: the key of the target in the function that is followed.
         instance: the class of the receiver, if context.
@@ -68,7 +66,6 @@ class Event:
     scaler: str | None = None
     optimizer: str | None = None
     arguments: Arguments | None = None
-    region: Region | None = None
     value: Node | None = None
     assigned: str | None = None
     instance: str | None = None
@@ -232,10 +229,3 @@ def _method(
     elif name == "step" and is_scheduler(instance):
         kind = "scheduler_step"
     return Event(kind, call, receiver, scaler, optimizer, arguments, instance=instance)
-
-
-def with_event(source: Source, kind: str, item: cst.WithItem, statement: Node) -> Event:
-    """Return the event of entering or leaving a `with` item."""
-    call = source.values.constructed(item.item)
-    region = region_of_call(source, statement, call) if isinstance(call, cst.Call) else None
-    return Event(kind, item.item, region=region)

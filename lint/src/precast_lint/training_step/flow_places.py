@@ -207,7 +207,6 @@ class FlowPlace:
 
     @property
     def _is_of_object(self) -> bool:
-        """Return True if self is another object than in the caller."""
         return self._object is not None
 
     @property

@@ -271,7 +271,7 @@ class FlowRun:
             self.leaving = _Leaving(returned=leaving.returned)
             inside = self._parts(part.body, place, self._parts(part.begin, place, paths))
             rest, self.leaving = self.leaving, leaving
-            inside = self._line(part.again, place, inside | rest.continues)
+            inside |= rest.continues
             broken |= rest.breaks
             if not part.is_endless:
                 finished |= inside

@@ -124,7 +124,6 @@ def hides(source: Source, event: Event, scaler: str) -> bool:
 
 @once
 def _hides_owner(source: Source, event: Event, owner: str) -> bool:
-    """Return True if a call passes on the object that holds a scaler."""
     if owner.partition(".")[0] == "self" and _hides(source, event.node):
         return True
     return owner != "self" and _uses_object(source, event, owner)
@@ -189,14 +188,10 @@ def asks_scale(flow: FunctionFlow, scaler: str) -> bool:
     )
 
 
-def scales_by_hand(flow: FunctionFlow, scaler: str, *, only_up: bool | None = None) -> bool:
+def scales_by_hand(flow: FunctionFlow, scaler: str) -> bool:
     """Return True if a function multiplies or divides by a scaler's scale, so that it may scale or unscale by hand.
 
-    Args:
-        flow: the function.
-        scaler: the scaler's key.
-        only_up: a division by the scale, which unscales, does not count; None: where `torch.autograd.grad` takes the
-            scaled loss, because its result has to be divided.
+    A division does not count where `torch.autograd.grad` takes the scaled loss: its result has to be divided.
     """
     reads = list(_reads_of_scale(flow, scaler))
     if not reads:
@@ -204,9 +199,7 @@ def scales_by_hand(flow: FunctionFlow, scaler: str, *, only_up: bool | None = No
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
     everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
     reads += [n for n in everywhere if isinstance(n, cst.Name) and n.value in names]
-    if only_up is None:
-        only_up = any(e.kind == "autograd_grad" and e.scaler == scaler for e in flow.events())
-    if only_up:
+    if any(e.kind == "autograd_grad" and e.scaler == scaler for e in flow.events()):
         reads = [read for read in reads if not _divides(flow.source.parents[read], read)]
     return any(_is_factor(flow.source, read) for read in reads)
 
@@ -232,7 +225,6 @@ def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
 
 @once
 def _scales(source: Source) -> set[Node]:
-    """Return the attributes of a file that may be a scaler's scale."""
     names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
     return {node for node in source.all(cst.Attribute) if node.attr.value in names}
 
