@@ -26,46 +26,33 @@ _MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.ra
 _DEPTH = 6
 
 
-def is_text(source: Source, node: Node | None) -> bool:
+def is_text(source: Source, node: Node | None, depth: int = _DEPTH) -> bool:
     """Return True if an expression is a string."""
-    return node is not None and _text(source, node, _DEPTH)
-
-
-def is_device(source: Source, node: Node | None) -> bool:
-    """Return True if an expression is a `torch.device`."""
-    return node is not None and _device(source, node, _DEPTH)
-
-
-def texts(source: Source, node: Node | None) -> frozenset[str]:
-    """Return the possible values of an expression, if they are all strings; else empty."""
-    return _texts(source, node, _DEPTH)
-
-
-def _text(source: Source, node: Node, depth: int) -> bool:
     if isinstance(node, (cst.SimpleString, cst.ConcatenatedString, cst.FormattedString)):
         return not isinstance(node, cst.SimpleString) or "b" not in node.prefix.lower()
     if isinstance(node, cst.Call):
         return source.names.builtin(node.func) == "str"
     if isinstance(node, cst.Attribute) and node.attr.value == "type":
-        return _device(source, node.value, depth) or (
+        return is_device(source, node.value, depth) or (
             isinstance(node.value, cst.Attribute) and node.value.attr.value == "device"
         )
-    return _everywhere(source, node, _text, ("str",), depth)
+    return _everywhere(source, node, is_text, ("str",), depth)
 
 
-def _device(source: Source, node: Node, depth: int) -> bool:
+def is_device(source: Source, node: Node | None, depth: int = _DEPTH) -> bool:
+    """Return True if an expression is a `torch.device`."""
     if source.instance(node) == "torch.device":
         return True
     stored = value_stored(source, node) if isinstance(node, cst.Attribute) else None
     if stored is not None and depth:
-        return _device(source, stored, depth - 1)
+        return is_device(source, stored, depth - 1)
     if (
         isinstance(node, cst.Attribute)
         and node.attr.value == "device"
         and _has_device(source, node.value)
     ):
         return True
-    return _everywhere(source, node, _device, (), depth)
+    return _everywhere(source, node, is_device, (), depth)
 
 
 def _has_device(source: Source, node: Node) -> bool:
@@ -87,8 +74,8 @@ def _is_tensor(source: Source, node: Node) -> bool:
 
 def _everywhere(
     source: Source,
-    node: Node,
-    test: Callable[[Source, Node, int], bool],
+    node: Node | None,
+    test: Callable[[Source, Node | None, int], bool],
     annotations: tuple[str, ...],
     depth: int,
 ) -> bool:
@@ -106,17 +93,18 @@ def _everywhere(
     )
 
 
-def _texts(source: Source, node: Node | None, depth: int) -> frozenset[str]:
+def texts(source: Source, node: Node | None, depth: int = _DEPTH) -> frozenset[str]:
+    """Return the possible values of an expression, if they are all strings; else empty."""
     if node is None or depth == 0:
         return frozenset()
     text = strings(node)
     if text is not None:
         return frozenset({text})
     if isinstance(node, cst.IfExp):
-        parts = (_texts(source, side, depth) for side in (node.body, node.orelse))
+        parts = (texts(source, side, depth) for side in (node.body, node.orelse))
     else:
         values = source.values.sources(node)
-        parts = (_texts(source, value, depth - 1) for value, _ in values)
+        parts = (texts(source, value, depth - 1) for value, _ in values)
     results: frozenset[str] = frozenset()
     for part in parts:
         if not part:  # one value is unknown

@@ -135,13 +135,19 @@ class Containers:
             yield node.elt
         elif isinstance(node, cst.DictComp):
             yield node.value
-        elif isinstance(node, cst.Call) and self.values.names.builtin(node.func) == "dict":
+        elif self._is_constructor(node):
+            assert isinstance(node, cst.Call)
             for arg in node.args:
                 yield arg.value if arg.keyword is not None else None
         elif depth and isinstance(node, (cst.Name, cst.Attribute, cst.Call)):
             yield from self._held(node, depth)
         else:
             yield None
+
+    def _is_constructor(self, node: Node) -> bool:
+        """Return True for `dict(...)`, and for `list()`; the items of a list of something else are unknown."""
+        name = self.values.names.builtin(node.func) if isinstance(node, cst.Call) else None
+        return name in ("dict", "list")
 
     def _held(self, node: Node, depth: int) -> Iterator[Node | None]:
         """Yield the elements of the values of a name or an attribute of self, and those that are added later."""
@@ -155,7 +161,7 @@ class Containers:
         for value, _ in values:
             if value is None or value is node:
                 yield None
-            elif not _is_empty(value):
+            else:
                 yield from self._elements(value, depth - 1)
         place = self.values.variable(node)
         if place is not None:
@@ -217,14 +223,3 @@ class Containers:
 def _appends(call: cst.Call) -> bool:
     is_method = isinstance(call.func, cst.Attribute) and call.func.attr.value == "append"
     return is_method and len(call.args) == 1
-
-
-def _is_empty(node: Node) -> bool:
-    if isinstance(node, (cst.List, cst.Tuple, cst.Dict)):
-        return not node.elements
-    return (
-        isinstance(node, cst.Call)
-        and isinstance(node.func, cst.Name)
-        and not node.args
-        and node.func.value in ("dict", "list")
-    )

@@ -9,6 +9,7 @@ from precast_lint.meaning.guards import is_guarded
 from precast_lint.model import Applicability, Edit, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
+from precast_lint.renaming.moves import is_bound_here
 from precast_lint.renaming.old_names import is_listed
 
 __all__ = ["RULE"]
@@ -32,7 +33,7 @@ def check(source: Source) -> Iterator[LintFinding]:
             continue
         if match["device"] == "gpu" and match["what"] == "enabled":  # never was one
             continue
-        if any(b.node is node for b in source.names.bindings(node)) or is_guarded(source, node):
+        if is_bound_here(source, node) or is_guarded(source, node):
             continue
         if is_listed(source, node) or match[0] in replaced:
             continue

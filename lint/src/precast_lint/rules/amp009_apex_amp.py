@@ -10,6 +10,7 @@ from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
+from precast_lint.renaming.moves import is_bound_here
 
 __all__ = ["RULE"]
 
@@ -34,7 +35,7 @@ def check(source: Source) -> Iterator[LintFinding]:
         if name == origin or "." in name or name.startswith("_"):
             continue
         if (
-            not _is_bound(source, node)
+            not is_bound_here(source, node)
             and not is_guarded(source, node)
             and not _is_for_apex(source, node)
         ):
@@ -55,10 +56,6 @@ def _is_for_apex(source: Source, node: Node) -> bool:
         isinstance(outer, (cst.FunctionDef, cst.ClassDef)) and "apex" in outer.name.value.lower()
         for outer in source.around(node)
     )
-
-
-def _is_bound(source: Source, node: Node) -> bool:
-    return any(binding.node is node for binding in source.names.bindings(node))
 
 
 RULE = LintRule(

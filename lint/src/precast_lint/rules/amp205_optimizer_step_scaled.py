@@ -14,12 +14,7 @@ from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import (
-    hides,
-    judged,
-    only_here,
-    scales_by_hand,
-)
+from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
 
 __all__ = ["RULE"]
 

@@ -6,13 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.assignments import values_seen
-from precast_lint.meaning.tensors import (
-    TensorOperation,
-    constant,
-    is_layer,
-    operation,
-    value_of,
-)
+from precast_lint.meaning.tensors import TensorOperation, constant, is_layer, operation, value_of
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, children, cst

@@ -6,13 +6,7 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.functions import called_forward, called_function
-from precast_lint.meaning.tensors import (
-    TensorOperation,
-    constant,
-    modules_in,
-    operation,
-    value_of,
-)
+from precast_lint.meaning.tensors import TensorOperation, constant, modules_in, operation, value_of
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.returns import returned_by
 from precast_lint.parsing.scopes import elements

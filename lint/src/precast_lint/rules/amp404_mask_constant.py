@@ -15,7 +15,6 @@ from precast_lint.meaning.tensors import (
     value_of,
 )
 from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
-from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 
@@ -29,7 +28,6 @@ _FILLS = {
 }
 _LARGEST = 65504.0
 _INFINITE = "in float16 this is infinite, and a row with only such values becomes NaN; use `torch.finfo(x.dtype).min`"
-_OPTIONAL = "with a mask this raises in float16; use `torch.finfo(x.dtype).min`, or -inf"
 _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy.float32")
 
 
@@ -43,10 +41,7 @@ def check(source: Source) -> Iterator[LintFinding]:
         sign = _too_large(source, value)
         if sign and _is_float16(source, fill.operand):
             fix = _fix(source, fill.operand, value, sign)
-            if _is_optional(source, call):
-                yield source.find(RULE, value, _OPTIONAL, fix, Severity.WARNING)
-            else:
-                yield source.find(RULE, value, fix=fix)
+            yield source.find(RULE, value, fix=fix)
     yield from _stored(source)
     yield from _chosen(source)
     for product in source.all(cst.BinaryOperation):
@@ -55,21 +50,6 @@ def check(source: Source) -> Iterator[LintFinding]:
         for value, other in ((product.left, product.right), (product.right, product.left)):
             if _too_large(source, value) and _is_additive(source, other):
                 yield _silent(source, value)
-
-
-def _is_optional(source: Source, call: Node) -> bool:
-    """Return True if a mask is an optional parameter that no call of this file passes."""
-    for outer in source.around(call):
-        if isinstance(outer, cst.FunctionDef):
-            return False
-        if not isinstance(outer, cst.If):
-            continue
-        for name in (n for n in walk(outer.test) if isinstance(n, cst.Name)):
-            params = [b for b in source.names.bindings(name) if b.kind == "param"]
-            handed = [value for b in params for value in source.values.handed.to(b)]
-            if any(is_none(b.value) for b in params) and all(is_none(value) for value in handed):
-                return True
-    return False
 
 
 def _silent(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
