@@ -11,7 +11,6 @@ from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import constant
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
-from precast_lint.parsing.scopes import elements
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import Say, flows
@@ -121,26 +120,14 @@ def _is_unpacked(source: Source, target: Node) -> bool:
 
 def _yielded(source: Source, target: Node) -> list[Node]:
     """Return the values of a loop over a generator of this file: `for loss in losses(batches)`."""
-    outer = source.parents.get(target)
-    line = source.parents.get(outer) if isinstance(outer, cst.Element) else None
-    loop = source.parents.get(line) if line is not None else outer
-    if not isinstance(loop, cst.For) or not isinstance(loop.iter, cst.Call):
+    loop = source.parents.get(target)
+    call = loop.iter if isinstance(loop, cst.For) and loop.target is target else None
+    function = source.values.handed.function_called(call) if isinstance(call, cst.Call) else None
+    if function is None or function.decorators:
         return []
-    function = source.values.handed.function_called(loop.iter)
-    if function is None or function.decorators or loop.target is not (line or target):
-        return []
-    yields = [node for node in walk(function.body) if isinstance(node, cst.Yield)]
-    values: list[Node] = [
-        y.value for y in yields if y.value is not None and not isinstance(y.value, cst.From)
-    ]
-    if len(values) != len(yields):
-        return []
-    if not isinstance(line, (cst.Tuple, cst.List)):
-        return values
-    place = list(line.elements).index(outer)  # type: ignore[arg-type]
-    items = [elements(value, len(line.elements))[place] for value in values]
-    entries = [item for item in items if item is not None]
-    return entries if len(entries) == len(items) else []
+    yields = [node.value for node in walk(function.body) if isinstance(node, cst.Yield)]
+    values: list[Node] = [v for v in yields if v is not None and not isinstance(v, cst.From)]
+    return values if len(values) == len(yields) else []
 
 
 def _is_lower(source: Source, value: Node, depth: int) -> bool:

@@ -14,6 +14,7 @@ from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
+from precast_lint.training_step.protocol import is_off
 
 __all__ = ["RULE"]
 
@@ -36,7 +37,7 @@ def check(source: Source) -> Iterator[LintFinding]:
                 continue
             place = saved.place
             node = _scaler(source, flow)
-            if (node is not None and not _is_off(source, node) and not _is_fixed(source)) or (
+            if (node is not None and not is_off(source, node) and not _is_fixed(source)) or (
                 node is None and _is_saved_for_scaler(source, flow)
             ):
                 yield source.find(RULE, place)
@@ -61,7 +62,7 @@ def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
     if len(optimizers) != 1:
         return
     scaler = _scaler(source, flow)
-    if scaler is None or _is_off(source, scaler):
+    if scaler is None or is_off(source, scaler):
         return
     if _is_fixed(source) or any(_SCALER_NAME.search(key(source, o) or "") for _, o in saved):
         return
@@ -227,7 +228,7 @@ def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
                 continue
             scaler = _scaler(source, other)
             handed = any(_SCALER_NAME.search(key(source, arg.value) or "") for arg in call.args)
-            if scaler is not None and not handed and not _is_off(source, scaler):
+            if scaler is not None and not handed and not is_off(source, scaler):
                 return True
     return False
 
@@ -259,12 +260,6 @@ def _scaler_of_class(source: Source, home: Node) -> Node | None:
     attributes = (node for node in walk(home) if isinstance(node, cst.Attribute))
     own = (node for node in attributes if key(source, node.value) == "self")
     return next((node for node in own if source.instance(node) in SCALERS), None)
-
-
-def _is_off(source: Source, scaler: Node) -> bool:
-    call = source.values.constructed(scaler)
-    values = [a.value for a in call.args if a.keyword] if isinstance(call, cst.Call) else []
-    return any(isinstance(value, cst.Name) and value.value == "False" for value in values)
 
 
 RULE = LintRule(

@@ -151,11 +151,12 @@ class FunctionFlow:
         owner, _, attribute = name.rpartition(".")
         if owner == "self":
             return self.source.values.enclosing_class(self.node), attribute
-        for node in self._objects(owner):
+        for node in self.reads(owner):
             return self.source.values.object_class(node), attribute
         return None, attribute
 
-    def _objects(self, name: str) -> list[Node]:
+    def reads(self, name: str) -> list[Node]:
+        """Return the nodes of this function with a key."""
         if not name:
             return []
         return [node for node in self.nodes if self._is(node, name)]

@@ -22,6 +22,7 @@ __all__ = [
     "comes_each_time",
     "followed",
     "hides",
+    "is_off",
     "judged",
     "leading_to",
     "loop_around",
@@ -73,7 +74,7 @@ def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
         (flow, scaler)
         for flow in flows(source)
         for scaler in flow.scalers
-        if not flow.leaks(scaler) and not _is_off(source, flow, scaler)
+        if not flow.leaks(scaler) and not any(is_off(source, n) for n in flow.reads(scaler))
     ]
 
 
@@ -363,12 +364,8 @@ def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
     return False
 
 
-def _is_off(source: Source, flow: FunctionFlow, scaler: str) -> bool:
+def is_off(source: Source, scaler: Node) -> bool:
     """Return True if a scaler is made with `enabled=False`."""
-    for node in flow.nodes:
-        if isinstance(node, (cst.Name, cst.Attribute)) and key(source, node) == scaler:
-            call = source.values.constructed(node)
-            if isinstance(call, cst.Call):
-                enabled = Arguments.of(call).get("enabled")
-                return isinstance(enabled, cst.Name) and enabled.value == "False"
-    return False
+    call = source.values.constructed(scaler)
+    enabled = Arguments.of(call).get("enabled") if isinstance(call, cst.Call) else None
+    return isinstance(enabled, cst.Name) and enabled.value == "False"
