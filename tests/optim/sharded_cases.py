@@ -59,8 +59,7 @@ def uncompiled(module: Any, **_: object) -> Callable[..., None]:
     """The operations of a program one by one, as compiling takes long; counts what it is called for."""
 
     def run(*tensors: Tensor) -> None:
-        if tensors[0].numel() != step_program._SAMPLE_SIZE:
-            passed.append(tensors[0].numel())
+        passed.append(tensors[0].numel())
         module(*tensors)
 
     return run
@@ -255,7 +254,7 @@ def an_optimizer_that_is_not_elementwise_steps_whole_weights() -> None:
         torch.testing.assert_close(mine, its.detach(), rtol=2.0**-7, atol=1e-6)
     assert sum(passed) == before
     lines = [str(w.message) for w in messages if w.category is PrecastWarning]
-    assert len(lines) == 2, lines
+    assert len(lines) == 1, lines
     assert "The step of Normalized is not compiled" in lines[0]
 
 
@@ -291,8 +290,12 @@ def kahan_on_parts_is_kahan_on_whole_weights() -> None:
             ]
             assert type(optimizers[0].state[mine]["rounded_away"]) is DTensor
             if name != "Normalized":  # which adds up over processes in another order
-                assert torch.equal(full(mine), full(its)), name
-                assert torch.equal(*rests)
+                torch.testing.assert_close(
+                    full(mine).float() + rests[0],
+                    full(its).float() + rests[1],
+                    rtol=2.0**-14,  # only whole weights are compiled, and round in another order
+                    atol=1e-5,
+                )
             # The bound of the test for one process: each step rounds what the rest holds to 16 bits at the most.
             error = (full(mine).float() + rests[0] - full(master)).abs().max()
             assert error <= 12 * full(master).abs().max() * 2.0**-16, (name, error)

@@ -19,7 +19,6 @@ from precast._torch.version import VERSION as VERSION
 from precast._torch.amp import *
 from precast._torch.autograd import *
 from precast._torch.compile import *
-from precast._torch.compiled_kernels import *
 from precast._torch.compiler_patches import *
 from precast._torch.devices import *
 from precast._torch.dispatcher import *

@@ -24,7 +24,6 @@ from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
 from precast.errors import AttachError, PrecastWarning
-from precast.optim import shards
 from precast.optim.clipping import Clipping
 from precast.optim.low_precision_weights import MIN_ELEMENTS, LowPrecisionWeights
 from precast.optim.partial_steps import (
@@ -35,7 +34,7 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 from precast.optim.rounding import REST, seeds
-from precast.optim.step_program import ProgramKey, program, row
+from precast.optim.step_program import ProgramKey, StepProgram, program, row
 from precast.optim.step_recorder import NotElementwiseError
 from precast.optim.step_recording import Recording, alike, has_states
 from precast.weights.view_cache import is_dense
@@ -99,7 +98,7 @@ class CompiledStep:
         factors = dict(clipped)
         if scale is not None:
             inverse = 1.0 / scale.double().item()
-            for key in self._weights.roundings:
+            for key in map(id, self._weights.parameters()):
                 factors[key] = factors.get(key, 1.0) * inverse
         self._weights.forget_if_written(optimizer)
         groups, step = optimizer.param_groups, step_without_hooks(optimizer)
@@ -137,7 +136,7 @@ class CompiledStep:
             p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided
         ]
         for parameter in sparse:
-            if id(parameter) in self._weights.roundings:
+            if self._weights.stores(parameter):
                 raise AttachError(
                     f"{self._name}.step(): a weight in bfloat16 of shape {tuple(parameter.shape)} has a sparse "
                     f"gradient. precast.optim.bfloat16_weights supports dense gradients: {cures.BFLOAT16_DENSE.text}"
@@ -159,11 +158,12 @@ class CompiledStep:
         return reason is None
 
     def _is_compiled(self, parameter: Tensor) -> bool:
-        """Return True if the weight is large enough and was not refused."""
+        """Return True if the weight is large enough, not sharded, and was not refused."""
         return (
-            id(parameter) in self._weights.roundings
+            self._weights.stores(parameter)
             and id(parameter) not in self._refused
-            and shards.elements_here(parameter) >= MIN_ELEMENTS
+            and not is_dtensor(parameter)
+            and parameter.numel() >= MIN_ELEMENTS
         )
 
     def _step(
@@ -203,36 +203,26 @@ class CompiledStep:
         """Step one parameter. `runs` has the programs of earlier parameters of the same recording."""
         gradient = parameter.grad
         assert gradient is not None
-        states, rounding = recording.states_of(parameter), self._weights.roundings[id(parameter)]
+        states, rounding = recording.states_of(parameter), self._weights.rounding
         own = optimizer.state.get(parameter, {})
         rest = own[REST] if rounding == "kahan" else None
-        outputs: Sequence[Tensor] = states if rest is None else [*states, rest]
-        shard, wholes = 0, [parameter, *outputs]
-        if is_dtensor(parameter):
-            reason = shards.mismatch(parameter, (gradient, *outputs))
-            if reason is not None:
-                raise NotElementwiseError(reason)
-            shard = shards.shard_number(parameter)
-            parameter, gradient, *states = map(shards.part_of, (parameter, gradient, *states))
-            rest = None if rest is None else shards.part_of(rest)
-            wholes += [parameter, *states]
         tensors = parameter, gradient, *states
+        low = (parameter,) if rest is None else (rest, parameter)
         # The program writes raw memory. Version counters move before the write, as those of PyTorch's operations do.
-        torch.autograd.graph.increment_version(wholes)
-        key_of_run = tuple([tensor.dtype for tensor in tensors]), factor, rounding
+        torch.autograd.graph.increment_version([*states, *low])
+        key_of_run = tuple([tensor.dtype for tensor in tensors]), factor
         run = runs.get(key_of_run)
         if run is None:
             scaled, is_low = factor is not None, gradient.dtype is not torch.float32
             key = ProgramKey(recording.recorded, key_of_run[0], scaled, is_low, rounding)
             scalars = recording.scalars if factor is None else [factor, *recording.scalars]
             numbers = torch.tensor(scalars or [0.0], dtype=torch.float32)
-            run = _Run(key, program(key, self._name), numbers)
+            run = runs[key_of_run] = _Run(key, program(key), numbers)
         count = parameter.numel()
-        low = (parameter,) if rest is None else (rest, parameter)
         parts = list(_parts(count, _PART if run.key.writes_elsewhere else count))
         chances: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
         if run.key.takes_seeds:
-            chances = [*zip(seeds(own, (len(run.key.stored) + 1) // 2, shard, len(parts)))]
+            chances = [*zip(seeds(own, (len(run.key.stored) + 1) // 2, len(parts)))]
         if run.key.writes_elsewhere:
             for part, chance in zip(parts, chances, strict=True):
                 rows = [row(each, part) for each in low]
@@ -243,8 +233,6 @@ class CompiledStep:
                     each.copy_(result)
         else:
             run.run((*tensors, run.numbers, *chances[0], *low[:-1]), count)
-        if key_of_run not in runs:  # it was compiled now; hashing its long key is slow
-            runs[key_of_run] = _Run(run.key, program(run.key, self._name), run.numbers)
 
     def _refuse(self, parameter: Tensor, reason: str) -> None:
         self._refused.add(id(parameter))
@@ -261,7 +249,7 @@ class _Run(NamedTuple):
     """A program and its scalars, for similar parameters."""
 
     key: ProgramKey
-    run: Callable[[Sequence[Tensor], int], None]
+    run: StepProgram
     numbers: Tensor
     """The scalars, float32 (k,)."""
 
@@ -270,11 +258,6 @@ def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
     """Return the reason why a weight cannot be stepped by a compiled program; None if it can."""
     if not parameter.is_cpu:
         return f"only the CPU is supported, and a weight is on {parameter.device}"
-    if is_dtensor(parameter) or is_dtensor(gradient):
-        reason = shards.mismatch(parameter, (gradient,))
-        if reason is not None:
-            return reason
-        parameter, gradient = shards.part_of(parameter), shards.part_of(gradient)
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not is_dense(parameter):

@@ -40,7 +40,7 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 from precast.optim.rounding import OF_ROUNDING, REST, SEED, Rounding
-from precast.optim.shards import mismatch, part_of, shard_number, versions_of, whole_like
+from precast.optim.shards import part_of, shard_number, versions_of, whole_like
 
 __all__ = [
     "MIN_ELEMENTS",
@@ -88,7 +88,7 @@ class LowPrecisionWeights:
         seed: int,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._how: Final[Rounding] = how
+        self.rounding: Final[Rounding] = how
         self._states = states
         self._parameters = {id(p): weakref.ref(p) for p in parameters.values()}
         self._hidden: list[tuple[Tensor, Tensor]] = []
@@ -114,10 +114,9 @@ class LowPrecisionWeights:
             optimizer.register_load_state_dict_post_hook(Hook(reference, "_has_loaded")),
         ]
 
-    @property
-    def roundings(self) -> dict[int, Rounding]:
-        """Maps ``id`` of each weight to its rounding."""
-        return dict.fromkeys(self._parameters, self._how)
+    def stores(self, parameter: Tensor) -> bool:
+        """Return True if a parameter is one of these weights."""
+        return id(parameter) in self._parameters
 
     def average_in_float32(self, model: nn.Module) -> None:
         """Make averages of the model's weights float32, in deep copies of the model and in `AveragedModel`."""
@@ -142,7 +141,7 @@ class LowPrecisionWeights:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        for parameter in self._living():
+        for parameter in self.parameters():
             states = optimizer.state[parameter]
             for name in OF_ROUNDING:
                 states.pop(name, None)
@@ -180,7 +179,7 @@ class LowPrecisionWeights:
 
     def forget_if_written(self, optimizer: Optimizer) -> None:
         """Discard the rounding errors of weights that the program has written since the last step."""
-        for parameter in self._living():
+        for parameter in self.parameters():
             states = optimizer.state.get(parameter)
             if states:  # they may have been set by code that does not support rounding
                 self._complete(parameter, states)
@@ -196,13 +195,14 @@ class LowPrecisionWeights:
         for name, value in self._pending.pop(id(parameter), {}).items():
             states.setdefault(name, value)
         states.setdefault(SEED, self._seeds[id(parameter)])
-        if self._how == "kahan" and REST not in states:
+        if self.rounding == "kahan" and REST not in states:
             states[REST] = torch.zeros_like(parameter)
 
     def _record_versions(self) -> None:
-        self._versions = {id(p): versions_of(p) for p in self._living()}
+        self._versions = {id(p): versions_of(p) for p in self.parameters()}
 
-    def _living(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """Return the weights that still exist."""
         return [
             p for p in (reference() for reference in self._parameters.values()) if p is not None
         ]
@@ -235,7 +235,7 @@ class LowPrecisionWeights:
 
     def _rounded(self, value: Tensor, states: dict[str, Any]) -> Tensor:
         """Round to values of bfloat16, as float32; store the rounding error in `states`."""
-        if self._how == "stochastic":
+        if self.rounding == "stochastic":
             states.pop(REST, None)
             return _round_stochastically(value, states)
         low = whole_like(value, rounding.nearest(part_of(value)))
@@ -393,13 +393,13 @@ def _gone() -> None:
 
 def _full_value(parameter: Tensor) -> Tensor | None:
     """Return the float32 value of a weight that learns by rounding, and None for another one."""
-    owners = (weights for weights in _living if id(parameter) in weights.roundings)
+    owners = (weights for weights in _living if weights.stores(parameter))
     return next((weights.full_value(parameter) for weights in owners), None)
 
 
 def learns_by_rounding(parameter: Tensor) -> bool:
     """Return True if a weight is stored in bfloat16 alone, and still learns from small updates."""
-    return any(id(parameter) in weights.roundings for weights in _living)
+    return any(weights.stores(parameter) for weights in _living)
 
 
 def is_distributed() -> bool:
@@ -435,7 +435,7 @@ def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding)
             f'bfloat16_weights(masters="{how}") got a {kind}, which does not compute a step from one dense '
             "gradient for each weight. Train with an optimizer that does, such as AdamW."
         )
-    stored = {id(p): weights for weights in _living for p in weights._living()}
+    stored = {id(p): weights for weights in _living for p in weights.parameters()}
     for name, parameter in parameters.items():
         theirs = stored[id(parameter)]._optimizer() if id(parameter) in stored else None
         if theirs is not None:
@@ -464,10 +464,11 @@ def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
             f'bfloat16_weights(masters="{how}"): {name} is sharded, and {parameter.dtype}: its memory is '
             "allocated. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
         )
-    reason = mismatch(parameter, ())
-    if reason is not None or type(part_of(parameter)) is not Tensor:
+    placements: Any = parameter.placements  # type: ignore[attr-defined]
+    is_sum = any(placement.is_partial() for placement in placements)
+    if is_sum or type(part_of(parameter)) is not Tensor:
         raise AttachError(
-            f'bfloat16_weights(masters="{how}"): {name} is sharded as {parameter.placements}, '  # type: ignore[attr-defined]
+            f'bfloat16_weights(masters="{how}"): {name} is sharded as {placements}, '
             f"and the part in a process is a {type(part_of(parameter)).__name__}; expected plain parts, "
             "and no sums of parts. Leave it out of this optimizer."
         )

@@ -89,7 +89,7 @@ def next_seed(count: int, shard: int = 0) -> tuple[int, int]:
     return count, ((mixed ^ (mixed >> 31)) & _32_BITS) - 2**31
 
 
-def seeds(states: dict[str, Any], count: int, shard: int = 0, parts: int = 1) -> Tensor:
+def seeds(states: dict[str, Any], count: int, parts: int = 1) -> Tensor:
     """Return seeds, int32 (parts, count), different ones for each part of a weight that is stepped in parts.
 
     The count in the parameter's states increases by the same number for any number of parts.
@@ -99,7 +99,7 @@ def seeds(states: dict[str, Any], count: int, shard: int = 0, parts: int = 1) ->
     for part in range(parts):
         states[SEED] = start
         for _ in range(count):
-            states[SEED], seed = next_seed(states[SEED], shard + (part << 32))
+            states[SEED], seed = next_seed(states[SEED], part << 32)
             drawn_seeds.append(seed)
     return torch.tensor(drawn_seeds, dtype=torch.int32).view(parts, count)
 

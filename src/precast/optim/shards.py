@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +17,7 @@ from torch import Tensor
 from precast._torch import is_dtensor, local_tensor_of, version_of
 
 __all__ = [
-    "elements_here",
     "largest_over",
-    "mismatch",
     "part_of",
     "shard_number",
     "versions_of",
@@ -31,11 +28,6 @@ __all__ = [
 def part_of(tensor: Tensor) -> Tensor:
     """Return the elements in this process, without gradient; a plain tensor itself."""
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
-
-
-def elements_here(tensor: Tensor) -> int:
-    """Return the number of elements in this process."""
-    return part_of(tensor).numel()
 
 
 def whole_like(tensor: Any, part: Tensor) -> Tensor:
@@ -50,29 +42,6 @@ def whole_like(tensor: Any, part: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def mismatch(parameter: Any, others: Iterable[Any]) -> str | None:
-    """Return the reason why the parts of these tensors have different elements, or shared ones; None if they match."""
-    if not is_dtensor(parameter):
-        return (
-            "a gradient or a state is sharded, but not the weight"
-            if any(map(is_dtensor, others))
-            else None
-        )
-    if any(placement.is_partial() for placement in parameter.placements):
-        return "a weight is a sum of parts, of which each process has one"
-    part = part_of(parameter)
-    for other in others:
-        if (
-            not is_dtensor(other)
-            or other.placements != parameter.placements
-            or other.device_mesh != parameter.device_mesh
-            or part_of(other).shape != part.shape
-            or part_of(other).stride() != part.stride()
-        ):
-            return "its gradient or its states are sharded otherwise than a weight"
-    return None
 
 
 def largest_over(tensor: Any, number: Tensor) -> Tensor:

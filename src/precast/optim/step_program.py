@@ -9,22 +9,26 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from precast._torch import COPY_IN_DTYPE, CompiledKernel, record_kernel
+from precast._torch import COPY_IN_DTYPE
 from precast.optim import rounding
 from precast.optim.rounding import Rounding
 from precast.optim.step_recorder import RecordedStep, StepArgument, StepCall
 
 __all__ = ["ProgramKey", "StepProgram", "program", "row"]
+
+StepProgram = Callable[[Sequence[Tensor], int], None]
+"""Takes a recorded step; called with tensors that are contiguous in memory, and the number of elements to process.
+
+The tensors are those of the recording, one tensor of float32 scalars (k,), a seed for each two tensors (int32) if it
+takes seeds, the rounding errors of the parameter with "kahan", and the output memory of the parameter and its rounding
+errors if they are written elsewhere.
+"""
 
 _aten: Final[Any] = torch.ops.aten
 _GRADIENT: Final = 1
@@ -40,8 +44,8 @@ class ProgramKey(NamedTuple):
     """True if gradients are multiplied by the first scalar before the step reads them."""
     keeps_gradient: bool
     """True if writes of the step to the gradient are dropped."""
-    rounding: Rounding | None
-    """The rounding of a parameter in bfloat16."""
+    rounding: Rounding
+    """The rounding of the parameter."""
 
     @property
     def writes_elsewhere(self) -> bool:
@@ -50,7 +54,7 @@ class ProgramKey(NamedTuple):
         In code with float32, Inductor reads and writes half a register of bfloat16 at a time. In place, each read would
         overlap the previous write, and the processor would wait for it: nearly half of the whole time.
         """
-        return self.rounding is not None and torch.float32 in self.stored[_GRADIENT + 1 :]
+        return torch.float32 in self.stored[_GRADIENT + 1 :]
 
     @property
     def takes_seeds(self) -> bool:
@@ -59,108 +63,39 @@ class ProgramKey(NamedTuple):
         return self.rounding == "stochastic" or torch.bfloat16 in states
 
 
-class StepProgram:
-    """An executable recorded step.
-
-    It is called with tensors that are contiguous in memory, and the number of elements to process. The tensors are
-    those of the recording, one tensor of float32 scalars (k,), a seed for each two tensors (int32) if it takes seeds,
-    the rounding errors of the parameter with "kahan", and the output memory of the parameter and its rounding errors if
-    they are written elsewhere.
-
-    Args:
-        compiled: called with the same tensors as rows (n,).
-        numbered: for each tensor, True if it has as many elements as are processed.
-        kernel: the kernel inside `compiled`, if it could be extracted.
-    """
-
-    __slots__ = ("_compiled", "_is_row", "_kernel")
-
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        is_row: Sequence[bool],
-        kernel: CompiledKernel | None = None,
-    ) -> None:
-        self._compiled, self._is_row, self._kernel = compiled, is_row, kernel
-
-    def __call__(self, tensors: Sequence[Tensor], count: int) -> None:
-        """Take the step."""
-        if self._kernel is not None:
-            self._kernel(tensors, count)
-            return
-        pairs = zip(tensors, self._is_row, strict=True)
-        self._compiled(*[row(t, range(count)) if is_row else t for t, is_row in pairs])
-
-    @property
-    def is_kernel(self) -> bool:
-        """True if the kernel is called directly, without the compiler's wrapper."""
-        return self._kernel is not None
-
-    def with_kernel(self, tensors: Sequence[Tensor]) -> StepProgram:
-        """Return a program that calls the kernel directly, if the bits are the same, for such `tensors`."""
-        kernel = record_kernel(self._compiled, self._samples(tensors), _SAMPLE_SIZE)
-        if kernel is None:
-            return self
-        expected, actual = self._samples(tensors), self._samples(tensors)
-        self._compiled(*expected)
-        kernel(actual, _SAMPLE_SIZE)
-        is_same = all(map(_has_bits_of, expected, actual))
-        return StepProgram(self._compiled, self._is_row, kernel) if is_same else self
-
-    def _samples(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return small tensors like these, with the same values at each call."""
-        samples = []
-        for number, (tensor, is_row) in enumerate(zip(tensors, self._is_row, strict=True), 1):
-            size = _SAMPLE_SIZE if is_row else tensor.numel()
-            values = torch.arange(1, 1 + size).mul_(number)
-            samples.append(values.remainder_(97).div(97).to(tensor.dtype))
-        return samples
-
-
-_SAMPLE_SIZE: Final = 1009
-"""Elements of a row in the comparison: several vectors, and a remainder."""
-
 _programs: Final[dict[ProgramKey, StepProgram]] = {}
 
 
-def program(key: ProgramKey, name: str) -> Callable[[Sequence[Tensor], int], None]:
-    """Return the program of a recorded step, which is called like a `StepProgram`.
-
-    The first call compiles it, and raises the compiler's errors; `name` is the optimizer's, for the progress message.
-    """
+def program(key: ProgramKey) -> StepProgram:
+    """Return the program of a recorded step. Its first call compiles it, and raises the compiler's errors."""
     existing = _programs.get(key)
-    if existing is None:
-        compiled = torch.compile(
-            _module(key).forward,
-            dynamic=True,
-            fullgraph=True,
-            # The key has everything that guards would check. The number of elements is an argument, and the number of
-            # threads may change after the compilation.
-            options={
-                "guard_filter_fn": lambda guards: [False for _ in guards],
-                "cpp.dynamic_threads": True,
-            },
-        )
-        recorded = len(key.stored)
-        small = {recorded, recorded + 1} if key.takes_seeds else {recorded}
+    if existing is not None:
+        return existing
+    compiled = torch.compile(
+        _module(key).forward,
+        dynamic=True,
+        fullgraph=True,
+        # The key has everything that guards would check. The number of elements is an argument, and the number of
+        # threads may change after the compilation.
+        options={
+            "guard_filter_fn": lambda guards: [False for _ in guards],
+            "cpp.dynamic_threads": True,
+        },
+    )
+    recorded = len(key.stored)
+    small = {recorded, recorded + 1} if key.takes_seeds else {recorded}
 
-        def first(tensors: Sequence[Tensor], count: int) -> None:
-            new = StepProgram(compiled, [number not in small for number in range(len(tensors))])
-            with _progress(name):
-                new(tensors, count)
-            _programs[key] = new.with_kernel(tensors)
+    def run(tensors: Sequence[Tensor], count: int) -> None:
+        part = range(count)
+        compiled(*[t if i in small else row(t, part) for i, t in enumerate(tensors)])
 
-        return first
-    return existing
+    _programs[key] = run
+    return run
 
 
 def row(tensor: Tensor, part: range) -> Tensor:
     """Return elements of a tensor in memory order; not as a view, because a program would get the base of a view."""
     return tensor.data.as_strided_((len(part),), (1,), tensor.storage_offset() + part.start)
-
-
-def _has_bits_of(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _module(key: ProgramKey) -> fx.GraphModule:
@@ -214,7 +149,7 @@ def _cast(graph: fx.Graph, node: fx.Node, of: torch.dtype, to: torch.dtype) -> f
 
 
 def _rounded(
-    graph: fx.Graph, value: fx.Node, how: Rounding | None, seeds: fx.Node | None, number: int
+    graph: fx.Graph, value: fx.Node, how: Rounding, seeds: fx.Node | None, number: int
 ) -> fx.Node:
     """Return a float32 value rounded to bfloat16's precision."""
     if how != "stochastic":
@@ -243,27 +178,3 @@ def _write(graph: fx.Graph, call: StepCall, node_of: Callable[[StepArgument], An
         last = "mul" if call.name == "addcmul" else "div"
         return op("add", args[0], op(last, op("mul", args[1], value), args[2]))
     return graph.call_function(getattr(_aten, call.name), tuple(args), kwargs)
-
-
-@contextmanager
-def _progress(name: str) -> Iterator[None]:
-    """Print a message to stderr if the compilation takes longer than a second."""
-    start = time.perf_counter()
-
-    def announce() -> None:
-        print(
-            f"precast: torch.compile compiles the step of {name} ...", file=sys.stderr, flush=True
-        )
-
-    timer = threading.Timer(1.0, announce)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-    seconds = time.perf_counter() - start
-    if seconds > 1:
-        print(
-            f"precast: the step of {name} is compiled, {seconds:.1f} s", file=sys.stderr, flush=True
-        )

@@ -74,12 +74,7 @@ _FACTORED: Final = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv
 
 
 class StepRecorder(DispatchMode):
-    """A dispatch mode in which a step is called for one parameter.
-
-    Args:
-        parameter: the parameter; it has more than one element, contiguous in memory.
-        gradient: the gradient for the step; its values are not read.
-    """
+    """A dispatch mode in which a step is called for one parameter, of more than one element, contiguous in memory."""
 
     def __init__(self, parameter: Tensor, gradient: Tensor) -> None:
         super().__init__()

@@ -4,8 +4,7 @@ Invariants:
 
 - an optimizer of PyTorch does the same to all parameters of a group whose states have the same names, dtypes and single
   values. For other optimizers this is not certain, so each of their parameters is recorded alone;
-- a step is recorded in float32, whatever the dtypes of the parameter, its gradient and its states; and for the whole
-  parameter if this process has only a part of it, because a step may read the shape;
+- a step is recorded in float32, whatever the dtypes of the parameter, its gradient and its states;
 - a recording that fails or is undone leaves the optimizer and the parameter's states unchanged.
 """
 
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from precast._torch import is_dtensor
-from precast.optim.partial_steps import PLAIN, counts_of, is_large, set_gradient
+from precast.optim.partial_steps import PLAIN, counts_of, is_large
 from precast.optim.rounding import OF_ROUNDING
 from precast.optim.step_recorder import NotElementwiseError, RecordedStep, StepRecorder
 
@@ -63,10 +61,7 @@ def _described(value: Any, geometry: tuple[Any, ...]) -> Any:
 class Recording:
     """One recorded step of one parameter; its single values (step counts) are already those after the step.
 
-    Args:
-        optimizer: the optimizer.
-        parameter: the parameter, which has a gradient.
-        call: calls the optimizer's step for that parameter alone.
+    `call` calls the optimizer's step for that parameter alone.
 
     Raises:
         NotElementwiseError: the step is not elementwise.
@@ -145,38 +140,26 @@ class Recording:
 def _in_float32(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[Tensor, dict[str, Any]]]:
     """Yield a parameter and its states in float32, with which a step can be recorded.
 
-    Tensors of another dtype, and sharded ones, are replaced by uninitialized memory, which is neither written nor read.
-    A plain float32 parameter is used itself; others get a stand-in, because a change of their dtype would remove the
-    hooks on their gradient.
+    Tensors of another dtype are replaced by uninitialized memory, which is neither written nor read.
+    The parameter gets a stand-in, because a change of its dtype would remove the hooks on its gradient.
     """
     gradient, states = parameter.grad, optimizer.state.get(parameter, {})
     assert gradient is not None
-    wide_gradient = _uninitialized(gradient)
     real = {k: v for k, v in states.items() if k not in OF_ROUNDING}
     wide = {k: _uninitialized(v) if is_large(v) else v for k, v in real.items()}
     replaced = {k for k in real if wide[k] is not real[k]}
-    stand_in: Tensor = parameter
-    if parameter.dtype is not torch.float32 or is_dtensor(parameter):
-        stand_in = torch.nn.Parameter(_uninitialized(parameter))
-        optimizer.state[stand_in] = dict(wide)
-    elif replaced:
-        states.update(wide)
-    if stand_in.grad is not wide_gradient:
-        set_gradient(stand_in, wide_gradient)
+    stand_in = torch.nn.Parameter(_uninitialized(parameter))
+    stand_in.grad = _uninitialized(gradient)
+    optimizer.state[stand_in] = dict(wide)
     try:
         yield stand_in, wide
     finally:
-        if stand_in is not parameter:
-            after = optimizer.state.pop(stand_in)
-            states.update((k, v) for k, v in after.items() if k not in replaced)
-        else:
-            states.update((k, real[k]) for k in replaced if states.get(k) is wide[k])
-            if parameter.grad is not gradient:
-                set_gradient(parameter, gradient)
+        after = optimizer.state.pop(stand_in)
+        states.update((k, v) for k, v in after.items() if k not in replaced)
 
 
 def _uninitialized(tensor: Tensor) -> Tensor:
-    if tensor.dtype is torch.float32 and not is_dtensor(tensor):
+    if tensor.dtype is torch.float32:
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
 

@@ -25,17 +25,7 @@ def total_norm(
     error_if_nonfinite: bool,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return PyTorch's norm; for sharded gradients over all processes, with the same value in each.
-
-    Args:
-        gradients: plain and sharded gradients, also of several meshes.
-        norm_type: order of the norm.
-        error_if_nonfinite: raise RuntimeError if the norm is not finite, as PyTorch does.
-        foreach: as for `torch.nn.utils.get_total_norm`.
-
-    Returns:
-        The norm, a plain tensor of shape ().
-    """
+    """Return PyTorch's norm of plain and sharded gradients, shape (), with the same value in all processes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if is_dtensor(gradient) else None  # type: ignore[attr-defined]
