@@ -307,15 +307,6 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_plugin(
     assert theirs["output scale"] == 2.0**15
 
 
-def test_limits_are_in_a_checkpoint(tmp_path: Path) -> None:
-    scaler = precast.GradScaler("cpu", init_scale=8.0, min_scale=4.0, on_diagnosis="ignore")
-    path = saved(Precast("16-mixed", scaler=scaler), tmp_path / "checkpoint.ckpt")
-    plugin = Precast("16-mixed")
-    trainer(plugin, max_steps=3).fit(Module(), loader(), loader(), ckpt_path=path)
-    assert plugin.scaler.state_dict()["precast"]["limits"]["min_scale"] == 4.0
-    assert plugin.scaler.get_scale() == 4.0
-
-
 def test_fabric_saves_and_loads_the_plugin(tmp_path: Path) -> None:
     def start() -> tuple[Any, Any, Any]:
         plugin = Precast("16-mixed")

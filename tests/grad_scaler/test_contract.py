@@ -164,10 +164,11 @@ def test_a_bad_new_scale_is_refused_and_nothing_changes(bad: Any) -> None:
 # --- a drop-in for torch.amp.GradScaler ---
 
 
-def test_it_is_recognised_and_inherits_no_public_logic() -> None:
+def test_it_is_recognised_and_inherits_only_queries_of_settings() -> None:
     assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
-    public = [name for name in vars(torch.amp.GradScaler) if not name.startswith("_")]
-    for name in public:
+    public = {name for name in vars(torch.amp.GradScaler) if not name.startswith("_")}
+    queries = {"get_growth_factor", "get_backoff_factor", "get_growth_interval", "is_enabled"}
+    for name in public - queries:
         assert getattr(GradScaler, name) is not getattr(torch.amp.GradScaler, name)
 
 

@@ -391,7 +391,7 @@ def test_a_search_goes_on_where_the_gradients_say_nothing_and_in_a_copy() -> Non
         scales.append(scaler.get_scale())
     assert scales == [2.0**22, 2.0**30, 2.0**30]
     twin = copy.deepcopy(scaler)
-    loaded = GradScaler("cpu")
+    loaded = GradScaler("cpu", max_scale=2.0**30)
     loaded.load_state_dict(scaler.state_dict())
     for each in (scaler, twin, loaded):
         each.scale(torch.ones(()))

@@ -106,9 +106,6 @@ def test_states_and_being_off() -> None:
     with pytest.raises(ScalerError, match="without growth_factor"):
         fresh.load_state_dict({"a": {**good, "scale": 2.0}, "b": bad})
     assert fresh.state_dict() == scalers.state_dict()
-    apex = [{"loss_scale": scale, "unskipped": 3} for scale in (64.0, 128.0)]
-    fresh.load_state_dict({"loss_scaler0": apex[0], "loss_scaler1": apex[1]})
-    assert [scaler.get_scale() for scaler in fresh.values()] == [64.0, 128.0]
     off = LossScalers("cpu", ["a"], enabled=False)
     model, optimizer = started()
     before = [bits(p) for p in model.parameters()]

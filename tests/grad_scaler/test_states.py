@@ -32,24 +32,18 @@ setups = st.fixed_dictionaries(
         "growth_factor": st.floats(1.001, 1e6),
         "backoff_factor": st.floats(1e-6, 0.999),
         "growth_interval": st.integers(1, 10**6),
-        "min_scale": st.none() | st.floats(1e-30, 1.0),
-        "max_scale": st.none() | st.floats(2.0**16, 1e38),
-        "max_consecutive_skips": st.none() | st.integers(1, 10**6),
-        "max_nonfinite_losses": st.none() | st.integers(0, 10**6),
-        "on_diagnosis": st.sampled_from(["raise", "warn", "ignore"]),
     }
 )
 
 
 @settings(max_examples=150)
 @given(setup=setups, begun=st.booleans())
-def test_every_setting_comes_back(setup: dict[str, Any], begun: bool) -> None:
+def test_every_setting_of_pytorchs_comes_back(setup: dict[str, Any], begun: bool) -> None:
     scaler, fresh = GradScaler("cpu", **setup), GradScaler("cpu")
     if begun:
         fresh.scale(torch.ones(()))
     fresh.load_state_dict(scaler.state_dict())
     assert fresh.state_dict() == scaler.state_dict()
-    assert fresh._limits == scaler._limits
     assert (
         fresh._search.is_searching == scaler._search.is_searching == (setup["init_scale"] == "auto")
     )
@@ -121,13 +115,12 @@ def test_a_search_that_is_loaded_leaves_no_room_for_the_overflows_before() -> No
     assert scaler.get_scale() == 2.0**14
 
 
-def test_an_old_state_leaves_the_limits_alone() -> None:
-    """Before there were limits, a state of ours was PyTorch's five numbers."""
+def test_a_state_leaves_the_limits_alone() -> None:
     scaler = GradScaler("cpu", init_scale="auto", max_scale=2.0**20, on_diagnosis="warn")
     scaler.load_state_dict(dict(FIVE))
     assert (scaler._limits.max_scale, scaler._limits.on_diagnosis) == (2.0**20, "warn")
     assert not scaler._search.is_searching
-    assert {k: v for k, v in scaler.state_dict().items() if k != "precast"} == FIVE
+    assert scaler.state_dict() == FIVE
 
 
 def test_the_empty_state_of_a_scaler_that_was_off_changes_nothing() -> None:
@@ -140,26 +133,6 @@ def test_the_empty_state_of_a_scaler_that_was_off_changes_nothing() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 8.0
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 9}},
-        {
-            "loss_scaler0": {"loss_scale": 1024.0, "unskipped": 9},
-            "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
-        },
-        {"loss_scale": 1024.0, "unskipped": 9},
-    ],
-    ids=["amp", "amp, two losses", "one scaler"],
-)
-def test_apexs_states_load(state: dict[str, Any]) -> None:
-    scaler = GradScaler("cpu", growth_interval=100)
-    scaler.load_state_dict(state)
-    assert scaler.get_scale() == 1024.0
-    assert scaler._get_growth_tracker() == 9
-    assert scaler.get_growth_interval() == 100
 
 
 def test_the_state_of_a_sharded_scaler_loads() -> None:
@@ -182,13 +155,6 @@ def test_the_state_of_a_sharded_scaler_loads() -> None:
         ({"backoff_factor": math.nan}, "backoff_factor must be"),
         ({"growth_interval": 0}, "growth_interval must be"),
         ({"_growth_tracker": -1}, "_growth_tracker must be"),
-        ({"precast": {"version": 1, "limits": {"moods": 3}}}, "unknown limits: moods"),
-        ({"precast": {"version": 1, "limits": {"min_scale": 0.0}}}, "min_scale must be"),
-        ({"precast": {"version": 1, "limits": {"on_diagnosis": "cry"}}}, "on_diagnosis must be"),
-        (
-            {"precast": {"version": 1, "limits": {"min_scale": 4.0, "max_scale": 2.0}}},
-            "between min_scale and max_scale",
-        ),
     ],
 )
 def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) -> None:
@@ -198,8 +164,6 @@ def test_a_wrong_state_is_refused_whole(change: dict[str, Any], message: str) ->
     with pytest.raises(ScalerError, match=message):
         scaler.load_state_dict(state)
     assert scaler.state_dict() == before
-    with pytest.raises(ScalerError, match="Apex without unskipped"):
-        scaler.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}})
 
 
 @pytest.mark.parametrize(
@@ -218,13 +182,6 @@ def test_a_scale_outside_the_limits_is_moved_to_the_nearest(
     with pytest.warns(PrecastWarning, match=says):
         scaler.load_state_dict({**FIVE, "scale": saved})
     assert scaler.get_scale() == taken
-
-
-def test_a_state_of_a_newer_format_loads_what_is_known() -> None:
-    scaler = GradScaler("cpu")
-    with pytest.warns(PrecastWarning, match="newer precast .version 99"):
-        scaler.load_state_dict({**FIVE, "precast": {"version": 99, "moods": 3}})
-    assert scaler.state_dict() == FIVE
 
 
 # --- states of PyTorch's scaler ---
@@ -276,20 +233,15 @@ junk = st.one_of(
 odd = st.recursive(
     junk, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner)
 )
-NAMES = ["version", "limits", "searching", "min_scale", "on_diagnosis", "loss_scale", "unskipped"]
 states = st.one_of(
     odd,
     st.builds(
         lambda change: {**FIVE, **change}, st.dictionaries(st.sampled_from(sorted(FIVE)), odd)
     ),
     st.builds(
-        lambda extra: {**FIVE, "precast": extra},
-        odd
-        | st.dictionaries(
-            st.sampled_from(NAMES), odd | st.dictionaries(st.sampled_from(NAMES), odd)
-        ),
+        lambda extra: {**FIVE, "searching": extra},
+        odd,
     ),
-    st.dictionaries(st.sampled_from(["loss_scaler0", "loss_scale", "unskipped"]), odd),
 )
 
 
@@ -320,11 +272,11 @@ def test_a_state_of_anything_loads_and_works_or_is_one_error_that_changes_nothin
         scalers.load_state_dict(state)
 
 
-SETTINGS = list(inspect.signature(GradScaler).parameters)
+SETTINGS = set(inspect.signature(GradScaler).parameters) - {"enabled", "reduce_found_inf"}
 
 
 @settings(max_examples=400)
-@given(name=st.sampled_from(SETTINGS), value=odd)
+@given(name=st.sampled_from(sorted(SETTINGS)), value=odd)
 @pytest.mark.filterwarnings("ignore::precast.errors.PrecastWarning")
 def test_a_setting_of_anything_works_or_is_one_error(name: str, value: Any) -> None:
     try:

@@ -37,11 +37,7 @@ class _SavedBuffer(NamedTuple):
 
 
 class BufferGuard:
-    """Saves the buffers of modules once an iteration, and restores them after a skipped step.
-
-    Args:
-        modules: The modules with the buffers; submodules are included.
-    """
+    """Saves the buffers of modules once an iteration, and restores them after a skipped step."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self._saved: dict[tuple[int, str], _SavedBuffer] = {}

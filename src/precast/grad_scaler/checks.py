@@ -66,13 +66,9 @@ class GradientChecks:
     ) -> FoundInf:
         """Multiply an optimizer's gradients by `inverse`, float32 of shape (), and check them, in all processes.
 
-        Args:
-            state: State of the optimizer; the results are added to its `found_inf`.
-            inverse: 1.0 for a check alone.
-            unscale: The scaler's `_unscale_grads_`, which programs may have replaced.
-            allow_fp16: If True, float16 gradients give no warning.
-            measure: If True, the largest gradient is computed too, in the first check of the iteration only, because
-                the gradients may be clipped after it.
+        The results are added to the `found_inf` of `state`. `unscale` is the scaler's `_unscale_grads_`, which programs
+        may have replaced. With `measure`, the first check of an iteration computes the largest gradient, too: the
+        gradients may be clipped after it.
         """
         before = found_inf_so_far(inverse, state.found_inf)
         results = unscale(state.optimizer, inverse, before, allow_fp16)

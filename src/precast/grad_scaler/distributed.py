@@ -64,14 +64,9 @@ class Reduction:
         return self
 
     def gather(self, names: Iterable[str], loss_finite: bool) -> tuple[list[str], bool]:
-        """Collect the results of all processes for one step; every process of the groups has to call it.
+        """Return the names of bad tensors in all processes, with ranks; and True if the losses of all were finite.
 
-        Args:
-            names: Names of bad tensors in this process.
-            loss_finite: True if this process's loss was finite.
-
-        Returns:
-            The names of all processes with their ranks; True if the losses of all processes were finite.
+        Every process of the groups has to call it.
         """
         ranked = {(dist.get_rank(), name) for name in names}
         finite = loss_finite

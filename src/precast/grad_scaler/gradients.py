@@ -71,11 +71,8 @@ def unscaled(
 ) -> FoundInf:
     """Multiply all gradients of an optimizer by `inverse` in place, and check them.
 
-    Float16 gradients give a warning unless `allow_fp16` is True.
-
-    Returns:
-        For each device with gradients a copy of `found_inf`, the result of earlier checks; set to 1.0 if a gradient on
-        this device was not finite.
+    Return for each device with gradients a copy of `found_inf`, the result of earlier checks, set to 1.0 if a gradient
+    there was not finite. Float16 gradients give a warning unless `allow_fp16` is True.
     """
     results: FoundInf = {}
     for (device, dtype), memories in _by_kind(optimizer).items():
@@ -90,15 +87,10 @@ def unscaled(
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """Add up the results of several optimizers.
-
-    Args:
-        device: Device of the sum; None for the first device with a result.
-        each: The results of each optimizer.
-        where: The end of the error's first sentence.
+    """Add up the results of several optimizers on a device; None is the first device with a result.
 
     Raises:
-        ScalerError: No gradients were checked.
+        ScalerError: No gradients were checked; `where` ends the error's first sentence.
     """
     flags = [flag for one in each for flag in one.values()]
     if flags:

@@ -27,7 +27,7 @@ from precast.grad_scaler.disabled import when_disabled
 from precast.grad_scaler.gradients import total_found_inf
 from precast.grad_scaler.optimizers import temporary_attributes
 from precast.grad_scaler.scaler import GradScaler
-from precast.grad_scaler.state_dict import by_loss, read
+from precast.grad_scaler.state_dict import read
 from precast.optim.partial_steps import parameters_of
 
 __all__ = ["LossScalers"]
@@ -178,15 +178,15 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`, or Apex's state of as many losses, in their order.
+        """Load the result of `state_dict`.
 
         Raises:
             ScalerError: It has other losses; or as in `GradScaler.load_state_dict`. Then nothing has changed.
         """
-        state_dict = by_loss(state_dict, self._scalers)
-        if set(state_dict) != set(self._scalers):
+        names = list(state_dict) if isinstance(state_dict, Mapping) else []
+        if set(names) != set(self._scalers):
             raise ScalerError(
-                f"load_state_dict() got the states of {', '.join(map(str, state_dict)) or 'nothing'}; "
+                f"load_state_dict() got the states of {', '.join(map(str, names)) or 'nothing'}; "
                 f"the losses here are {', '.join(self._scalers)}."
             )
         every = [scaler.read(state_dict[name]) for name, scaler in self._scalers.items()]

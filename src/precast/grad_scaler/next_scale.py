@@ -70,15 +70,10 @@ def adapt_scale(
     *,
     skipped: bool | None,
 ) -> None:
-    """Lower a scale after a skipped iteration; raise it after enough good ones.
+    """Lower a scale, float32 of shape (), after a skipped iteration; raise it after enough good ones.
 
-    Args:
-        scale: Float32, shape ().
-        tracker: The number of good iterations in a row, int32, shape ().
-        found_inf: Nonzero if the iteration was skipped, shape ().
-        factors: Growth factor, backoff factor and growth interval.
-        limits: Bounds of the scale.
-        skipped: True if the iteration was skipped; None if only the device knows.
+    `tracker`, int32, counts these; `factors` are growth factor, backoff factor and growth interval. `skipped` is None
+    if only the device knows, by `found_inf`.
     """
     growth, backoff, interval = factors
     _torch.update_scale_(
@@ -139,13 +134,7 @@ class ScaleSearch:
         """Return the scale of the next iteration, after one that was measured.
 
         Values other than gradients of parameters may overflow first, so each decrease of the scale doubles the margin.
-
-        Args:
-            iteration: The number of the measured iteration.
-            scale: Its scale.
-            peaks: The largest unscaled gradient of each optimizer, shape (); None for one that was not measured.
-            history: Contains its steps.
-            limits: Bounds of the scale.
+        `peaks` are the largest unscaled gradients of the optimizers, shape (); None for one that was not measured.
         """
         searching, counters = self.is_searching, history.counters
         backoffs = min(counters.backoffs - self._before, _MOST_BACKOFFS)

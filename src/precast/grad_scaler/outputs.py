@@ -22,7 +22,7 @@ T = TypeVar("T")
 def map_losses(
     outputs: T, scaled: Callable[[Tensor], Tensor], scale_later: Callable[[Any], Any]
 ) -> T:
-    """Return `outputs`, a loss or containers of losses, with each loss replaced by `scaled(loss)`.
+    """Return a loss or containers of losses, with each loss replaced by `scaled(loss)`.
 
     Iterators and sets become lazy ``map`` objects of `scale_later`, as in PyTorch.
 

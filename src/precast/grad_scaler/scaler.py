@@ -125,8 +125,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     ) -> None:
         arguments = dict(locals())
         self._device = settings.device_type_of(device)
-        enabled = settings.require_flag("enabled", enabled)
-        self._enabled = enabled and settings.is_usable(self._device)
+        self._enabled = bool(enabled) and settings.is_usable(self._device)
         self._init_scale: Any = init_scale
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
@@ -141,8 +140,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             self._search, arguments = next_scale.search_for(arguments)
             vars(self).update(settings.checked_attributes(arguments))
         self._step_history = StepHistory(int(history) if self._enabled else 0)
-        reduce = settings.require_function("reduce_found_inf", reduce_found_inf)
-        self._checks = GradientChecks(reduce)
+        self._checks = GradientChecks(reduce_found_inf)
         self._buffers = guarded(restore_buffers) if self._enabled else BufferGuard()
 
     @when_disabled(lambda outputs: outputs)
@@ -218,8 +216,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
-        how = max_norm, norm_type, error_if_nonfinite, foreach
-        return gradients.clipped(optimizer, *how, found_inf=self._found_inf_per_device(optimizer))
+        how, states = (max_norm, norm_type, error_if_nonfinite, foreach), self._optimizer_states
+        return gradients.clipped(optimizer, *how, found_inf=states[id(optimizer)].found_inf)
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -325,50 +323,34 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """Return the current scale (waits for the device); 1.0 if the scaler is disabled."""
         return self._init_scale if self._scale is None else float(self._scale.item())
 
-    def get_growth_factor(self) -> float:
-        """Return the factor by which the scale grows."""
-        return self._growth_factor
-
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, above 0; 1.0 keeps the scale from growing."""
         self._growth_factor = settings.require_number("growth_factor", new_factor)
 
-    def get_backoff_factor(self) -> float:
-        """Return the factor for the scale after a skipped step."""
-        return self._backoff_factor
-
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, above 0; 1.0 keeps the scale from shrinking."""
         self._backoff_factor = settings.require_number("backoff_factor", new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Return the number of good iterations in a row until the scale grows."""
-        return self._growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the number of good iterations until the scale grows, at least 1."""
         self._growth_interval = settings.require_count("growth_interval", new_interval)
         self._limit_tracker()
 
-    def is_enabled(self) -> bool:
-        """Return True if this scaler scales."""
-        return self._enabled
-
     @when_disabled(dict)
     def state_dict(self) -> dict[str, Any]:
-        """Return five numbers, as PyTorch's scaler does, and a ``"precast"`` entry if needed; empty if disabled."""
+        """Return five numbers, as PyTorch's scaler does, also if the scale is still searched; empty if disabled."""
         return {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
             "_growth_tracker": self._get_growth_tracker(),
-            **state_dicts.precast_entry(self._limits, self._search.is_searching),
+            **({state_dicts.SEARCHING: True} if self._search.is_searching else {}),
         }
 
     @when_disabled(lambda *_, **__: None)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a scaler of this class, `torch.amp.GradScaler`, `ShardedGradScaler` or Apex.
+        """Load the state of a scaler of this class, `torch.amp.GradScaler` or `ShardedGradScaler`.
 
         The empty state of a disabled scaler changes nothing, and a disabled scaler loads nothing. A scale outside the
         limits is moved to the nearest limit, with a warning.
@@ -419,20 +401,6 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             state.largest_gradient /= scale
         return found_inf
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> FoundInf:  # type: ignore[override]
-        state = self._optimizer_states.get(id(optimizer))
-        return state.found_inf if state else {}
-
-    def _maybe_opt_step(
-        self, optimizer: Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any
-    ) -> float | None:
-        if any(bool(flag) for flag in optimizer_state["found_inf_per_device"].values()):
-            return None
-        return optimizer.step(*args, **kwargs)  # type: ignore[no-any-return, unused-ignore]
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale
-
     @property  # type: ignore[override]
     def _per_optimizer_states(self) -> PerOptimizerStates:
         return self._optimizer_states
@@ -451,26 +419,17 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             )
         return self._scale, self._growth_tracker
 
-    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        tracker = self._init_growth_tracker
-        self._growth_tracker = torch.full((), tracker, dtype=torch.int32, device=dev)
-
-    @when_disabled(lambda: 0)
-    def _get_growth_tracker(self) -> int:
-        tracker = self._growth_tracker
-        return self._init_growth_tracker if tracker is None else int(tracker.item())
-
     # The names below are precast's.
 
-    def _take_over(self, state: state_dicts.ScalerState | None) -> None:
+    def _take_over(self, state: tuple[dict[str, Any], bool] | None) -> None:
         """Replace the attributes by those of a state; None changes nothing."""
         if state is None:
             return
-        vars(self).update(state.attributes)
+        attributes, is_searching = state
+        vars(self).update(attributes)
         history = self._step_history
         history.resume(self._init_growth_tracker)
-        self._search = next_scale.ScaleSearch(state.searching, history.counters.backoffs)
+        self._search = next_scale.ScaleSearch(is_searching, history.counters.backoffs)
         if self._scale is not None and self._growth_tracker is not None:
             self._scale.fill_(self._init_scale)
             self._growth_tracker.fill_(self._init_growth_tracker)

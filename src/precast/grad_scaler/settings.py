@@ -29,14 +29,11 @@ __all__ = [
     "Limits",
     "OnDiagnosis",
     "checked_attributes",
-    "checked_limits",
     "device_type_of",
     "is_usable",
     "new_scale_from",
     "number_in",
     "require_count",
-    "require_flag",
-    "require_function",
     "require_number",
 ]
 
@@ -91,21 +88,6 @@ def require_count(name: str, value: Any, least: int = 1, most: int = _MOST) -> i
     raise ScalerError(f"{name} must be a whole number, {least} or more{end}; got {shown(value)}.")
 
 
-def require_flag(name: str, value: Any) -> bool:
-    """Return `value` as a bool; raise an error that names `name` if it has no truth value."""
-    try:
-        return bool(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ScalerError(f"{name} must be True or False; got {shown(value)}.") from error
-
-
-def require_function(name: str, value: Any) -> Any:
-    """Return `value` if it is callable or None; otherwise raise an error that names `name`."""
-    if value is None or callable(value):
-        return value
-    raise ScalerError(f"{name} must be a function or None; got {shown(value)}.")
-
-
 def number_in(value: Any) -> float:
     """Return a number, or a tensor of one element, as a float; NaN for any other value."""
     try:
@@ -129,11 +111,11 @@ def checked_attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "_growth_factor": require_number("growth_factor", arguments["growth_factor"], above=1.0),
         "_backoff_factor": require_number("backoff_factor", arguments["backoff_factor"], below=1.0),
         "_growth_interval": require_count("growth_interval", arguments["growth_interval"]),
-        "_limits": checked_limits(first, arguments),
+        "_limits": _checked_limits(first, arguments),
     }
 
 
-def checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
+def _checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
     """Return the limits for a validated `init_scale`. A limit of None is widened to include it."""
     floor, ceiling, action = (
         arguments["min_scale"],

@@ -51,14 +51,7 @@ class Iteration:
 
 
 class StepHistory:
-    """The records of a scaler's steps.
-
-    Args:
-        length: Maximum number of steps in `events`.
-        counters: Initial counters; None for zero.
-        good_iterations: Good iterations in a row so far.
-        floor: A scale below this value counts as this value.
-    """
+    """The records of a scaler's latest `length` steps. A scale below `floor` counts as `floor`."""
 
     def __init__(
         self,
