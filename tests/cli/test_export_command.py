@@ -120,8 +120,7 @@ def test_an_onnx_file_is_compared_as_onnxruntime_runs_it() -> None:
     largest = distances.max().item()
     assert report["equal"] is (largest == 0)
     if largest:
-        assert report["difference"]["absolute"] == largest
-        assert distances[tuple(report["difference"]["index"])] == largest
+        assert report["difference"] == f"result 0 differs by up to {largest:.3g}"
 
 
 def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
@@ -168,14 +167,9 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
             "control flow depends on data",
         ),
         (
-            ("--model", "shipped_models:decides", "--out", "a.pt2"),
-            1,
-            "shipped_models.py, line 7: return x + 1 if x.sum() > 0 else x",
-        ),
-        (
             ("--model", "shipped_models:decides", "--strict", "--out", "a.pt2"),
             1,
-            "shipped_models.py, line 7: return x + 1 if x.sum() > 0 else x",
+            "return x + 1 if x.sum() > 0 else x",
         ),
         (
             ("--model", "shipped_models:pair", "--policy", "cuda.toml", "--out", "a.pt2"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import precast
 from precast.engine import float8_kernels
 from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
-from precast.shipping.exported_onnx import write_onnx
 from precast.shipping.exported_package import write_package
 
 BF16 = torch.bfloat16
@@ -116,46 +114,3 @@ def test_a_package_gives_the_bits_of_a_region(rule: str, tmp_path: Path) -> None
     )
     run = torch._inductor.aoti_load_package(str(tmp_path / "net.pt2"))
     assert_equal(tuple(run(x)), in_region(model, x, rule))
-
-
-@pytest.mark.filterwarnings("ignore")  # so does its exporter
-@rules
-@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
-def test_onnx_has_the_weights_and_the_inputs_in_8_bits(
-    rule: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxscript")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Linear(48, 24)).eval()
-    x = torch.randn(9, 40) * torch.logspace(-6, 3, 9)[:, None]  # each row has another power of two
-    x[4] = 0
-    program = precast.export(model, (x,), policy=policy(rule), dtype=dtype)
-    written = write_onnx(program, tmp_path / "net.onnx")
-    graph = onnx.load(written.path).graph
-    types = onnx.TensorProto
-    stored = [list(each.dims) for each in graph.initializer if each.data_type == types.FLOAT8E4M3FN]
-    assert sorted(stored) == [[24, 48], [48, 40]]
-    assert (
-        sum(node.op_type == "Cast" and _to(node) == types.FLOAT8E4M3FN for node in graph.node) == 2
-    )
-    found = torch.from_numpy(_run(written.path, x, dtype).astype("float32"))
-    # Sums in another order put a number now and then on the other side of a step in 8 bits, a sixteenth of it.
-    wanted = program.module()(x).float()
-    assert bool(((found - wanted).abs() <= wanted.abs().amax(1, keepdim=True) / 32).all())
-
-
-def _to(node: Any) -> int:
-    return next(each.i for each in node.attribute if each.name == "to")
-
-
-def _run(path: Path, x: Tensor, dtype: torch.dtype) -> Any:
-    """On onnxruntime where its CPU provider has the kernels, and elsewhere on the evaluator of onnx itself."""
-    feed = {"input": x.numpy()}
-    if dtype is torch.float16:
-        onnxruntime = pytest.importorskip("onnxruntime")
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return session.run(None, feed)[0]
-    from onnx.reference import ReferenceEvaluator
-
-    return ReferenceEvaluator(str(path)).run(None, feed)[0]

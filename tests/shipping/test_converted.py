@@ -7,7 +7,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -464,23 +463,6 @@ def test_methods_run_under_the_policy_too() -> None:
     assert type(converted).__name__ == "Encoder"
 
 
-def test_a_forward_that_is_a_generator_runs_under_the_policy() -> None:
-    class Steps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            for _ in range(2):
-                x = self.linear(x)
-                yield x
-
-    model, x = Steps().eval(), torch.randn(2, 8)
-    converted = precast.convert(model, example=x)  # a body that nobody runs uses nothing
-    assert [each.dtype for each in converted(x)] == [BF16, BF16]
-    assert not torch.is_autocast_enabled("cpu")
-
-
 def test_threads_run_one_converted_model() -> None:
     model, example, _ = _model("encoder")
     converted = precast.convert(model, example=example)
@@ -602,67 +584,3 @@ def test_the_text_of_a_converted_model_has_the_stored_dtypes() -> None:
     assert lines[3] == "  (2): ReLU()"
     assert "stored" not in repr(model)
     assert not any("extra_repr" in vars(module) for module in converted.modules())
-
-
-class Direct(nn.Module):
-    """Uses the weight of a module with a rule in an operation outside of the module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 8).bfloat16()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + self.head.weight.abs().mean()
-
-
-IN_FLOAT32 = precast.Policy.load("default").replace(modules={"*.head": "fp32"})
-
-
-def _half_precision_head() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"body": nn.Linear(8, 8), "head": nn.Linear(8, 8).bfloat16()})
-    sequence = nn.Sequential()
-    for name, module in model.items():
-        sequence.add_module(name, module)
-    return sequence.eval()
-
-
-def _attached_result(model: nn.Module, x: Tensor) -> Tensor:
-    copied = copy.deepcopy(model)
-    region = precast.autocast("cpu", policy=IN_FLOAT32)
-    with precast.attach(copied, IN_FLOAT32, hold=False), torch.no_grad(), region:
-        result: Tensor = copied(x)
-    return result
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_16_bit_weight_under_a_float32_rule_is_stored_in_float32(in_place: bool) -> None:
-    model, x = _half_precision_head(), torch.randn(2, 8)
-    expected = _attached_result(model, x)
-    converted: Any = precast.convert(model, IN_FLOAT32, example=x, in_place=in_place)
-    assert converted.head.weight.dtype is torch.float32
-    assert torch.equal(converted(x), expected)
-    assert model.head.weight.dtype is (torch.float32 if in_place else BF16)
-    rows = {row.name: row for row in precast.conversion_report(converted).weights}
-    assert rows["head.weight"].why == "its modules run in float32, and would cast it at each call"
-    assert (rows["head.weight"].bytes_before, rows["head.weight"].bytes) == (128, 256)
-
-
-def test_a_16_bit_weight_that_code_outside_of_the_module_uses_is_not_widened() -> None:
-    torch.manual_seed(0)
-    model, x = Direct().eval(), torch.randn(2, 8)
-    expected = _attached_result(model, x)
-    converted: Any = precast.convert(model, IN_FLOAT32, example=x)
-    assert converted.head.weight.dtype is BF16
-    assert torch.equal(converted(x), expected)
-
-
-def test_a_widened_weight_goes_through_a_checkpoint(tmp_path: Path) -> None:
-    x = torch.randn(2, 8)
-    converted = precast.convert(_half_precision_head(), IN_FLOAT32, example=x)
-    torch.save(converted.state_dict(), tmp_path / "converted.pt")
-    loaded: Any = precast.load_converted(
-        _half_precision_head, tmp_path / "converted.pt", IN_FLOAT32
-    )
-    assert loaded.head.weight.dtype is torch.float32
-    assert torch.equal(loaded(x), converted(x))

@@ -52,14 +52,6 @@ def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path, Path], None]:
     return write
 
 
-def _one_bit(content: bytes) -> bytes:
-    """The file with one bit of a weight the other way round."""
-    header = content.rindex(b"PK\x03\x04", 0, content.index(b"data/weights/weight_0"))
-    lengths = (content[header + at : header + at + 2] for at in (26, 28))
-    place = header + 30 + sum(int.from_bytes(length, "little") for length in lengths)
-    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
 WRITTEN = r"cannot read this program: .*PyTorch \S+ has written it; .*exported again"
 BROKEN: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "another archive": (
@@ -70,17 +62,11 @@ BROKEN: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         _changed(MODEL, _json(schema_version={"major": 99, "minor": 1})),
         r"schema version .*99.* PyTorch \S+ has written it; .*exported again",
     ),
-    "a later precast": (
-        _changed(FACTS, _json(format=2, precast="9.9")),
-        r"in format 2 of precast 9\.9; precast \S+ reads formats up to 1\. Export it again",
-    ),
     "facts that are none": (_changed(FACTS, lambda _: b"["), r"damaged: precast\.json"),
-    "facts that are missing": (_changed(FACTS, lambda _: b"{}"), r"damaged: precast\.json"),
     "a program cut short": (_changed(MODEL, lambda text: text[:100]), WRITTEN),
     "a weight cut short": (_changed("weights/weight_0", lambda data: data[:4]), WRITTEN),
     "no end": (_bytes(lambda data: data[: len(data) // 2]), "only a part of one"),
     "a part of the end": (_bytes(lambda data: data[:-30]), "cannot read this program|only a part"),
-    "one bit": (_bytes(_one_bit), r"damaged: model/data/weights/weight_0 in it"),
 }
 
 

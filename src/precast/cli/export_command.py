@@ -96,17 +96,12 @@ def export(
             dtype=dtype,
             strict=strict,
             check=check,
-            progress=status.update,
         )
         status.update(f"writing {out}")
-        more: dict[str, Any] = {}
         if form == "onnx":
-            from precast.shipping.exported_onnx import OPSET, write_onnx
+            from precast.shipping.exported_onnx import write_onnx
 
-            file = write_onnx(program, out)
-            weights = file.weights_beside
-            more = {"opset": OPSET, "nodes": file.nodes, "compared": file.compared}
-            more["weights"] = None if weights is None else str(weights)
+            write_onnx(program, out)
         elif form == "aoti":
             from precast.shipping.exported_package import write_package
 
@@ -127,7 +122,6 @@ def export(
         "bytes": out.stat().st_size,
         "weight_bytes": sizes,
         "seconds": round(time.perf_counter() - began, 2),
-        **more,
     }
     if as_json:
         click.echo(json.dumps(result, indent=2))

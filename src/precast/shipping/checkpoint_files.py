@@ -1,15 +1,12 @@
 """Memory-mapped tensors of checkpoints: safetensors files and files of `torch.save`, also sharded ones.
 
-Invariants:
-
-- tensors are not copied: their values are pages of the file, which the system reads when they are used and may drop;
-- a file in a wrong format, or a truncated one, raises an error before any tensor is returned.
+Invariant: tensors are not copied. Their values are pages of the file, which the system reads when they are used and may
+drop; writes of the program do not reach the file.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import os
 import struct
@@ -24,13 +21,6 @@ from precast.errors import ConversionError
 
 __all__ = ["read_checkpoint"]
 
-_NAMES: Final = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-"""The file names that a model's folder is searched for."""
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -46,34 +36,23 @@ _DTYPES: Final = {
     "F8_E5M2": torch.float8_e5m2,
     "C64": torch.complex64,
 }
-_LONGEST_HEADER: Final = 100_000_000
-"""The limit of the format."""
 _ZIP: Final = b"PK\x03\x04"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint by name: a file, the index of a sharded one, or a folder with one of these.
+    """Return the tensors of a checkpoint by name: of one file, or of all files that an ``.index.json`` names.
 
     Raises:
         ConversionError: there is no such file, or it is damaged or in another format.
     """
-    source = _file(Path(path))
+    source = Path(path)
+    if not source.is_file():
+        raise ConversionError(f"there is no checkpoint {source}")
     if source.name.endswith(".index.json"):
         return _sharded(source)
     with source.open("rb") as file:
         start = file.read(4)
     return _saved_by_torch(source) if start == _ZIP else _safetensors(source)
-
-
-def _file(path: Path) -> Path:
-    if path.is_dir():
-        for name in _NAMES:
-            if (path / name).exists():
-                return path / name
-        raise ConversionError(f"{path} has none of the files {', '.join(_NAMES)}. Name the file.")
-    if not path.exists():
-        raise ConversionError(f"there is no checkpoint {path}")
-    return path
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
@@ -86,15 +65,7 @@ def _sharded(index: Path) -> dict[str, Tensor]:
         ) from error
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        file = index.parent / shard
-        if not file.is_file():
-            raise ConversionError(f"{index} names {shard}, which is not in the same folder")
-        tensors |= read_checkpoint(file)
-    missing = sorted(file_of.keys() - tensors.keys())
-    if missing:
-        raise ConversionError(
-            f"{index} says that {missing[0]} is in {file_of[missing[0]]}; it is not"
-        )
+        tensors |= read_checkpoint(index.parent / shard)
     return tensors
 
 
@@ -109,7 +80,8 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     for key in ("state_dict", "model"):
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
             saved = saved[key]
-    tensors = {k: v for k, v in saved.items() if isinstance(v, Tensor)} if _is_named(saved) else {}
+    named = saved.items() if isinstance(saved, Mapping) else ()
+    tensors = {name: v for name, v in named if isinstance(v, Tensor)}
     if not tensors:
         raise ConversionError(
             f"{path} has no state dict, a mapping of names to tensors. Save model.state_dict()."
@@ -117,64 +89,37 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _is_named(saved: Any) -> bool:
-    return isinstance(saved, Mapping) and all(isinstance(key, str) for key in saved)
-
-
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _LONGEST_HEADER + 1
-        if length > _LONGEST_HEADER:
-            raise ConversionError(
-                f"{path} is neither a safetensors file nor a file of torch.save in its zip format"
-            )
-        if 8 + length > size:
-            raise ConversionError(f"{path} is truncated: it ends in its header")
-        try:
+    """Read the format of safetensors: the header's length in 8 bytes, the header as JSON, and the values."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
-            assert isinstance(header, dict)
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            places = {name: _place(entry) for name, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AssertionError) as error:
-            raise ConversionError(f"{path} has no header of a safetensors file") from error
-        data = size - 8 - length
-        for name, (_, _, begin, end) in places.items():
-            if not 0 <= begin <= end <= data:
-                raise ConversionError(
-                    f"{path} is truncated: {name} ends at byte {8 + length + end:,} of {size:,}"
-                )
-        # Copy-on-write: the program's writes do not reach the file, which is closed when all tensors are freed.
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    return {name: _tensor(memory, 8 + length, *place) for name, place in places.items()}
+            # Copy-on-write; the file is closed when all tensors are freed.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {name: _tensor(memory, 8 + length, entry) for name, entry in entries.items()}
+    except (
+        struct.error,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
+        raise ConversionError(
+            f"{path} is neither a file of torch.save in its zip format nor a whole safetensors file: {error}"
+        ) from error
 
 
-_Place = tuple[torch.dtype, tuple[int, ...], int, int]
-"""Dtype, shape, and the first and last byte after the header."""
-
-
-def _place(entry: Any) -> _Place:
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-    begin, end = map(int, entry["data_offsets"])
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError("the size does not fit the shape")
-    return dtype, shape, begin, end
-
-
-def _tensor(memory: mmap.mmap, start: int, *place: Any) -> Tensor:
-    dtype, shape, begin, end = place
+def _tensor(memory: mmap.mmap, start: int, entry: Any) -> Tensor:
+    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
     if begin == end:
-        return torch.empty(shape, dtype=dtype)
-    if (start + begin) % dtype.itemsize:  # kernels need aligned values
-        return (
-            _tensor_at(memory, start + begin, end - begin, torch.uint8)
-            .clone()
-            .view(dtype)
-            .view(shape)
-        )
-    return _tensor_at(memory, start + begin, (end - begin) // dtype.itemsize, dtype).view(shape)
-
-
-def _tensor_at(memory: mmap.mmap, offset: int, count: int, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+        return torch.empty(entry["shape"], dtype=dtype)
+    offset = start + begin
+    values = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=offset)
+    if offset % dtype.itemsize:  # kernels need aligned values
+        values = values.clone()
+    return values.view(dtype).view(entry["shape"])

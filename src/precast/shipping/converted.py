@@ -32,7 +32,6 @@ from precast.policy.module_plan import Plan, plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping.conversion import Conversion, StoredAs
 from precast.shipping.converted_class import ConvertedState, is_converted, set_converted, state_of
-from precast.shipping.function_calls import LOW
 from precast.shipping.observed_weights import Example, Weight, observe_uses, weights_of
 from precast.shipping.stored_modules import use_stored_weights
 from precast.shipping.stored_weights import StoredParameter, stored_buffer
@@ -55,9 +54,8 @@ def convert(
     """Convert a model for inference to one that stores its weights in the dtypes in which the policy uses them.
 
     The model is called with the example in a region of the policy, to observe the dtypes in which each weight is used.
-    A weight that the region only ever casts to 16 bits is stored in these. A 16-bit parameter that is used only in
-    modules with the rule `fp32`, which casts it at each call, is stored in float32. Weights that are used in float32 or
-    in several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
+    A weight that the region only ever casts to 16 bits is stored in these. Weights that are used in float32 or in
+    several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
 
     The converted model needs no region: its calls run under the policy. Their results are those of the float32 model in
     a region, with its parameters frozen, bit for bit. If a later call would use a 16-bit weight in float32, it raises a
@@ -106,7 +104,7 @@ def convert(
     examples = _examples(example, device)
     for complaint in planned.complaints():
         warnings.warn(complaint, PrecastWarning, stacklevel=2)
-    weights = weights_of(model, planned)
+    weights = weights_of(model)
     with _with_rules(model, planned):
         # Without its cache, a region has one 16-bit copy at a time beside the float32 weights.
         uncached = autocast(device.type, dtype, cache_enabled=False, policy=policy)
@@ -166,10 +164,8 @@ def finish(
 
 
 def _stored_dtype(weight: Weight) -> torch.dtype | None:
-    """Return the other dtype to store a weight in; None to leave it unchanged."""
+    """Return the 16-bit dtype to store a weight in; None to leave it unchanged."""
     uses = weight.uses
-    if weight.widens:
-        return torch.float32
     if weight.fixed is not None or uses.computed or len(uses.dtypes) != 1:
         return None
     return next(iter(uses.dtypes))
@@ -178,9 +174,6 @@ def _stored_dtype(weight: Weight) -> torch.dtype | None:
 def _stored_as(weight: Weight) -> StoredAs:
     before, uses = weight.bytes, weight.uses
     dtype = _stored_dtype(weight)
-    if dtype is torch.float32:
-        why = "its modules run in float32, and would cast it at each call"
-        return StoredAs(weight.name, "float32", 2 * before, before, why)
     if dtype is not None:
         name = dtype_name(dtype)
         return StoredAs(weight.name, name, before // 2, before, f"used in {name} only")
@@ -205,7 +198,7 @@ def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
 
 
 def store(tensor: Tensor, values: Tensor, name: str, device: str) -> None:
-    """Replace the memory of a tensor in place, and make it a stored weight if it is in 16 bits then."""
+    """Replace the memory of a tensor in place, and make it a stored weight."""
     tensor.data = values
     stored = _stored(values, tensor, name, device)
     tensor.__class__ = type(stored)
@@ -228,8 +221,6 @@ def _cast(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]
 
 
 def _stored(values: Tensor, original: Tensor, name: str, device: str) -> Any:
-    if values.dtype not in LOW:
-        return nn.Parameter(values, requires_grad=False)
     if isinstance(original, nn.Parameter):
         return StoredParameter(values, name, device)
     return stored_buffer(values, name, device)

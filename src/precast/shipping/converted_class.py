@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 import warnings
 from collections.abc import Callable
@@ -106,13 +105,9 @@ def state_of(model: nn.Module) -> ConvertedState:
 @functools.cache
 def converted_class(base: type[nn.Module], methods: tuple[str, ...]) -> type[nn.Module]:
     """Return the class of converted models of a class; the same one each time."""
-    forward = base.forward
-    if inspect.isgeneratorfunction(forward) or inspect.iscoroutinefunction(forward):
-        in_region = {"forward": _in_steps(forward)}
-    else:
-        in_region = {"forward": _in_region(forward), "__call__": _in_region(base.__call__)}
-    for name in methods:
-        in_region[name] = _in_region(getattr(base, name))
+    in_region = {
+        name: _in_region(getattr(base, name)) for name in ("forward", "__call__", *methods)
+    }
 
     def body(namespace: dict[str, Any]) -> None:
         namespace.update(
@@ -193,16 +188,6 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
         finally:
             models.pop()
-
-    return run
-
-
-def _in_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        state = state_of(self)
-        state.check(self)
-        return state.region(forward)(self, *args, **kwargs)
 
     return run
 

@@ -88,11 +88,7 @@ def _counts(values: Any) -> list[int]:
 def _run(overload: OpOverload, call: Any, count: int, dtype: torch.dtype | None) -> Any:
     """Run an operation on real tensors; return its result or its error, and None if there is no such device.
 
-    Args:
-        overload: the operation.
-        call: its arguments.
-        count: the number of elements that its masks select.
-        dtype: the dtype of all floating tensors; None to keep the dtype of each.
+    `count` is the number of elements that its masks select; `dtype` that of all floating tensors, if it is not None.
     """
     try:
         args, kwargs = _torch.tree_map(lambda leaf: _real(leaf, count, dtype), call)

@@ -13,16 +13,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
-import sysconfig
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.backends import mha
 
 from precast import _torch
@@ -36,20 +32,18 @@ from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping import exported_file
 from precast.shipping.dtype_errors import fake_as_real
+from precast.shipping.exported_check import differences
 from precast.shipping.exported_weights import StoredInputs, store_as_used
 from precast.shipping.graph_nodes import placeholders
 from precast.shipping.graph_policy import RegionState
 from precast.shipping.graph_rewriter import GraphRewriter
 
-__all__ = ["differences", "export"]
+__all__ = ["export"]
 
-Progress = Callable[[str], None]
 _FAKE_CONSTANT = (
     "torch.export cannot record the model, because it treats a tensor without values as a constant: usually a "
     f"tensor's `.data`. {cures.EXPORT_DETACH.text}"
 )
-_PLACE = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]+)')
-"""A line of code in the text of a PyTorch error."""
 
 
 @exported_file.without_deprecations()
@@ -63,7 +57,6 @@ def export(
     dynamic_shapes: Any = None,
     strict: bool = False,
     check: bool = True,
-    progress: Progress = lambda _: None,
 ) -> torch.export.ExportedProgram:
     """Export a model for inference, with a policy's casts as nodes of the graph.
 
@@ -81,7 +74,6 @@ def export(
         dynamic_shapes: as in `torch.export.export`.
         strict: as in `torch.export.export`.
         check: run the model and the program on the example, and compare their results bit by bit.
-        progress: called with a description of each step before it starts.
 
     Returns:
         The program, as from `torch.export.export`.
@@ -106,14 +98,11 @@ def export(
     check_dtype(lower, device)
     state = RegionState(device, lower, True, policy)
     with torch.no_grad(), _in_region(model, state), naming_policies():
-        progress("recording the model")
         with _without_fused_transformers(), fake_as_real():
             recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
-    progress("writing the casts")
     with disable():
         program: torch.export.ExportedProgram = _with_policy(recorded, state)
     if check:
-        progress("comparing the program with the model")
         with torch.no_grad(), _in_region(model, state):
             _compare(model, program, args, kwargs)
     return program
@@ -194,18 +183,14 @@ def _why_not_recorded(error: Exception) -> str:
     on_data = next(filter(_depends_on_data, _chain(error)), None)
     cause = error if on_data is None else on_data
     text = f"{type(cause).__name__}: {str(cause).strip()}"
-    short = text.partition("\n\n")[0]  # the rest is advice on PyTorch's own settings
-    line = _line_of(error)
-    if line is not None:
-        short = f"{short}\n  {line}"
     if on_data is not None:
         return (
             "torch.export cannot record the model, because its control flow depends on data; "
-            f"{cures.EXPORT_COND.text}\n{short}"
+            f"{cures.EXPORT_COND.text}\n{text}"
         )
     if "fake tensor in the exported program constant" in text:
         return _FAKE_CONSTANT
-    return f"torch.export cannot record the model on this example.\n{short}"
+    return f"torch.export cannot record the model on this example.\n{text}"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -228,24 +213,6 @@ def _check_constants(program: torch.export.ExportedProgram) -> None:
         raise ExportError(_FAKE_CONSTANT)
 
 
-def _line_of(error: Exception) -> str | None:
-    """Return the line of the model's code that raised an error; None if all lines are PyTorch's."""
-    frames = traceback.extract_tb(error.__traceback__)[::-1]
-    places = [*_PLACE.findall(str(error))[::-1], *((f.filename, f.lineno, f.line) for f in frames)]
-    for path, number, code in places:
-        if code and _is_users(path):
-            return f"{path}, line {number}: {code.strip()}"
-    return None
-
-
-def _is_users(path: str) -> bool:
-    """Return True if a file belongs neither to PyTorch nor to precast nor to Python's standard library."""
-    packages = Path(torch.__file__).parent, Path(__file__).parents[1]
-    if path.startswith(("<", *(f"{package}{os.sep}" for package in packages))):
-        return False
-    return not path.startswith(sysconfig.get_path("stdlib")) or "site-packages" in path
-
-
 def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> Any:
     old = recorded.graph_module
     signature = recorded.graph_signature
@@ -253,11 +220,7 @@ def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> 
         list(signature.input_specs), dict(recorded.state_dict), dict(recorded.constants)
     )
     inputs = placeholders(old.graph)
-    rewriter = GraphRewriter(
-        _torch.fake_mode_of(inputs),
-        inputs,
-        weights=[weights.is_weight(i) for i in range(len(inputs))],
-    )
+    rewriter = GraphRewriter(_torch.fake_mode_of(inputs), inputs)
     result = rewriter.write(old.graph, old, {state.device_type: state})
     rewriter.graph.output(result)
     graph_module = fx.GraphModule(dict(rewriter.modules), rewriter.graph)
@@ -323,29 +286,3 @@ def _without_fused_transformers() -> Iterator[None]:
         yield
     finally:
         mha.set_fastpath_enabled(is_fused)
-
-
-def differences(expected: Any, actual: Any) -> Iterator[str]:
-    """Yield the differences between two results, in any bit; tensors are named by their order."""
-    ours, theirs = list(tensors_in(expected)), list(tensors_in(actual))
-    if len(ours) != len(theirs):
-        yield f"{len(theirs)} tensors instead of {len(ours)}"
-        return
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        name = f"result {number}"
-        if one.dtype is not other.dtype:
-            yield f"{name} is {other.dtype} instead of {one.dtype}"
-        elif one.shape != other.shape:
-            yield f"{name} has the shape {tuple(other.shape)} instead of {tuple(one.shape)}"
-        elif not torch.equal(_bits(one), _bits(other)):
-            worst = (one.double() - other.double()).abs().nan_to_num().max().item()
-            yield f"{name} differs by up to {worst:.3g}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return a tensor in which NaN equals itself, for a comparison by value."""
-    return (
-        torch.view_as_real(tensor.resolve_conj()).nan_to_num(0.123)
-        if tensor.is_complex()
-        else (torch.where(tensor.isnan(), 0.123, tensor) if tensor.is_floating_point() else tensor)
-    )

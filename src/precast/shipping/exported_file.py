@@ -18,7 +18,6 @@ import os
 import tempfile
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,24 +40,15 @@ __all__ = [
 ]
 
 _FACTS = "precast.json"
-_KEYS = {"precast", "policy", "fingerprint"}
-_FORMAT = 1
-"""The format of the facts in a file; a higher number belongs to a later precast."""
 
 
 def write(program: torch.export.ExportedProgram, path: Path, policy: Policy) -> None:
-    """Write a program to a file that `torch.export.load` reads.
-
-    Args:
-        program: the result of `precast.export`.
-        path: path of the file.
-        policy: the policy of the program, which the file names.
+    """Write a program to a file that `torch.export.load` reads, and that names its policy.
 
     Raises:
         OutputError: it could not be written, or the path is a file of another kind.
     """
     facts = {
-        "format": _FORMAT,
         "precast": __version__,
         "torch": torch.__version__,
         "policy": policy.name,
@@ -83,9 +73,6 @@ def read(path: Path) -> torch.export.ExportedProgram:
         )
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        damaged = _damaged(archive)
-    if damaged is not None:
-        raise ExportError(f"{path} is damaged: {damaged} in it cannot be read. Copy it again")
     if any("aotinductor" in name and name.endswith(".so") for name in names):
         raise ExportError(
             f"{path} is a compiled package, which has no graph to read; pass the program it was compiled from"
@@ -108,19 +95,6 @@ def read(path: Path) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _damaged(archive: zipfile.ZipFile) -> str | None:
-    """Return the name of a damaged part; None if there is none. PyTorch does not check checksums."""
-    for name in archive.namelist():
-        try:
-            with archive.open(name) as part:
-                while part.read(_CHUNK):
-                    pass
-        except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, zlib.error):
-            return name
-    return None
-
-
-_CHUNK = 1 << 22  # bytes
 _MARKS = ("archive_format", "archive_version", "data.pkl")
 """Parts of the archives of `torch.export`, of AOTInductor and of `torch.save`."""
 
@@ -156,25 +130,15 @@ def policy_facts(path: Path) -> dict[str, Any]:
     """Return the facts in a file: its policy and versions; empty for a file of another program.
 
     Raises:
-        ExportError: the facts are damaged, or a later precast has written them.
+        ExportError: the facts are damaged.
     """
     with zipfile.ZipFile(path) as archive:
         parts = [name for name in archive.namelist() if name.endswith(_FACTS)]
         text = archive.read(parts[0]) if parts else b"{}"
     try:
-        facts = json.loads(text)
-    except ValueError:
-        facts = None
-    if not isinstance(facts, dict) or (parts and not facts.keys() >= _KEYS):
-        raise ExportError(
-            f"{path} is damaged: {_FACTS} in it has another content than precast writes"
-        )
-    file_format = facts.pop("format", _FORMAT)
-    if not isinstance(file_format, int) or file_format > _FORMAT:
-        raise ExportError(
-            f"{path} is in format {file_format} of precast {facts.get('precast', '?')}; precast {__version__} reads "
-            f"formats up to {_FORMAT}. Export it again, or read it with that version"
-        )
+        facts: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise ExportError(f"{path} is damaged: {_FACTS} in it cannot be read") from error
     return facts
 
 
@@ -185,7 +149,6 @@ def check_replaceable(path: Path) -> None:
         OutputError: the path is a folder, a device, a read-only file or one without a model; or its folder does not
             exist or is read-only.
     """
-    folder = Path(os.path.realpath(path)).parent
     if path.is_dir():
         raise OutputError(errno.EISDIR, "there is a folder of that name", str(path))
     if is_no_file(path):
@@ -196,20 +159,12 @@ def check_replaceable(path: Path) -> None:
         )
     if path.is_file() and not path.stat().st_mode & 0o222:
         raise OutputError(errno.EEXIST, "the file is read-only", str(path))
-    if not folder.is_dir():
-        number = errno.ENOTDIR if folder.exists() else errno.ENOENT
-        raise OutputError(number, f"the folder {folder} does not exist", str(path))
-    if not os.access(folder, os.W_OK):
-        raise OutputError(errno.EACCES, f"the folder {folder} is read-only", str(path))
+    with temporary_folder(path):  # raises where its folder does not exist or is read-only
+        pass
 
 
 def replace_by(path: Path, save: Callable[[str], Any], suffix: str) -> None:
-    """Write a file under a temporary name, and then move it to its path in one step.
-
-    Args:
-        path: path of the file.
-        save: writes the file to the path in its argument.
-        suffix: the end of that path.
+    """Let `save` write a temporary file, whose name ends in `suffix`, and move it to `path` in one step.
 
     Raises:
         OutputError: it could not be written.

@@ -22,10 +22,6 @@ __all__ = ["write_package"]
 def write_package(program: torch.export.ExportedProgram, path: Path) -> None:
     """Compile a program, and write the package that `torch._inductor.aoti_load_package` loads.
 
-    Args:
-        program: the result of `precast.export`.
-        path: path of the package.
-
     Raises:
         ExportError: there is no compiler, or the program cannot be compiled.
         OutputError: it could not be written.

@@ -42,10 +42,6 @@ class StoredInputs:
     state_dict: dict[str, Any]
     constants: dict[str, Any]
 
-    def is_weight(self, index: int) -> bool:
-        """Return True if an input of the graph is stored with it."""
-        return self.specs[index].kind in _KINDS
-
     def of(self, spec: InputSpec) -> Any:
         """Return the stored tensor of an input."""
         return self._home(spec)[str(spec.target)]
@@ -62,15 +58,7 @@ class StoredInputs:
 
 
 def store_as_used(graph: fx.Graph, weights: StoredInputs) -> StoredInputs:
-    """Remove casts of weights from a graph, and return its new inputs.
-
-    Args:
-        graph: the graph, which is changed.
-        weights: its inputs, which are not changed.
-
-    Returns:
-        The inputs of the changed graph.
-    """
+    """Remove casts of weights from a graph, and return its new inputs; `weights` are those of before."""
     folding = _WeightFolding(graph, weights)
     folding.tie()
     folding.fold()

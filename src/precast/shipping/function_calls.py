@@ -190,17 +190,10 @@ def observed_call(
     kwargs: dict[str, Any],
     weights: list[Tensor],
 ) -> tuple[Any, dict[int, WeightUses], bool]:
-    """Call a function with float32 weights, and record the uses of each.
+    """Call a function with float32 weights among its arguments, and record the uses of each.
 
-    Args:
-        func: the function.
-        args: its arguments, including the weights.
-        kwargs: its keyword arguments, likewise.
-        weights: the float32 tensors to observe.
-
-    Returns:
-        The function's result; the uses by the address of each weight's memory; and True if all tensors in the result
-        are views of these weights.
+    Return the result; the uses by the address of each weight's memory; and True if all tensors in the result are views
+    of these weights.
     """
     by_address = {address(t): WeightUses() for t in weights}
     # A dispatch mode gets composite operations of inference tensors as a whole, without their casts (2.13).

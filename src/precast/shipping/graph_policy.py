@@ -116,13 +116,7 @@ def in_regions(precisions: Precisions) -> Iterator[None]:
 
 
 def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
-    """Return the treatment of an operation by the policy in force.
-
-    Args:
-        here: the state of the region.
-        overload: the operation.
-        run: writes an operation into the graph.
-    """
+    """Return the treatment of an operation by the policy in force; `run` writes an operation into the graph."""
     name = overload.name()
     entry = _table(here.policy, here.device_type).get(name)
     native = registration.torch_kernel(name, here.device_type)

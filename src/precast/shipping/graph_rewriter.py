@@ -33,10 +33,9 @@ from precast.engine import reference_kernels
 from precast.engine.operation import is_eligible
 from precast.errors import ExportError
 from precast.shipping import dtype_errors
-from precast.shipping.control_flow import INLINED, Layout, layout_of
+from precast.shipping.control_flow import INLINED, layout_of
 from precast.shipping.graph_nodes import (
     CAST,
-    cast_source,
     dtypes_of,
     filled,
     placeholders,
@@ -78,7 +77,6 @@ class GraphRewriter:
         fake_mode: the mode of the graph's fake tensors.
         inputs: the inputs of the old graph.
         values: their fake values, if they have changed.
-        weights: True for inputs that are the same at each call: parameters, buffers and constants.
     """
 
     def __init__(
@@ -86,7 +84,6 @@ class GraphRewriter:
         fake_mode: Any,
         inputs: Sequence[fx.Node],
         values: Sequence[Any] | None = None,
-        weights: Sequence[bool] = (),
     ) -> None:
         self.graph = fx.Graph()
         self.modules: dict[str, fx.GraphModule] = {}
@@ -98,27 +95,18 @@ class GraphRewriter:
         self._untouched: set[object] = set()
         """Composite operations, with the kinds of their arguments, that call no operation with a rule."""
         self._env: dict[fx.Node, Any] = {}
-        self._weights: set[fx.Node] = set()
         values = [node.meta.get("val") for node in inputs] if values is None else values
-        for index, (node, value) in enumerate(zip(inputs, values, strict=True)):
+        for node, value in zip(inputs, values, strict=True):
             new = self.graph.placeholder(node.name)
             # The signature uses this name; a graph would rename `input`.
             new.name = new.target = node.name
             new.meta = {**node.meta, "val": value}
             self._env[node] = new
-            if index < len(weights) and weights[index]:
-                self._weights.add(new)
 
     def write(self, graph: fx.Graph, owner: fx.GraphModule, precisions: Precisions) -> Any:
-        """Write all operations of a graph.
+        """Write all operations of a graph, whose inputs exist already; return its results as nodes of the new graph.
 
-        Args:
-            graph: the graph; its inputs exist already.
-            owner: the module that has the bodies of its branches and loops.
-            precisions: the state of the regions where it begins.
-
-        Returns:
-            The results of the graph, as nodes of the new graph.
+        `owner` has the bodies of its branches and loops; `precisions` is the state of the regions where it begins.
         """
         result: Any = None
         for node in graph.nodes:
@@ -283,15 +271,7 @@ class GraphRewriter:
     def add(
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
     ) -> fx.Node:
-        """Write one call with its fake value.
-
-        Args:
-            target: the function to call.
-            args: its arguments.
-            kwargs: its named arguments.
-            place: the node of the old graph that is being written.
-            recorded: True if the value is that of `place`.
-        """
+        """Write one call in place of a node of the old graph; if `recorded`, with the fake value of `place`."""
         new = self.graph.create_node("call_function", target, args, kwargs, name=place.name)
         new.meta = {**place.meta}
         if not recorded:
@@ -379,22 +359,16 @@ class GraphRewriter:
         fixed = [] if layout.fixed is None else list(args[layout.fixed])
         changing = list(self.new(layout.changing))
         bodies = [self._env[body] for body in layout.bodies]
-        new_bodies = [self._body(b, precisions, changing, fixed, layout.before) for b in bodies]
-        results = [body.result for body in new_bodies]
-        fixed = self._hoisted(new_bodies, fixed, layout, node)
         replaced: dict[int, fx.Node] = {}
-        for old, new_body in zip(bodies, new_bodies, strict=True):
-            name = self._add_module(new_body)
-            replaced[id(old)] = self.graph.get_attr(name)
-        new_args = [replaced.get(id(arg), arg) for arg in args]
-        if layout.fixed is not None:
-            new_args[layout.fixed] = type(args[layout.fixed])(fixed)
-        new = self.graph.create_node(
-            "call_function", node.target, tuple(new_args), kwargs, name=node.name
-        )
+        result: Any = None
+        for body in bodies:
+            name, result = self._body(body, precisions, changing, fixed, layout.before)
+            replaced[id(body)] = self.graph.get_attr(name)
+        new_args = tuple(replaced.get(id(arg), arg) for arg in args)
+        new = self.graph.create_node("call_function", node.target, new_args, kwargs, name=node.name)
         new.meta = {**node.meta}
-        if results:
-            new.meta["val"] = retyped(node.meta["val"], map_arg(results[-1], value_of))
+        if bodies:
+            new.meta["val"] = retyped(node.meta["val"], map_arg(result, value_of))
         self._casts.clear()
         return new
 
@@ -405,68 +379,20 @@ class GraphRewriter:
         changing: list[Any],
         fixed: list[Any],
         before: int,
-    ) -> _NewBody:
+    ) -> tuple[str, Any]:
+        """Write the body of a branch or a loop; return the name of its module, and its result."""
         inputs = placeholders(body.graph)
         values = [node.meta.get("val") for node in inputs]
-        weights = [False] * len(inputs)
         for index, operand in [*enumerate(changing), *enumerate(fixed, before)]:
             if isinstance(operand, fx.Node):
                 values[index] = retyped(values[index], value_of(operand))
-                weights[index] = index >= before and operand in self._weights
-        writer = GraphRewriter(self._fake_mode, inputs, values, weights)
+        writer = GraphRewriter(self._fake_mode, inputs, values)
         result = writer.write(body.graph, body, precisions)
         writer.graph.output(result)
-        return _NewBody(writer, result)
-
-    def _hoisted(
-        self, bodies: list[_NewBody], fixed: list[Any], layout: Layout, place: fx.Node
-    ) -> list[Any]:
-        """Move casts of weights from the bodies to before a branch or loop; return its new operands."""
-        added: list[Any] = []
-        for index, operand in enumerate(fixed):
-            if not isinstance(operand, fx.Node) or operand not in self._weights:
-                continue
-            inputs = [placeholders(body.writer.graph)[layout.before + index] for body in bodies]
-            for dtype in _dtypes_of_casts(inputs):
-                added.append(self.cast(operand, dtype, place))
-                for each, body in zip(inputs, bodies, strict=True):
-                    body.take_cast(each, dtype, added[-1])
-        used = [
-            index
-            for index in range(len(fixed))
-            if any(placeholders(b.writer.graph)[layout.before + index].users for b in bodies)
-            or fixed[index] not in self._weights
-        ]
-        for body in bodies:
-            for index in reversed(range(len(fixed))):
-                if index not in used:
-                    node = placeholders(body.writer.graph)[layout.before + index]
-                    body.writer.graph.erase_node(node)
-        return [fixed[index] for index in used] + added
-
-    def _add_module(self, body: _NewBody) -> str:
-        body.writer.graph.lint()
+        writer.graph.lint()
         name = f"body_{len(self.modules)}"
-        self.modules[name] = fx.GraphModule(dict(body.writer.modules), body.writer.graph)
-        return name
-
-
-class _NewBody:
-    """The new graph of a branch or a loop, and its result."""
-
-    def __init__(self, writer: GraphRewriter, result: Any) -> None:
-        self.writer = writer
-        self.result = result
-
-    def take_cast(self, weight: fx.Node, dtype: torch.dtype, operand: fx.Node) -> None:
-        """Add a cast weight as an input, and replace the casts of that weight by it."""
-        graph = self.writer.graph
-        with graph.inserting_after(placeholders(graph)[-1]):
-            new = graph.placeholder(f"{weight.name}_{dtype_name(dtype)}_given")
-        new.meta = {**weight.meta, "val": operand.meta["val"]}
-        for cast in [user for user in weight.users if _casts_to(user, weight) is dtype]:
-            cast.replace_all_uses_with(new)
-            graph.erase_node(cast)
+        self.modules[name] = fx.GraphModule(dict(writer.modules), writer.graph)
+        return name, result
 
 
 def _inside_region(
@@ -498,17 +424,3 @@ def _check_writable(here: RegionState, overload: OpOverload, values: Any) -> Non
 def _is_mixed(here: RegionState, values: Any) -> bool:
     own = (t for t in tensors_in(values) if t.device.type == here.device_type)
     return len({t.dtype for t in own if t.is_floating_point()}) > 1
-
-
-def _casts_to(node: fx.Node, source: fx.Node) -> torch.dtype | None:
-    """Return the dtype that a node casts a value to; None if it is not a cast of the value."""
-    return node.args[1] if cast_source(node) is source else None  # type: ignore[return-value]
-
-
-def _dtypes_of_casts(inputs: list[fx.Node]) -> list[torch.dtype]:
-    """Return the dtypes that bodies cast one weight to; none if a body writes it."""
-    users = [(user, node) for node in inputs for user in node.users]
-    if any(writes(user) for user, _ in users):
-        return []
-    dtypes = [_casts_to(user, node) for user, node in users]
-    return list(dict.fromkeys(dtype for dtype in dtypes if dtype is not None))

@@ -57,8 +57,8 @@ def load_converted(
     Args:
         make: a function that creates the model, such as its class, or a model with its parameters on the meta device.
             The function's parameters are created on the meta device; buffers are not.
-        checkpoint: a safetensors file, a file of `torch.save` with a state dict, the index (`.index.json`) of a sharded
-            one, or a folder that has one of these under the names that transformers uses.
+        checkpoint: a safetensors file, a file of `torch.save` with a state dict, or the index (`.index.json`) of a
+            sharded one.
         policy: as for `convert`.
         dtype: as for `convert`.
         example: as for `convert`; None for the checkpoint of a converted model.
@@ -189,18 +189,18 @@ def _stored_as_loaded(
     """Return a converted model with its weights in their present dtypes."""
     planned = plan(model, policy)
     rows = []
-    for weight in weights_of(model, planned):
-        is_low, size = weight.dtype in LOW and not weight.widens, weight.bytes * (1 + weight.widens)
+    for weight in weights_of(model):
+        is_low = weight.dtype in LOW
         row = StoredAs(
             weight.name,
-            "float32" if weight.widens else dtype_name(weight.dtype),
-            size,
-            2 * size if is_low else size,
+            dtype_name(weight.dtype),
+            weight.bytes,
+            weight.bytes * (1 + is_low),
             "it is in the checkpoint in this dtype",
         )
         rows.append(row)
         for tensor in weight.tensors:
-            own = tensor.detach().float() if weight.widens else tensor.detach().clone()
+            own = tensor.detach().clone()
             if is_low:
                 store(tensor, own, weight.name, "cpu")
             else:

@@ -28,9 +28,7 @@ from precast.attachment.weight_casts import METADATA
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastError
 from precast.policy.module_names import named_tensors
-from precast.policy.module_plan import Plan
 from precast.shipping.function_calls import (
-    LOW,
     WeightUses,
     address,
     casts_by_rule,
@@ -55,13 +53,11 @@ class Weight:
         names: maps each name in the model to its tensor.
         uses: its observed uses.
         fixed: the reason to leave it unchanged whatever its uses are; None if there is none.
-        widens: True for a 16-bit weight to store in float32, because the rule of its modules casts it at each call.
     """
 
     names: dict[str, Tensor]
     uses: WeightUses = field(default_factory=WeightUses)
     fixed: str | None = None
-    widens: bool = False
 
     @property
     def name(self) -> str:
@@ -84,9 +80,8 @@ class Weight:
         return self.tensors[0].untyped_storage().nbytes()
 
 
-def weights_of(model: nn.Module, planned: Plan) -> list[Weight]:
-    """Return the parameters and buffers of a model with a plan."""
-    enabled = {module.name: module.inside.enabled for module in planned.modules}
+def weights_of(model: nn.Module) -> list[Weight]:
+    """Return the parameters and buffers of a model."""
     weights: dict[object, Weight] = {}
     for name, tensor in named_tensors(model):
         key = address(tensor) or id(tensor)
@@ -98,14 +93,7 @@ def weights_of(model: nn.Module, planned: Plan) -> list[Weight]:
         weight.fixed = _reason_to_keep(weight)
         if weight.fixed is None and any(id(tensor) in fused for tensor in weight.tensors):
             weight.fixed = "PyTorch's fused kernel for attention takes it in float32"
-        owners = [enabled.get(name.rpartition(".")[0], True) for name in weight.names]
-        weight.widens = not any(owners) and all(map(_is_low_parameter, weight.tensors))
     return list(weights.values())
-
-
-def _is_low_parameter(tensor: Tensor) -> bool:
-    is_plain = type(tensor) is nn.Parameter and tensor.layout is torch.strided
-    return is_plain and tensor.dtype in LOW and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def _may_be_fused(module: nn.Module) -> bool:
@@ -149,37 +137,12 @@ def observe_uses(
         plain = _run(model, weights, region, examples)
     with _unchanged_buffers(model), _observing(weights, region.device):
         observed = _run(model, weights, region, examples)
-    _find_widening(model, weights, region, examples, plain)
     if not is_same(plain, observed):
         raise ConversionError(
             f"two calls of this {type(model).__name__} with the same example gave different results, so it cannot be "
             "verified that a converted model gives the same ones. It has state other than buffers, or depends on the "
             "class of its parameters."
         )
-
-
-def _find_widening(
-    model: nn.Module,
-    weights: Sequence[Weight],
-    region: autocast,
-    examples: Sequence[Example],
-    expected: list[Any],
-) -> None:
-    """Set `widens` to False if the weights are used in 16 bits, too: then float32 weights change the results."""
-    wide = [weight for weight in weights if weight.widens]
-    before = [(tensor, tensor.data) for weight in wide for tensor in weight.tensors]
-    if not before:
-        return
-    try:
-        for tensor, values in before:
-            tensor.data = values.float()
-        with _unchanged_buffers(model):
-            is_equal = is_same(expected, _run(model, weights, region, examples))
-    finally:
-        for tensor, values in before:
-            tensor.data = values
-    for weight in wide:
-        weight.widens = is_equal
 
 
 def _run(

@@ -51,11 +51,16 @@ _MOST_POLICIES: Final = 4096
 _FLOAT64: Final = torch.float64
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` with stored weights."""
+class _StoredModule:
+    """A module with stored weights; subclasses set its function and the policies that lower it."""
+
+    _parameters: dict[str, Any]
+    lowering: _Lowering
+    compute: Any
+    """Returns the result of the module for an input, a weight and a bias."""
 
     def forward(self, input: Tensor) -> Tensor:
-        parameters: Any = self._parameters
+        parameters = self._parameters
         weight, bias = parameters["weight"], parameters["bias"]
         if (
             type(weight) is StoredParameter  # the program may have replaced it
@@ -64,72 +69,49 @@ class Linear(nn.Linear):
             and not is_dynamo_compiling()
             and input.dtype is not _FLOAT64
             and (
-                weight.thread.state.number.value in _LINEAR
-                or _LINEAR.add_current(weight.device_type)
+                weight.thread.state.number.value in self.lowering
+                or self.lowering.add_current(weight.device_type)
             )
             and innermost_transform() is None
         ):
             try:
-                result = linear(input, weight.plain, None if bias is None else bias.plain)
+                result: Tensor = self.compute(
+                    input, weight.plain, None if bias is None else bias.plain
+                )
             except RuntimeError:  # autocast is off here: float32 and 16 bits cannot be multiplied
-                return super().forward(input)
+                return super().forward(input)  # type: ignore[misc, no-any-return]
             # The region's dtype is then that of the weights, which costs less than to ask for it.
             if result.dtype is weight.stored_dtype:
                 return result
-        return super().forward(input)
+        return super().forward(input)  # type: ignore[misc, no-any-return]
 
 
-_LINEAR: Final = _Lowering(linear)
+class Linear(_StoredModule, nn.Linear):
+    """`nn.Linear` with stored weights."""
+
+    lowering = _Lowering(linear)
+    compute = staticmethod(linear)
 
 
-class _Convolution:
-    """A convolution with stored weights; subclasses set the lowering of their function."""
-
-    lowering: _Lowering
-    _parameters: dict[str, Any]
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        lowering = self.lowering
-        base: Any = super()
-        if (
-            type(weight) is StoredParameter
-            and type(input) is Tensor
-            and (bias is None or type(bias) is StoredParameter)
-            and not is_dynamo_compiling()
-            and input.dtype is not _FLOAT64
-            and (
-                weight.thread.state.number.value in lowering
-                or lowering.add_current(weight.device_type)
-            )
-            and innermost_transform() is None
-        ):
-            try:
-                plain_bias = None if bias is None else bias.plain
-                result = apply_convolution(self, input, weight.plain, plain_bias)
-            except RuntimeError:
-                return base.forward(input)  # type: ignore[no-any-return]
-            if result.dtype is weight.stored_dtype:
-                return result
-        return base.forward(input)  # type: ignore[no-any-return]
-
-
-class Conv1d(_Convolution, nn.Conv1d):
+class Conv1d(_StoredModule, nn.Conv1d):
     """`nn.Conv1d` with stored weights."""
 
     lowering = _Lowering(torch.conv1d)
+    compute = apply_convolution
 
 
-class Conv2d(_Convolution, nn.Conv2d):
+class Conv2d(_StoredModule, nn.Conv2d):
     """`nn.Conv2d` with stored weights."""
 
     lowering = _Lowering(torch.conv2d)
+    compute = apply_convolution
 
 
-class Conv3d(_Convolution, nn.Conv3d):
+class Conv3d(_StoredModule, nn.Conv3d):
     """`nn.Conv3d` with stored weights."""
 
     lowering = _Lowering(torch.conv3d)
+    compute = apply_convolution
 
 
 _STORED: Final[dict[type, type[nn.Module]]] = {

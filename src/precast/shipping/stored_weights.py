@@ -31,6 +31,7 @@ from precast.shipping.function_calls import (
     observed_call,
     region_dtype,
 )
+from precast.weights.view_cache import is_dense
 
 __all__ = ["RunningModels", "StoredBuffer", "StoredParameter", "StoredWeight", "inside"]
 
@@ -163,7 +164,7 @@ class StoredParameter(StoredWeight, nn.Parameter):
         """Record the memory of the parameter and its layout."""
         with _torch.without_subclass_functions():
             self.plain = self.data
-            self.is_dense = self.plain.is_contiguous() or _is_dense(self.plain)
+            self.is_dense = is_dense(self.plain)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Set the memory as `Tensor.set_` does, which alone does not call `__torch_function__` (2.13)."""
@@ -216,16 +217,12 @@ def _stored_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StoredWeig
 
 def _has_cast_layout(weight: StoredWeight, dtype: torch.dtype | None) -> bool:
     """Return True if a weight equals a cast to `dtype`, including the memory layout."""
-    return weight.stored_dtype is dtype and (weight.is_contiguous() or _is_dense(weight))
-
-
-def _is_dense(weight: Tensor) -> bool:
-    return torch.empty_like(weight, device="meta").stride() == weight.stride()
+    return weight.stored_dtype is dtype and is_dense(weight)
 
 
 def _compact(tensor: Tensor) -> Tensor:
     """Return a weight with the memory layout of a cast's result."""
-    if not isinstance(tensor, StoredWeight) or tensor.is_contiguous() or _is_dense(tensor):
+    if not isinstance(tensor, StoredWeight) or is_dense(tensor):
         return tensor
     return tensor.data.clone(memory_format=torch.preserve_format)
 

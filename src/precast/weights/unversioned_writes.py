@@ -44,6 +44,7 @@ from precast.weights.held import (
 )
 from precast.weights.held_float8 import QuantisedCopy
 from precast.weights.possible_writes import invalidate_after_graphs, needs_recast
+from precast.weights.view_cache import is_dense
 
 __all__ = [
     "ENTRIES_BETWEEN_CHECKS",
@@ -277,15 +278,8 @@ def _rows(shape: torch.Size, part: int) -> slice:
 
 def _part(tensor: Tensor, part: int, as_in_memory: bool) -> Tensor:
     """Return some elements of a tensor, adjacent in memory if possible; successive parts cover all elements in turn."""
-    dense = as_in_memory and _is_dense(tensor)
+    dense = as_in_memory and is_dense(tensor)
     flat = tensor.as_strided((tensor.numel(),), (1,)) if dense else tensor.reshape(-1)
     parts = max(1, -(-flat.numel() // _PART))
     start = part % parts * _PART
     return flat[start : start + _PART]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return (
-        tensor.is_contiguous()
-        or tensor.stride() == torch.empty_like(tensor, device="meta").stride()
-    )
