@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 __all__ = ["ExitCode"]
 
@@ -10,19 +11,20 @@ __all__ = ["ExitCode"]
 class ExitCode(enum.IntEnum):
     """The exit code of a command. That of `precast run` is the program's, if the program was started."""
 
-    YES = (
-        0,
-        "done, and the answer is yes: no findings, no differences, a policy that is proven or holds",
-    )
-    NO = 1, "failed, or the answer is no: findings, differences, a policy that does not hold"
-    USAGE = 2, "the command was written wrongly, and nothing was run or changed"
-    UNDECIDED = 4, "`tune`: the measurements do not decide the answer"
+    YES = 0
+    NO = 1
+    USAGE = 2
+    UNDECIDED = 4
 
-    meaning: str
+    @property
+    def meaning(self) -> str:
+        """The meaning, for a table."""
+        return _MEANINGS[self]
 
-    def __new__(cls, code: int, meaning: str) -> ExitCode:
-        """Create a code with its meaning."""
-        member = int.__new__(cls, code)
-        member._value_ = code
-        member.meaning = meaning
-        return member
+
+_MEANINGS: Final = {
+    ExitCode.YES: "done, and the answer is yes: no findings, no differences, a policy that is proven or holds",
+    ExitCode.NO: "failed, or the answer is no: findings, differences, a policy that does not hold",
+    ExitCode.USAGE: "the command was written wrongly, and nothing was run or changed",
+    ExitCode.UNDECIDED: "`tune`: the measurements do not decide the answer",
+}
