@@ -15,8 +15,14 @@ from rich.console import Console
 from precast.diagnostics.hardware import doctor
 from precast.diagnostics.hardware.doctor import DeviceInfo, MachineDiagnosis, recommend
 from precast.diagnostics.hardware.engine_report import EngineCost, EngineReport
-from precast.diagnostics.hardware.float8 import Float8Report, Float8Speed
-from precast.diagnostics.hardware.machine import DTYPES, dtypes_of, interleaved_seconds, measure
+from precast.diagnostics.hardware.float8 import Float8Report
+from precast.diagnostics.hardware.machine import (
+    DTYPES,
+    OperationSpeed,
+    dtypes_of,
+    interleaved_seconds,
+    measure,
+)
 from tests.support.dtype_reports import OPERATIONS, report
 
 CPU = torch.device("cpu")
@@ -122,7 +128,7 @@ def test_every_dtype_of_every_device_is_measured(here: MachineDiagnosis) -> None
     on_cpu = [each for each in here.reports if each.device == "cpu"]
     assert [each.dtype for each in on_cpu] == [dtype for dtype in DTYPES if dtype != "tf32"]
     for each in here.reports:
-        assert [speed.operation for speed in each.speeds] == list(OPERATIONS)
+        assert [speed.name for speed in each.speeds] == list(OPERATIONS)
         for speed in each.speeds:
             assert (speed.ratio is None) == (speed.error is not None)
             assert speed.ratio is None or 0 < speed.ratio < 1e4
@@ -240,7 +246,7 @@ def example() -> MachineDiagnosis:
     devices = (DeviceInfo("cpu", "a processor, 2 threads"),)
     reason = "there is no compiled library for PyTorch 2.99 on this machine"
     engine = EngineReport("reference", reason, "precast build", EngineCost(12.3e-6, 7.6e-6))
-    speeds = Float8Speed("float8", 5e-3, 2e-3), Float8Speed("float8_rowwise", 8e-3, 2e-3)
+    speeds = OperationSpeed("float8", 5e-3, 2e-3), OperationSpeed("float8_rowwise", 8e-3, 2e-3)
     in_8_bits = Float8Report("cpu", "emulated", "cpu has no kernel for 8 bits", 256, speeds)
     return MachineDiagnosis(
         "2.99", "3.99", devices, reports, recommend(reports), engine, (in_8_bits,)
@@ -260,10 +266,10 @@ def test_json_has_all_of_it(here: MachineDiagnosis) -> None:
     keys = ["torch", "python", "devices", "dtypes", "recommendation", "engine", "float8"]
     assert list(value) == keys
     for each in value["float8"]:
-        assert list(each) == ["device", "way", "reason", "side", "speeds", "diagnosis"]
+        assert list(each) == ["device", "method", "reason", "side", "speeds", "diagnosis"]
     assert list(value["engine"]) == ["name", "reason", "remedy", "cost"]
     assert list(value["recommendation"]) == ["device", "dtype", "scaler", "reason", "code"]
     for each in value["dtypes"]:
         assert list(each) == ["device", "dtype", "diagnosis", "units", "speeds"]
         for speed in each["speeds"]:
-            assert set(speed) == {"operation", "seconds", "float32_seconds", "error", "ratio"}
+            assert set(speed) == {"name", "seconds", "baseline_seconds", "error", "ratio"}

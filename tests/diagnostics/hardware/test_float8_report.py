@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from precast.diagnostics.hardware import float8
-from precast.diagnostics.hardware.float8 import RULES, Float8Report, Float8Speed, float8_on
+from precast.diagnostics.hardware.float8 import RULES, Float8Report, float8_on
+from precast.diagnostics.hardware.machine import OperationSpeed
 from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
 from tests.support.processor import has_bfloat16
 
@@ -20,8 +21,8 @@ def here() -> Float8Report:
 
 def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
     support = support_of(CPU)
-    assert (here.device, here.way, here.reason) == ("cpu", support.method.value, support.reason)
-    assert [speed.rule for speed in here.speeds] == list(RULES)
+    assert (here.device, here.method, here.reason) == ("cpu", support.method.value, support.reason)
+    assert [speed.name for speed in here.speeds] == list(RULES)
     assert all(speed.ratio is not None and speed.ratio > 0 for speed in here.speeds)
     assert "emulates float8" in here.diagnosis
     assert "save no time" in here.diagnosis
@@ -56,7 +57,7 @@ def test_what_is_measured_is_what_the_rules_run(monkeypatch: pytest.MonkeyPatch)
     with override_support(Support(ProductMethod.KERNEL, "a kernel")):
         found = float8_on(CPU)
     assert ways == {ProductMethod.EMULATED, ProductMethod.KERNEL}
-    assert found.way == "kernel"
+    assert found.method == "kernel"
 
 
 def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +76,7 @@ def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.Mon
 
 def test_what_has_no_float8_numbers_is_not_measured() -> None:
     found = float8_on(torch.device("mps"))
-    assert (found.way, found.speeds) == ("none", ())
+    assert (found.method, found.speeds) == ("none", ())
     assert "cannot run the float8 rules" in found.diagnosis
 
 
@@ -91,7 +92,7 @@ def test_whether_a_kernel_pays_follows_from_its_times(
     seconds: tuple[float, float], words: str
 ) -> None:
     speeds = tuple(
-        Float8Speed(rule, each, 1.6) for rule, each in zip(RULES[:2], seconds, strict=True)
+        OperationSpeed(rule, each, 1.6) for rule, each in zip(RULES[:2], seconds, strict=True)
     )
     report = Float8Report("cuda:0", "kernel", "compute capability 9.0", 4096, speeds)
     assert report.diagnosis.endswith(f"; {words}.")

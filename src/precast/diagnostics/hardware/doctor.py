@@ -93,7 +93,7 @@ def report_as_dict(report: DtypeReport) -> dict[str, Any]:
         "dtype": report.dtype,
         "diagnosis": report.diagnosis,
         "units": list(report.units),
-        "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in report.speeds],
+        "speeds": [speed.to_dict() for speed in report.speeds],
     }
 
 
@@ -232,7 +232,7 @@ def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
     table.add_column("dtype", no_wrap=True)
     table.add_column("computed", no_wrap=True)
     for speed in reports[0].speeds:
-        name = speed.operation.replace("convolution", "conv")
+        name = speed.name.replace("convolution", "conv")
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("units")
     for report in reports:
@@ -249,7 +249,7 @@ def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:
     for report in reports:
         for speed in report.speeds:
             if speed.error is not None:
-                errors.setdefault((report.dtype, speed.error), []).append(speed.operation)
+                errors.setdefault((report.dtype, speed.error), []).append(speed.name)
     return [
         Text(f"{dtype}, {', '.join(operations)}: {error}", "dim")
         for (dtype, error), operations in errors.items()

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -21,13 +21,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from precast import _torch
-from precast.diagnostics.hardware.machine import interleaved_seconds, times
+from precast.diagnostics.hardware.machine import (
+    OperationSpeed,
+    interleaved_seconds,
+    one_thread,
+    times,
+)
 from precast.engine.float8_kernels import RECIPES
 from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import linear, recipe_for_device
 from precast.weights.float8.support import ProductMethod, Support, reason_unsupported, support_of
 
-__all__ = ["RULES", "Float8Report", "Float8Speed", "float8_on"]
+__all__ = ["RULES", "Float8Report", "float8_on"]
 
 RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
 """The measured rules; `float8_pow2` takes as long as `float8`."""
@@ -38,56 +43,38 @@ _PAYS: Final = 1.1
 
 
 @dataclass(frozen=True)
-class Float8Speed:
-    """A linear layer under one rule, and in bfloat16."""
-
-    rule: str
-    seconds: float | None = None
-    """The best time of forward and backward; None if it cannot run."""
-    bfloat16_seconds: float | None = None
-    error: str | None = None
-    """The first line of PyTorch's error if it cannot run."""
-
-    @property
-    def ratio(self) -> float | None:
-        """The speed relative to bfloat16; above 1 is faster."""
-        if self.seconds is None or self.bfloat16_seconds is None:
-            return None
-        return self.bfloat16_seconds / self.seconds
-
-
-@dataclass(frozen=True)
 class Float8Report:
     """The report on the float8 rules on one device."""
 
     device: str
     """As in `str(torch.device)`."""
-    way: str
+    method: str
     """"kernel", "emulated" or "none"."""
     reason: str
     """The reason for the kernel or the emulation."""
     side: int = 0
     """Rows, inputs and outputs of the measured layer; 0 without a measurement."""
-    speeds: tuple[Float8Speed, ...] = ()
+    speeds: tuple[OperationSpeed, ...] = ()
+    """The linear layer under each rule, beside bfloat16."""
 
     @property
     def diagnosis(self) -> str:
         """A sentence on the use of the rules on this device."""
-        if self.way == "none":
+        if self.method == "none":
             return f"{self.device} cannot run the float8 rules: {self.reason}."
-        if self.way == ProductMethod.EMULATED.value:
+        if self.method == ProductMethod.EMULATED.value:
             return (
                 f"{self.device} emulates float8, as {self.reason}: {self._measured}. The rules show here what a model "
                 "loses, and save no time."
             )
         failed = [speed for speed in self.speeds if speed.error is not None]
         if failed:
-            rules = ", ".join(speed.rule for speed in failed)
+            rules = ", ".join(speed.name for speed in failed)
             return (
                 f"{self.device} should have a float8 kernel ({self.reason}), and PyTorch refuses it for {rules}: "
                 f"{failed[0].error}."
             )
-        fast = [s.rule for s in self.speeds if s.ratio is not None and s.ratio >= _PAYS]
+        fast = [s.name for s in self.speeds if s.ratio is not None and s.ratio >= _PAYS]
         worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
         return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
 
@@ -95,16 +82,16 @@ class Float8Report:
         """Return plain values for JSON; times are in seconds, ratios are relative to bfloat16's speed."""
         return {
             "device": self.device,
-            "way": self.way,
+            "method": self.method,
             "reason": self.reason,
             "side": self.side,
-            "speeds": [{**asdict(speed), "ratio": speed.ratio} for speed in self.speeds],
+            "speeds": [speed.to_dict() for speed in self.speeds],
             "diagnosis": self.diagnosis,
         }
 
     @property
     def _measured(self) -> str:
-        measured = [(s.rule, s.ratio) for s in self.speeds if s.ratio is not None]
+        measured = [(s.name, s.ratio) for s in self.speeds if s.ratio is not None]
         ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in measured)
         return f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
 
@@ -116,16 +103,12 @@ def float8_on(device: torch.device) -> Float8Report:
         return Float8Report(str(device), "none", impossible)
     support = support_of(device)
     side = _SIDES["cpu" if device.type == "cpu" else "accelerator"]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         speeds = tuple(_speed(rule, device, side, support) for rule in RULES)
-    finally:
-        torch.set_num_threads(threads)
     return Float8Report(str(device), support.method.value, support.reason, side, speeds)
 
 
-def _speed(rule: str, device: torch.device, side: int, support: Support) -> Float8Speed:
+def _speed(rule: str, device: torch.device, side: int, support: Support) -> OperationSpeed:
     recipes = {name.value: recipe for name, recipe in RECIPES.items()}
     recipe = recipe_for_device(recipes[rule], support.without_negative_zero)
     runs = [partial(_layer, side, device, product) for product in _products(recipe, support.method)]
@@ -133,16 +116,18 @@ def _speed(rule: str, device: torch.device, side: int, support: Support) -> Floa
     try:
         ours()
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return Float8Speed(rule, error=str(error).strip().partition("\n")[0])
+        return OperationSpeed(rule, error=str(error).strip().partition("\n")[0])
     plain()
     in_8_bits, in_16_bits = interleaved_seconds([ours, plain], device, _ROUNDS)
-    return Float8Speed(rule, min(in_8_bits), min(in_16_bits))
+    return OperationSpeed(rule, min(in_8_bits), min(in_16_bits))
 
 
-def _products(recipe: Recipe, way: ProductMethod) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
+def _products(
+    recipe: Recipe, method: ProductMethod
+) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
     """Return the product of a rule, and the product in bfloat16."""
     return (
-        lambda x, w: linear(x, w, recipe, way),
+        lambda x, w: linear(x, w, recipe, method),
         lambda x, w: functional.linear(x, w.to(torch.bfloat16)),
     )
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ __all__ = [
     "interleaved_seconds",
     "matmul_speed",
     "measure",
+    "one_thread",
     "synchronize",
     "times",
 ]
@@ -52,23 +53,27 @@ RunFactory = Callable[[torch.device, str, int], TimedRun]
 
 @dataclass(frozen=True)
 class OperationSpeed:
-    """One operation in one dtype, and the same operation in float32."""
+    """One operation in one dtype, and the same operation in another: float32, or bfloat16 for a float8 rule."""
 
-    operation: str
-    """"matmul", "convolution" or "convolution backward"."""
+    name: str
+    """"matmul", "convolution" or "convolution backward"; or the float8 rule of a linear layer."""
     seconds: float | None = None
-    """The best time of one run; None if the dtype is unsupported."""
-    float32_seconds: float | None = None
-    """The best time in float32, at the same size."""
+    """The best time of one run; None if it is unsupported."""
+    baseline_seconds: float | None = None
+    """The best time of the same work in the other dtype."""
     error: str | None = None
-    """The first line of PyTorch's error if the dtype is unsupported."""
+    """The first line of PyTorch's error if it is unsupported."""
 
     @property
     def ratio(self) -> float | None:
-        """The speed relative to float32; above 1 is faster."""
-        if self.seconds is None or self.float32_seconds is None:
+        """The speed relative to the other dtype; above 1 is faster."""
+        if self.seconds is None or self.baseline_seconds is None:
             return None
-        return self.float32_seconds / self.seconds
+        return self.baseline_seconds / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "ratio": self.ratio}
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class DtypeReport:
     @property
     def ratios(self) -> dict[str, float]:
         """Maps each supported operation to its speed relative to float32."""
-        return {speed.operation: speed.ratio for speed in self.speeds if speed.ratio is not None}
+        return {speed.name: speed.ratio for speed in self.speeds if speed.ratio is not None}
 
     @property
     def diagnosis(self) -> str:
@@ -123,12 +128,8 @@ def dtypes_of(device: torch.device) -> tuple[str, ...]:
 
 def measure(device: torch.device, dtype: str) -> DtypeReport:
     """Time matmul, convolution and its backward in one of `dtypes_of(device)` and in float32, in about a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         speeds = tuple(_speed(name, run, device, dtype) for name, run in _OPERATIONS.items())
-    finally:
-        torch.set_num_threads(threads)
     return DtypeReport(str(device), dtype, speeds, _units(device, dtype))
 
 
@@ -137,16 +138,22 @@ def matmul_speed(device: torch.device, dtype: str) -> float | None:
 
     It takes a hundredth of a second, so the ratio tells an emulated dtype from a native one, and no more.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread(), suppress(RuntimeError, NotImplementedError):
         runs = [_matmul(device, each, 1) for each in (dtype, "float32")]
         for run in runs:
             run()  # the first run also builds and caches the kernel
         ours, float32 = map(min, interleaved_seconds(runs, device, _ROUNDS[0]))
         return float32 / ours
-    except (RuntimeError, NotImplementedError):
-        return None
+    return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute on one thread of the CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
