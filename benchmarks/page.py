@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
-from benchmarks.targets import NOT_MET, summary, written
+from benchmarks.targets import MET, NOT_MET, summary, written
 from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
 from precast._internal.atomic_write import replace
 
@@ -160,11 +160,13 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         yield "None was judged."
         return
-    yield f"The spread is in brackets. {summary(rows)}."
+    yield f"{summary(rows)}. Those that are not met or not judged, with the spread in brackets:"
     yield ""
     yield "| work | case | | is | at most | verdict |"
     yield "|---|---|---|---|---|---|"
     for row in rows:
+        if row["verdict"] == MET:
+            continue
         verdict = f"**{NOT_MET}**" if row["verdict"] == NOT_MET else row["verdict"]
         told = f"{verdict}: {row['reason']}" if row["reason"] else verdict
         figures = row["figure"], written(row, "value"), written(row, "limit")
@@ -200,9 +202,10 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     yield _line(["network", "work", f"`{BASELINE}`, ms", *others])
     yield "|---|---|" + "---|" * (len(others) + 1)
     for network, work, found in _groups(rows):
-        base = found.get(BASELINE)
-        time = f"{base['median_ms']:.2f} ({base['iqr_ms']:.2f})" if base else "skipped"
-        yield _line([network, work, time, *(_figure(found.get(kind), "ratio") for kind in others)])
+        if base := found.get(BASELINE):
+            time = f"{base['median_ms']:.2f} ({base['iqr_ms']:.2f})"
+            figures = (_figure(found.get(kind), "ratio") for kind in others)
+            yield _line([network, work, time, *figures])
 
 
 def _needs(rows: Sequence[Row]) -> Iterator[str]:
@@ -258,7 +261,9 @@ def _need(row: Row | None) -> str:
     if row is None:
         return ""
     casts = f"{row['casts']} / {row['cast_bytes'] / _MIB:.1f}" if row["casts"] else "none"
-    return f"{row['peak_bytes'] / _MIB:.1f}; {casts}"
+    # The profiler can lose an allocation and report its release: the sum is then below zero, and says nothing.
+    peak = f"{row['peak_bytes'] / _MIB:.1f}" if row["peak_bytes"] >= 0 else "not measured"
+    return f"{peak}; {casts}"
 
 
 def _measured(data: dict[str, Any]) -> list[Row]:
