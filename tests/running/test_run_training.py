@@ -389,11 +389,10 @@ def test_ranks_write_a_report_each_and_one_together(tmp_path: Path) -> None:
     assert losses[0] != losses[1]
     by_hand = [
         str(Path(sys.executable).with_name("precast")),
-        "report",
-        "r.rank0.json",
-        "r.rank1.json",
+        *("run", "--merge", "--report", "again.html"),
+        *("r.rank0.json", "r.rank1.json"),
     ]
-    again = ended(start([*by_hand, "-o", "again.html"], tmp_path), tmp_path)
+    again = ended(start(by_hand, tmp_path), tmp_path)
     assert (again.code, again.stdout) == (0, "again.html\n")
     assert (tmp_path / "again.html").stat().st_size > 1000
 
