@@ -1,7 +1,8 @@
 """Locks that are free in a forked process.
 
 Only the thread that called `fork` exists in the child. A lock that another thread held would stay locked there, and the
-data it protects could be half written. Both kinds of locks here prevent the first, `survives_fork` also the second.
+data it protects could be half written. Both kinds of locks here are free in the child; `survives_fork` also prevents
+half-written data.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def synchronized(
     """Make a method hold its object's `mutex` while it runs."""
 
     @functools.wraps(method)
-    def holding(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def locked_method(self: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.mutex.lock:
             return method(self, *args, **kwargs)
 
-    return holding
+    return locked_method
 
 
 def _reset_in_child() -> None:

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- for a device that this machine does not have, tests return False instead of raising an error;
+- for a device that this machine does not have, checks return False instead of raising an error;
 - nothing here has been run on CUDA yet.
 """
 

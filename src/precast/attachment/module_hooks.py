@@ -54,7 +54,7 @@ class AppliedPlan:
     def __init__(self, plan: Plan, give_way: Callable[[], None] | None = None) -> None:
         self.plan = plan
         self.give_way = give_way
-        """Called when another plan replaces this one to get one of its modules. With None that plan is refused."""
+        """Called when another plan takes over one of the modules. With None the other plan is refused."""
         self._added: list[tuple[ModuleRuleHooks, Any, Any]] = []
         """The hooks of each module, with the handles of its pre-hook and its forward hook."""
 
@@ -94,8 +94,8 @@ def apply(
     """Apply a plan: each module of `model` follows its rule whenever it is called in an enabled region.
 
     Eligible inputs are cast: floating-point tensors other than float64 on the region's device type, also inside lists,
-    tuples, dicts and dataclasses, which are then copied. Outputs are unchanged, unless a module around has disabled
-    autocast: then they are cast to float32, because no operation there would do it. Copies of the model by `deepcopy`
+    tuples, dicts and dataclasses, which are then copied. Outputs are unchanged, unless an outer module has disabled
+    autocast: then they are cast to float32, because operations there do not cast. Copies of the model by `deepcopy`
     or pickle keep all hooks, and so follow the same rules.
 
     Args:
@@ -108,23 +108,23 @@ def apply(
         PolicyError: a module already follows a rule of another plan, or its forward is an asynchronous generator.
     """
     modules = modules_by_name(model)
-    acting = {
+    planned_by_id = {
         id(modules[m.name]): m for m in plan.modules if m.carried_out or (tables and not m.name)
     }
-    named = {id(module): module for module in modules.values()}
-    for module in named.values():
+    modules_by_id = {id(module): module for module in modules.values()}
+    for module in modules_by_id.values():
         _remove_outdated(module, replaces=give_way is None)
-    for key, planned in acting.items():
-        module_steps.refuse_async_generator(named[key])
-        if _rules_on(named[key]):
+    for key, planned in planned_by_id.items():
+        module_steps.refuse_async_generator(modules_by_id[key])
+        if _rules_on(modules_by_id[key]):
             raise PolicyError(
                 f"the module {planned.name!r} already follows a rule of another attachment; detach that one first"
             )
     applied = AppliedPlan(plan, give_way)
-    for key, planned in acting.items():
-        whole = plan.policy if tables and not planned.name else None
-        applied._add(named[key], planned, whole)
-    if acting:
+    for key, planned in planned_by_id.items():
+        policy_inside = plan.policy if tables and not planned.name else None
+        applied._add(modules_by_id[key], planned, policy_inside)
+    if planned_by_id:
         _torch.reset_compiler()  # compiled functions do not notice new hooks
     return applied
 
@@ -292,7 +292,7 @@ class ModuleRuleHooks:
         return _cast(value, off)
 
     def targets(self, off: module_calls.DisabledDevices) -> list[_RuleTarget]:
-        """Return the flags that the rule sets on each device type where it applies, if rules have disabled `off`."""
+        """Return the flags that the rule sets on each device type where it applies. Rules have disabled `off`."""
         return [
             self._target(device) for device in _devices() if module_calls.rule_applies(device, off)
         ]
@@ -301,7 +301,7 @@ class ModuleRuleHooks:
         """Return the plan's policy or the one in force, with the rule's rows for operations added."""
         bound = thread_state(device_type).state.bound_policy or installed(device_type).bound_policy
         around = self.tables or (Policy.load("torch") if bound is None else bound.policy)
-        # Cached on the policy: here the entries would pile up for a model that runs with thousands of policies.
+        # Cached on the policy: a cache on this object would grow for a model that runs with many policies.
         merged = derived_values(around).get(self._rows)
         if merged is None:
             merged = derived_values(around)[self._rows] = around.replace(ops=self.rule.ops)
@@ -426,7 +426,7 @@ def _cast_tensor(casts: _DtypeCasts, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast_in_trace(value: Any, casts: _DtypeCasts) -> Any:
-    """Do the same in a graph: `map_tensors` tests the identity of tuples, which Dynamo does not support (2.13)."""
+    """Cast eligible tensors in a graph, where Dynamo does not support the tests of identity of `map_tensors` (2.13)."""
     if type(value) is tuple:
         return tuple([_cast_in_trace(item, casts) for item in value])
     if type(value) is list:

@@ -1,4 +1,4 @@
-"""Float32 casts of 16-bit weights, for modules whose rule asks for another dtype than the weights have.
+"""Float32 casts of 16-bit weights, for modules whose rule requires another dtype than that of the weights.
 
 A module with the rule `fp32` takes float32 inputs. Its weights may be stored in bfloat16, and most operations refuse
 such a mixture. While the module runs, a function mode replaces its 16-bit parameters and buffers by float32 casts in
@@ -63,17 +63,17 @@ METADATA: Final[frozenset[Any]] = frozenset(
     + [torch.numel, torch.is_floating_point, torch.is_complex]
 )
 """Functions whose result does not depend on a tensor's elements or dtype."""
-_OF_THE_WEIGHT: Final = METADATA | {
+_ON_WEIGHT_ITSELF: Final = METADATA | {
     getattr(Tensor, name)
     for name in (
         *("requires_grad_", "retain_grad", "register_post_accumulate_grad_hook", "backward"),
         *("__deepcopy__", "__reduce_ex__", "share_memory_", "set_", "data_ptr"),
     )
 }
-"""Functions that concern the weight itself: its metadata, its hooks, its memory."""
+"""Functions that get the weight itself, not its cast, because they concern its metadata, hooks or memory."""
 _DTYPE: Final = Tensor.dtype.__get__  # type: ignore[attr-defined]
 _DATA: Final = Tensor.data.__get__  # type: ignore[attr-defined]
-_OF_DTYPES: Final = ("dtype", "scalar type", "BFloat16", "Half")
+_DTYPE_ERROR_WORDS: Final = ("dtype", "scalar type", "BFloat16", "Half")
 _NOT_IN_PLACE: Final = frozenset({"__index__", "__int__", "__invert__"})
 
 
@@ -93,7 +93,7 @@ class WeightCasts:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a PyTorch function with the casts in place of the weights."""
-        if func in _OF_THE_WEIGHT or func.__name__ == "__set__":
+        if func in _ON_WEIGHT_ITSELF or func.__name__ == "__set__":
             return func(*args, **kwargs)
         if func == _DTYPE:
             return torch.float32 if self._is_cast(args[0]) else func(*args)
@@ -112,11 +112,11 @@ class WeightCasts:
         """Return the float32 cast of a weight that needs one, and any other tensor unchanged."""
         if not self._is_cast(tensor):
             return tensor
-        records = tensor.requires_grad and torch.is_grad_enabled()
+        needs_graph = tensor.requires_grad and torch.is_grad_enabled()
         if _torch.is_functorch_active():  # a cast belongs to the transform that it was made in
             return tensor.to(torch.float32)
         cast = self._casts.get(id(tensor))
-        if cast is None or (records and not cast.tensor.requires_grad):
+        if cast is None or (needs_graph and not cast.tensor.requires_grad):
             if cast is not None:
                 cast.write_back()
             cast = self._casts[id(tensor)] = _WeightCast(tensor)
@@ -142,12 +142,12 @@ class _WeightCast:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        if torch.is_inference_mode_enabled():  # a cast that is made there would count no writes
+        if torch.is_inference_mode_enabled():  # a cast made there would have no version counter
             with torch.inference_mode(False), torch.no_grad():
                 self.tensor = weight.to(torch.float32)
         else:
             self.tensor = weight.to(torch.float32)
-        # The kernels of batch norms count no writes to their running statistics (2.13).
+        # Kernels of batch norms do not increment the version counters of running statistics (2.13).
         self.is_exposed = not isinstance(weight, nn.Parameter)
         """True if the cast may have been written without moving its version counter."""
         self._version = _torch.version_of(self.tensor)
@@ -157,7 +157,7 @@ class _WeightCast:
         """Write the cast's values to the weight, if they have changed."""
         if _torch.version_of(self.tensor) == self._version and not self._has_other_values():
             return
-        # A write that was recorded in the graph is recorded for the weight too, or refused as for every leaf.
+        # If autograd recorded the write, it also records the copy, or refuses it as for every leaf.
         recorded = self.tensor.grad_fn is not self._node
         with torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
             self.weight.copy_(self.tensor)
@@ -195,7 +195,7 @@ def low_weights(module: nn.Module, uncast: UncastDtypes, where: str) -> list[Ten
     """
     if (
         _thread.casts is not None
-    ):  # a module around has casts: the function mode would answer for the dtypes
+    ):  # an outer module has casts: the function mode would report float32 as dtype
         with _torch.without_torch_function():
             return _low_weights(module, uncast, where)
     return _low_weights(module, uncast, where)
@@ -216,7 +216,7 @@ def _low_weights(module: nn.Module, uncast: UncastDtypes, where: str) -> list[Te
     return low
 
 
-# --- what is in force ---
+# --- casts in force ---
 
 
 class _ThreadCasts(threading.local):
@@ -253,7 +253,7 @@ _MODE: Final = _CastMode()
 
 def add_note(error: BaseException | None, where: str) -> None:
     """Add advice to an error about dtypes: no mode sees the functions of C++ extensions."""
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_DTYPES):
+    if isinstance(error, RuntimeError) and any(word in str(error) for word in _DTYPE_ERROR_WORDS):
         error.add_note(
             f"precast: {where} casts 16-bit weights to float32 in every function of PyTorch. A function of another "
             "library may have got them as they are stored: call module.float() before attach, or remove the rule."
@@ -281,7 +281,7 @@ def _cast_all(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Cast the weights among the arguments of a custom autograd function."""
     if _thread.casts is None:
         return args
-    with _torch.without_torch_function():  # the function mode would answer for the dtypes
+    with _torch.without_torch_function():  # the function mode would report float32 as dtype
         return map_tensors(args, _thread.casts.of)
 
 
@@ -291,12 +291,12 @@ _torch.custom_function_arguments.append(_cast_all)
 @contextmanager
 def using(casts: WeightCasts | None) -> Iterator[None]:
     """Open a block in which these casts are in force."""
-    around = _thread.casts
+    previous = _thread.casts
     put(casts)
     try:
         yield
     finally:
-        put(around)
+        put(previous)
         if casts is not None:
             casts.write_back()
 
@@ -315,7 +315,7 @@ def is_traced() -> bool:
 def in_trace(
     uncast: tuple[tuple[str, torch.dtype | None], ...],
 ) -> Generator[None, None, None]:
-    """Enable the function mode while a module is traced; the first `next` begins that, the second ends it."""
+    """Enable the function mode while a module is traced; the first `next` enables it, the second disables it."""
     _traced.append(uncast)
     with _MODE:
         yield

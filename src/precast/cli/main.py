@@ -61,9 +61,9 @@ class _Commands(click.Group):
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().main(*args, **kwargs)
-        except BaseException as ended:
+        except BaseException as error:
             module = sys.modules.get("precast.running.exit_status")  # None where no program was run
-            if module is None or not isinstance(ended, module.Interrupted):
+            if module is None or not isinstance(error, module.Interrupted):
                 raise
             # Click would exit with code 1. Python must die of the signal; the traceback has been printed.
             sys.excepthook = lambda *_: None
@@ -141,8 +141,10 @@ def demo(
     _check_output(out)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        both = bar.add_task(f"{task}: float32 and mixed precision, alternately", total=steps)
-        result = example.train_both(task_, dtype_, steps, seed, lambda: bar.advance(both))
+        progress_task = bar.add_task(
+            f"{task}: float32 and mixed precision, alternately", total=steps
+        )
+        result = example.train_both(task_, dtype_, steps, seed, lambda: bar.advance(progress_task))
     atomic_write.replace_own(out, display.picture_png(result))
     if as_json:
         _print_json({**display.to_dict(result), "picture": str(out)})
@@ -266,7 +268,7 @@ def explain(
 
 
 def _explain_difference(before: str, after: str, as_json: bool) -> None:
-    """Print the differences of two policies, or of two exported programs, and exit with the answer."""
+    """Print the differences of two policies, or of two exported programs, and exit with 0 if there are none, else 1."""
     _require_torch()
     are_programs = {_is_program(name) for name in (before, after)}
     if are_programs == {True}:
@@ -288,7 +290,7 @@ def _explain_difference(before: str, after: str, as_json: bool) -> None:
 
 
 def _is_program(name: str) -> bool:
-    """Return True for a file of `precast export`, as far as its name and its first bytes show."""
+    """Return True for a file of `precast export`, recognized by its name or its zip format."""
     import zipfile
 
     return name.endswith(".pt2") or zipfile.is_zipfile(name)

@@ -1,4 +1,4 @@
-"""Properties of dispatcher operations for watchers: name, whether it is a view, and the casts that it makes."""
+"""Properties of dispatcher operations for observers: name, whether it is a view, and the casts that it makes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Kind:
     def __init__(self, func: Any) -> None:
         full, _, overload = str(func).rpartition(".")
         self.base = (full or overload).replace(".", "::", 1).removeprefix("aten::")
-        named = overload and overload != "default" and full
-        self.name = f"{self.base}.{overload}" if named else self.base
+        has_overload = overload and overload != "default" and full
+        self.name = f"{self.base}.{overload}" if has_overload else self.base
         schema = _torch.schema_of(func) if isinstance(func, _torch.OpOverload) else None
         returned = [] if schema is None else [each.alias_info for each in schema.returns]
         self.is_view = bool(returned) and all(

@@ -34,8 +34,8 @@ class Reduction:
     """Combines results over the processes of one or more groups; a scaler's `reduce_found_inf`.
 
     Args:
-        places: Process groups, and device meshes, of which every dimension counts. None, or no argument, is the group
-            of all processes. Several are reduced one after the other.
+        places: Process groups and device meshes; a mesh means the groups of all its dimensions. None, or no argument,
+            is the group of all processes. Several are reduced one after the other.
 
     Raises:
         ScalerError: There is no process group yet, or an argument has another type.
@@ -88,7 +88,7 @@ def chosen_for(optimizer: Optimizer) -> Reduction | None:
 
 
 def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
-    """Compare settings over all processes of `group`: a different one could skip other steps, or deadlock.
+    """Compare settings over all processes of `group`: different ones could skip different steps, or deadlock.
 
     Args:
         scaler: A `precast.GradScaler`: its state is compared, including limits and scale.
@@ -101,21 +101,21 @@ def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
             process group yet.
     """
     _require_process_group("check_same")
-    settings = {name: _described(value) for name, value in others.items()}
+    settings = {name: _describe(value) for name, value in others.items()}
     if scaler is not None:
         settings |= {f"scaler {key}": repr(value) for key, value in scaler.state_dict().items()}
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, settings, group=group)
-    differing = [
-        f"{key} is {there.get(key)} on rank {dist.get_global_rank(group, rank) if group else rank}"
+    differences = [
+        f"{key} is {settings_of_rank.get(key)} on rank {dist.get_global_rank(group, rank) if group else rank}"
         f" and {parts[0].get(key)} on the first"
-        for rank, there in enumerate(parts)
-        for key in sorted({*there, *parts[0]})
-        if there.get(key) != parts[0].get(key)
+        for rank, settings_of_rank in enumerate(parts)
+        for key in sorted({*settings_of_rank, *parts[0]})
+        if settings_of_rank.get(key) != parts[0].get(key)
     ]
-    if differing:
+    if differences:
         raise ScalerError(
-            "processes do not agree: " + "; ".join(differing) + ". Give all of them the same "
+            "processes do not agree: " + "; ".join(differences) + ". Give all of them the same "
             "settings, and load the same checkpoint everywhere."
         )
 
@@ -140,7 +140,7 @@ def _groups_of(place: Any) -> list[Any]:
     )
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Policy):
         modules = f", modules {dict(value.modules)}" if value.modules else ""
         return f"Policy {value.name} ({value.fingerprint}{modules})"

@@ -1,4 +1,4 @@
-"""Gradients of every kind: checked and unscaled in place, clipped, and searched for values that are not finite.
+"""Functions on gradients of every kind: unscale and check in place, clip, and find values that are not finite.
 
 Unscaling writes to the *memory* of a gradient (`memory_of`). The product with the inverse scale is computed in float32
 (float64 for float64) and rounded once to the gradient's dtype. So float16 gradients below 6e-8 become zero.
@@ -49,7 +49,7 @@ _FLOAT16 = (
     "gradients are float16: unscaled, those below 6e-8 become zero, so the scale has no effect for "
     "them. "
 )
-_OF_OTHERS = (
+_OTHER_PARAMETERS = (
     "Their parameters are {dtype}: give them gradients of that dtype (`parameter.grad_dtype`, or "
     "in the code that assigns `.grad`)."
 )
@@ -77,7 +77,7 @@ def unscaled(
     results: FoundInf = {}
     for (device, dtype), memories in _by_kind(optimizer).items():
         if dtype is torch.float16 and not allow_fp16:
-            warnings.warn(_why_float16(optimizer), PrecastWarning, stacklevel=callers_level())
+            warnings.warn(_float16_warning(optimizer), PrecastWarning, stacklevel=callers_level())
         if device not in results:
             results[device] = moved(found_inf, device).clone()
         _torch.check_and_unscale_(memories, results[device], moved(inverse, device))
@@ -87,7 +87,7 @@ def unscaled(
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """Add up the results of several optimizers on a device; None is the first device with a result.
+    """Add up the results of several optimizers on `device`; None: on the first device with a result.
 
     Raises:
         ScalerError: No gradients were checked; `where` ends the error's first sentence.
@@ -97,7 +97,7 @@ def total_found_inf(
         to = device or flags[0].device
         return functools.reduce(torch.add, (moved(flag, to) for flag in flags))
     raise ScalerError(
-        f"No inf checks were recorded {where} "  # PyTorch's words, which programs look for
+        f"No inf checks were recorded {where} "  # PyTorch's message, which programs search for
         "That is, no gradients were checked in this iteration: no parameter of the optimizer has one, or "
         "step() was not called. Call scale(loss).backward(), step(optimizer), then update(); leave "
         "an optimizer out whose parameters took no part in the loss."
@@ -155,14 +155,12 @@ def clipped(
     bad = norm.isnan()
     for flag in found_inf.values():
         bad = bad | (moved(flag, norm.device) != 0)
-    divisor = torch.where(
-        bad, 0.0, norm
-    )  # an infinite norm of finite gradients stays: they become 0
+    divisor = torch.where(bad, 0.0, norm)  # finite gradients with an infinite norm become 0
     for sharded in (False, True):  # PyTorch's function takes either plain gradients or sharded ones
-        alike = [
+        same_kind = [
             p for p in parameters if p.grad is not None and _torch.is_dtensor(p.grad) is sharded
         ]
-        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, divisor, foreach)
+        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, divisor, foreach)
     return norm
 
 
@@ -172,12 +170,12 @@ def _places(optimizer: Optimizer) -> Iterator[Place]:
             yield number, place, parameter
 
 
-def _why_float16(optimizer: Optimizer) -> str:
+def _float16_warning(optimizer: Optimizer) -> str:
     pairs = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     dtypes = {str(p.dtype) for p, gradient in pairs if gradient.dtype is torch.float16}
     others = sorted(dtypes - {"torch.float16"})
     return _FLOAT16 + (
-        _OF_OTHERS.format(dtype=others[0]) if others else cures.FLOAT32_PARAMETERS.text
+        _OTHER_PARAMETERS.format(dtype=others[0]) if others else cures.FLOAT32_PARAMETERS.text
     )
 
 

@@ -50,7 +50,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def are_finite(values: Tensor) -> bool:
-    """Return the same for a dense tensor.
+    """Return True if a dense tensor has neither infinity nor NaN; wait for the device.
 
     Its sum is checked first. All values are checked only if the sum is not finite: the sum itself may have overflowed.
     """

@@ -80,13 +80,14 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             maximum over all processes. None: chosen by the optimizer's parameters.
         min_scale: Lower bound of the scale; at least ``2**-126``. None: ``2**-48``, or `init_scale` if lower.
         max_scale: Upper bound of the scale. None: float32's largest number.
-        max_consecutive_skips: This many skipped iterations in a row count as broken. None: no limit.
+        max_consecutive_skips: Number of skipped iterations in a row that counts as broken. None: no limit.
         max_nonfinite_losses: Allowed number of skipped iterations in a row with a loss that is not finite. None: as
             many as are needed to be certain that no lower scale helps.
         restore_buffers: Modules whose buffers a skipped step restores to their values before the iteration's first
             forward pass in training mode. Costs a copy of these buffers in each iteration.
-        on_diagnosis: Reaction when one of these two limits is exceeded, or neither a lower scale nor the next batch can
-            help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"`` warns, ``"ignore"`` does nothing.
+        on_diagnosis: Reaction when `max_consecutive_skips` or `max_nonfinite_losses` is exceeded, or neither a lower
+            scale nor the next batch can help (docs/scaler.md). ``"raise"`` raises a `BrokenModelError`, ``"warn"``
+            warns, ``"ignore"`` does nothing.
         history: Number of steps in `history`.
 
     Raises:
@@ -216,8 +217,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
-        how, states = (max_norm, norm_type, error_if_nonfinite, foreach), self._optimizer_states
-        return gradients.clipped(optimizer, *how, found_inf=states[id(optimizer)].found_inf)
+        options, states = (max_norm, norm_type, error_if_nonfinite, foreach), self._optimizer_states
+        return gradients.clipped(optimizer, *options, found_inf=states[id(optimizer)].found_inf)
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -436,7 +437,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         self._limit_tracker()
 
     def _limit_tracker(self) -> None:
-        """Let the next good iteration grow the scale if there were enough: PyTorch compares the tracker by ``==``."""
+        """Keep the tracker below the interval: PyTorch compares them by ``==`` to grow the scale."""
         most = self._growth_interval - 1
         self._step_history.good_iterations = min(self._step_history.good_iterations, most)
         self._init_growth_tracker = min(self._init_growth_tracker, most)
@@ -468,10 +469,10 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     def _check(self, state: OptimizerState, inverse: Tensor | None = None) -> FoundInf:
         """Check the gradients of an optimizer, after multiplying them by `inverse` if it is not None."""
-        alone, unscale, measure = inverse is None, self._unscale_grads_, self._measures()
+        only_checks, unscale, measure = inverse is None, self._unscale_grads_, self._measures()
         if inverse is None:
             inverse = torch.ones_like(self._check_scale_growth_tracker("step")[0])
-        return self._checks.check(state, inverse, unscale, allow_fp16=alone, measure=measure)
+        return self._checks.check(state, inverse, unscale, allow_fp16=only_checks, measure=measure)
 
     def _step_if_finite(self, state: OptimizerState, args: Any, kwargs: Any) -> Result:
         if state.stage is OptState.READY:
@@ -525,8 +526,8 @@ class GradScaler(torch.amp.GradScaler, Displayed):
     def _finish(self, states: list[OptimizerState], interval: int, wait: bool) -> bool | None:
         """Record and diagnose the iteration. Return True if it was skipped, None if only the device knows."""
         checked = [state for state in states if state.found_inf]
-        decided = [state.skipped for state in checked]
-        on_host = any(decided) if all(isinstance(each, bool) for each in decided) else None
+        skip_flags = [state.skipped for state in checked]
+        on_host = any(skip_flags) if all(isinstance(each, bool) for each in skip_flags) else None
         current, _ = self._check_scale_growth_tracker("update")
         if checked:
             scale, flags = checked[0].scale_of_gradients(current), (s.found_inf for s in checked)
@@ -544,7 +545,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         return on_host
 
     def _diagnose(self, wait: bool) -> None:
-        """Diagnose the iterations that are decided, or all if `wait`."""
+        """Diagnose the iterations whose results are on the host; with `wait`, all of them."""
         try:
             for diagnosis in diagnoses(self._step_history, self._limits, wait):
                 act_on(diagnosis, self._limits.on_diagnosis)

@@ -2,8 +2,8 @@
 
 Needs the package wandb, or a run that you pass.
 
-Invariants: a run that you pass stays open; no value is logged under a step number of W&B's, which only grows, so the
-program may log its own values in between.
+Invariants: a run that you pass stays open; values are logged without W&B's own step number, which can only grow,
+so the program may log its own values in between.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class HealthModule:
     """One watched tensor; every list has an entry for each step of `steps`."""
 
     name: str
-    """The module's or the parameter's, as the model names it."""
+    """The name of the module or parameter in the model."""
     kind: Literal["output", "gradient", "parameter"]
     """A module's output, the gradient of one, or a parameter's gradient."""
     steps: list[int]
@@ -81,7 +81,7 @@ class HealthModule:
     maximum: list[float | None]
     """The largest magnitude of the finite values, null without any."""
     rms: list[float | None]
-    """The root of their mean square, null without any."""
+    """The root mean square of the finite values, null without any."""
     elements: list[int]
     """The number of values."""
     what_if: dict[str, FormatLoss]
@@ -91,7 +91,7 @@ class HealthModule:
     updates_rounded_away: list[float | None] | None = may_be_missing(is_left_out=True)
     """For a parameter, the share of its values that the step should change and that stayed; null if unknown."""
     updates_lost: list[float | None] | None = may_be_missing(is_left_out=True)
-    """The share of these values in the size of the update."""
+    """The share of the update's size that falls on these values."""
     updates_rounded_away_with_kahan: list[float | None] | None = may_be_missing(is_left_out=True)
     """The share of values that would have stayed with `precast.optim.bfloat16_weights`."""
     states_rounded_away: list[dict[str, float]] | None = may_be_missing(is_left_out=True)
@@ -115,7 +115,7 @@ class Health:
     ring: list[dict[str, Any]]
     """The latest steps: as `StepData`, with the tensors nearest to the limit of their format as "worst"."""
     every: int | None = may_be_missing(is_left_out=True)
-    """The number of steps from one count of the numbers to the next."""
+    """The number of steps from one count of the values to the next."""
     steps: int | None = may_be_missing(is_left_out=True)
     """The number of watched steps."""
     notes: list[str] | None = may_be_missing(is_left_out=True)

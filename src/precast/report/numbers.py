@@ -23,9 +23,11 @@ from precast.report.words import joined, plural, share
 
 __all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
-_TELLING = 0.01  # a smaller share of gradients is not reported
-_OCCASIONAL = 0.1  # of the steps: so many may be skipped while a scale finds its limit
-_MOST_STAY = 0.5  # a smaller share of values that an update did not change is not reported
+_MIN_LOST_SHARE = 0.01  # a smaller share of gradients is not reported
+_NORMAL_SKIP_SHARE = (
+    0.1  # a smaller share of skipped steps is normal while the scale finds its limit
+)
+_MIN_STUCK_SHARE = 0.5  # a smaller share of values that an update did not change is not reported
 
 
 def numeric_findings(document: RunDocument) -> list[Finding]:
@@ -66,9 +68,9 @@ def overflow(document: RunDocument, first: NonfiniteOrigin) -> Finding:
     if first.kind == "input" and first.name:
         code = between(document, first, format or "float16")
     if code is None:
-        suggestion, modules = _mend(document, first, module, format or "float16")
+        suggestion, modules = _advice_on(document, first, module, format or "float16")
     else:
-        suggestion, modules = _mend_code(document, first, code, format or "float16")
+        suggestion, modules = _advice_on_code(document, first, code, format or "float16")
     return Finding(
         kind="overflow" if first.what == "inf" else "nan",
         title=first.message,
@@ -79,20 +81,20 @@ def overflow(document: RunDocument, first: NonfiniteOrigin) -> Finding:
     )
 
 
-def _mend(
+def _advice_on(
     document: RunDocument, first: NonfiniteOrigin, module: str, format: str
 ) -> tuple[str, list[str]]:
     """Return advice, and the modules that a policy has to run in float32, if that is the advice."""
     name = f"`{module}`" if module else "the model"
     if first.kind == "input":
-        return _look_before(document, first), []
+        return _advice_without_trace(document, first), []
     if first.state is not None:
-        return _mend_state(first.state, module), []
+        return _advice_on_state(first.state, module), []
     is_gradient = first.kind in {"gradient", "parameter"}
     if is_gradient and document.run.nonfinite_losses + document.run.skipped_losses:
         return cures.BAD_LOSS(), []
     if is_gradient and _is_scaled(document):
-        return _mend_scale(document, name), []
+        return _advice_on_scale(document, name), []
     if format != "float16":
         return cures.BEYOND_FLOAT32(module=name[:1].upper() + name[1:]), []
     if _is_stored_low(document, module):
@@ -103,7 +105,7 @@ def _mend(
     return cures.MODULE_IN_FLOAT32(modules=name, more=more), [module]
 
 
-def _mend_state(state: BrokenState, module: str) -> str:
+def _advice_on_state(state: BrokenState, module: str) -> str:
     """Return advice on a parameter or buffer that was not finite before the step."""
     if state.kind == "buffer":
         return cures.BAD_BUFFER(tensor=state.name)
@@ -112,12 +114,12 @@ def _mend_state(state: BrokenState, module: str) -> str:
     return cures.BAD_STEP(module=module or "the model")
 
 
-def _mend_scale(document: RunDocument, module: str) -> str:
+def _advice_on_scale(document: RunDocument, module: str) -> str:
     """Return advice on gradients that were not finite under a scaler while the losses were finite."""
     skipped = [step for step in document.steps if step.skipped]
     count = len(skipped) if document.run.skipped is None else document.run.skipped
     was_last = not document.steps or document.steps[-1].skipped
-    if count <= _OCCASIONAL * document.run.steps and not was_last and not document.diagnoses:
+    if count <= _NORMAL_SKIP_SHARE * document.run.steps and not was_last and not document.diagnoses:
         return cures.LEAVE_IT()
     scale = next((step.scale for step in reversed(skipped) if step.scale is not None), None)
     if scale is not None and scale <= 1:
@@ -131,10 +133,10 @@ def _is_stored_low(document: RunDocument, module: str) -> bool:
     return any(not module or f"{name}.".startswith(f"{module}.") for name in low or ())
 
 
-def _mend_code(
+def _advice_on_code(
     document: RunDocument, first: NonfiniteOrigin, code: CodeBetween, format: str
 ) -> tuple[str, list[str]]:
-    """Return advice and modules as `_mend` does, for code between modules."""
+    """Return advice and modules as `_advice_on` does, for code between modules."""
     ran = f" {_traced(document)}, the code {_place(first)} ran in {format}: {code.lines}."
     if format != "float16":
         return f"{cures.LINES_BEYOND_FLOAT32()}{ran}", []
@@ -159,7 +161,7 @@ def _traced(document: RunDocument) -> str:
     return f"In {steps} traced"
 
 
-def _look_before(document: RunDocument, first: NonfiniteOrigin) -> str:
+def _advice_without_trace(document: RunDocument, first: NonfiniteOrigin) -> str:
     """Return advice for a module whose preceding operations were not traced."""
     if not first.name:
         return cures.LOOK_AT_DATA()
@@ -201,7 +203,7 @@ def _underflow(document: RunDocument) -> Iterator[Finding]:
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
         modules = [m for m in health.modules if m.kind == kind] if health else []
         lost = _underflow_share(modules)
-        if health is None or lost < _TELLING:
+        if health is None or lost < _MIN_LOST_SHARE:
             continue
         worst = max(modules, key=lambda module: _underflow_share([module]))
         yield Finding(
@@ -209,7 +211,7 @@ def _underflow(document: RunDocument) -> Iterator[Finding]:
             title=f"{share(lost)} of the gradients of {what} became zero, because they are too small for "
             f"{health.format}; most in `{worst.name}` ({share(_underflow_share([worst]))}).",
             cost=FindingCost(),
-            suggestion=_enlarge(document),
+            suggestion=_advice_on_underflow(document),
             policy=None,
             where=FindingLocation(module_of(worst)),
         )
@@ -298,13 +300,15 @@ def _finding_on_stuck(kind: str, title: str, suggestion: str, worst: _Stuck) -> 
 
 
 def _stuck(shares: Iterable[tuple[HealthModule, list[float | None] | None]]) -> list[_Stuck]:
-    """Return the tensors most of whose values stayed in the latest counted step, the worst first."""
+    """Return the tensors of which most values did not change in the latest counted step, the worst first."""
     stuck = []
     for module, values in shares:
         counted = [
             (step, v) for step, v in zip(module.steps, values or [], strict=False) if v is not None
         ]
-        later = list(itertools.takewhile(lambda each: each[1] >= _MOST_STAY, reversed(counted)))
+        later = list(
+            itertools.takewhile(lambda each: each[1] >= _MIN_STUCK_SHARE, reversed(counted))
+        )
         if later:
             stuck.append(_Stuck(later[0][1], later[-1][0], later[0][0], module.name))
     return sorted(stuck, key=lambda each: -each.part)
@@ -313,7 +317,7 @@ def _stuck(shares: Iterable[tuple[HealthModule, list[float | None] | None]]) -> 
 def _when(stuck: _Stuck) -> str:
     if stuck.since == stuck.step:
         return f" in step {stuck.step}, the latest counted step"
-    return f" in step {stuck.step}, and more than {share(_MOST_STAY)} in all counted steps from {stuck.since} on"
+    return f" in step {stuck.step}, and more than {share(_MIN_STUCK_SHARE)} in all counted steps from {stuck.since} on"
 
 
 def _others(stuck: list[_Stuck], noun: str) -> str:
@@ -326,7 +330,7 @@ def _latest(shares: list[float | None] | None) -> float:
     return next((each for each in reversed(shares or []) if each is not None), 0.0)
 
 
-def _enlarge(document: RunDocument) -> str:
+def _advice_on_underflow(document: RunDocument) -> str:
     return cures.RAISE_THE_SCALE() if _is_scaled(document) else cures.SCALE_THE_LOSS()
 
 

@@ -20,7 +20,7 @@ _NUMERIC = (
     *("rounded away", "state rounded away", "average rounded away", "rounded by a rule"),
 )
 _Number = TypeVar("_Number", int, float)
-_TELLING = 0.01  # of the traced time: cheaper findings get no card and no sentence
+_MIN_SHARE = 0.01  # of the traced time: cheaper findings get no card and no sentence
 
 
 class Remedy(NamedTuple):
@@ -28,7 +28,7 @@ class Remedy(NamedTuple):
 
     findings: list[Finding]
     cost: FindingCost
-    """The cost of all of them together."""
+    """The sum of their costs."""
 
     @property
     def worst(self) -> Finding:
@@ -39,7 +39,7 @@ class Remedy(NamedTuple):
     def is_telling(self) -> bool:
         """True if values are wrong, or the cost is not small, or unknown."""
         part = self.cost.share if self.cost.low is None else self.cost.low
-        return is_numeric(self.worst) or part is None or part >= _TELLING
+        return is_numeric(self.worst) or part is None or part >= _MIN_SHARE
 
 
 def all_findings(document: RunDocument) -> list[Finding]:
@@ -56,7 +56,7 @@ def remedies(document: RunDocument) -> list[Remedy]:
         is_alone = is_numeric(each) or not each.suggestion
         key = number if is_alone else (each.suggestion, each.policy)
         groups.setdefault(key, []).append(each)
-    grouped = [Remedy(some, sum_costs(each.cost for each in some)) for some in groups.values()]
+    grouped = [Remedy(group, sum_costs(each.cost for each in group)) for group in groups.values()]
     return sorted(grouped, key=lambda each: _weight(each.worst, each.cost), reverse=True)
 
 
@@ -93,7 +93,7 @@ def _weight(finding: Finding, cost: FindingCost) -> tuple[bool, bool, bool, floa
 
 
 def sum_costs(costs: Iterable[FindingCost]) -> FindingCost:
-    """Return the sum of costs; shares end at 1."""
+    """Return the sum of costs; shares are at most 1."""
     costs = list(costs)
     part, low, high = (
         _sum(getattr(cost, name) for cost in costs) for name in ("share", "low", "high")

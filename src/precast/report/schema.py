@@ -186,7 +186,7 @@ class Finding:
     """A possible improvement, with its cost and advice."""
 
     kind: str
-    """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of numbers "overflow",
+    """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread"; of values "overflow",
     "nan", "underflow", "rounded away", "state rounded away", "average rounded away", "rounded by a rule"; of the
     training step "scaled gradients clipped", "backward in region"; of `precast-lint` the code of its rule, as
     "AMP203"."""
@@ -320,13 +320,13 @@ class RunInfo:
     skipped: int | None = may_be_missing(is_left_out=True)
     """The number of skipped steps, including those that are not in `steps` of the document."""
     nonfinite_losses: int = may_be_missing(0)
-    """The other steps whose loss was infinite or NaN."""
+    """The steps that were not skipped and whose loss was infinite or NaN."""
     first_nonfinite_loss: int | None = may_be_missing()
     """The first of these."""
     skipped_losses: int = may_be_missing(0)
     """The skipped steps whose loss was infinite or NaN before it was scaled."""
     elsewhere: int = may_be_missing(0)
-    """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` have nothing of them."""
+    """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` do not include them."""
     module_rules: ModuleRuleEffects | None = may_be_missing(is_left_out=True)
     """The effect of the policy's rules for modules, if it has some."""
     compiled: bool = may_be_missing(default=False)
@@ -335,7 +335,7 @@ class RunInfo:
     """The parameters and buffers of the called models that held infinity or NaN at the end, and did not at the first
     call."""
     evaluations: int = may_be_missing(0)
-    """Calls without gradients from outside of all modules, as those of a validation or of inference."""
+    """Calls of models without gradients, as in validation and inference."""
     nonfinite_outputs: int = may_be_missing(0)
     """The number of these calls that returned infinity or NaN."""
     first_nonfinite_output: str | None = may_be_missing()
@@ -417,7 +417,7 @@ class RunDocument:
     findings: list[Finding]
     """All findings, those of `trace` and of `precast-lint` included. In files of earlier versions, those on numbers."""
     diagnoses: list[ScalerDiagnosis] = may_be_missing(factory=list)
-    """The steps at which neither a lower scale nor the next batch had helped."""
+    """The steps at which neither a lower scale nor the next batch helped."""
     summary: RunSummary | None = may_be_missing(is_left_out=True)
     """The run in sentences, written anew whenever the document is saved."""
 

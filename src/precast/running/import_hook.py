@@ -30,7 +30,7 @@ def when_torch_is_loaded(act: Callable[[], None]) -> None:
 
 
 class _TorchImportHook(MetaPathFinder):
-    """A finder for torch, and for precast's modules: one that loads torch must be complete before the hook runs."""
+    """A finder for torch and precast's modules: a module that loads torch must be complete before the hook runs."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act

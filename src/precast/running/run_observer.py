@@ -1,8 +1,8 @@
 """The observation of a program from the import of PyTorch to its end, described in a document.
 
-Invariants: no number that the program computes changes; memory does not grow with the run; a forked process is not
-observed. A module with parameters that is called outside of all modules is a model. Names are taken from the largest
-model, and the numbers of the first one are monitored.
+Invariants: the program computes the same values; memory does not grow with the run; a forked process is not observed.
+A module with parameters that is called outside of all modules is a model. Names are taken from the largest model, and
+the values of the first one are monitored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RunObserver:
     Args:
         policy: the name of a preset, or the path of a policy file.
         traced: the first step that is traced in full, and the step after the last one.
-        health: monitor the numbers of a model too.
+        health: also monitor the values of a model.
         begins: called when a step begins.
 
     Raises:
@@ -68,9 +68,9 @@ class RunObserver:
         self._to_trace = list(traced)
         self._begins = begins
         self.outputs = NonfiniteOutputs()
-        self.steps = StepTracker(self._step, self._called, self.outputs.add)
+        self.steps = StepTracker(self._on_step_begin, self._on_call, self.outputs.add)
         self._states = NonfiniteStates()
-        self._scalers = ScalerObserver(_tell, self.on_diagnosis)
+        self._scalers = ScalerObserver(_notify_witnesses, self.on_diagnosis)
         self._order = StepOrder(lambda: self.steps.number)
         self._diagnoses: list[ScalerDiagnosis] = []
         self._diagnosed_at = -2
@@ -128,7 +128,7 @@ class RunObserver:
             run.speeds = speeds_of(document)
 
     def _notes(self) -> list[str]:
-        """Return what was not recorded, one sentence each."""
+        """Return the events that could not be recorded, one sentence for each kind."""
         watchers = {
             "steps": self.steps.failures,
             "scalers": self._scalers.failures,
@@ -173,11 +173,11 @@ class RunObserver:
     def _model(self) -> nn.Module | None:
         return None if self._largest is None else self._largest[1]()
 
-    def _step(self, number: int) -> None:
+    def _on_step_begin(self, number: int) -> None:
         self._begins()
         self.window.begins(number)
 
-    def _called(self, module: nn.Module) -> None:
+    def _on_call(self, module: nn.Module) -> None:
         # TorchScript's tracer would record the reading of a size as an operation.
         if module in self._models or _torch.is_tracing() or any(map(is_lazy, module.parameters())):
             return
@@ -193,7 +193,7 @@ class RunObserver:
             self._ends.callback(self._monitor.detach)
 
 
-def _tell(optimizer: Optimizer, event: StepEvent) -> None:
+def _notify_witnesses(optimizer: Optimizer, event: StepEvent) -> None:
     for witness in tuple(witnesses):
         witness.on_step(optimizer, event)
 

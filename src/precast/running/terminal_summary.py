@@ -31,7 +31,7 @@ _ENDED: Final = {
     "exception": "failed",
     "interrupted": "interrupted",
 }
-_LINES_OF_A_POLICY: Final = 6  # a longer policy file is shown in the report alone
+_MOST_POLICY_LINES: Final = 6  # a longer policy file is shown in the report alone
 
 
 def summary(document: RunDocument, where: list[str]) -> str:
@@ -59,9 +59,9 @@ def said(*sentences: str) -> str:
 
 def _run(document: RunDocument) -> Iterator[str]:
     run = document.run
-    steps, after = plural(run.steps, "step"), duration(run.seconds)
+    steps, elapsed = plural(run.steps, "step"), duration(run.seconds)
     who = "" if run.rank is None else f"rank {run.rank} "
-    yield f"{who}{_ENDED[run.ended]} after {steps} in {after}, policy {run.policy.name}"
+    yield f"{who}{_ENDED[run.ended]} after {steps} in {elapsed}, policy {run.policy.name}"
     if not run.devices:
         yield "the program did not import PyTorch, so there is nothing to report on"
     elif run.traced is None:
@@ -99,7 +99,7 @@ def _first_step(document: RunDocument) -> str:
     if first is None:
         return ""
     lines = first.policy.splitlines() if first.policy else []
-    if len(lines) > _LINES_OF_A_POLICY:
+    if len(lines) > _MOST_POLICY_LINES:
         return said(f"to do first: {_plain(first.text)} The report has the policy file.")
     file = "".join(f"{' ' * len(_MARK)}    {line}".rstrip() + "\n" for line in lines)
     return said(f"to do first: {_plain(first.text)}{' Policy file:' if file else ''}") + file

@@ -87,7 +87,7 @@ class Conversion(Displayed):
     def _lines(self) -> Iterator[str]:
         yield self._card().text()
         for weight in sorted(self.weights, key=lambda weight: -weight.bytes):
-            again = f"; cast to {weight.low} at each use" if weight.low else ""
-            yield f"  {weight.name}: {weight.dtype}, {weight.bytes:,} bytes; {weight.why}{again}"
+            cast_note = f"; cast to {weight.low} at each use" if weight.low else ""
+            yield f"  {weight.name}: {weight.dtype}, {weight.bytes:,} bytes; {weight.why}{cast_note}"
         if self.extra_bytes:
             yield f"  float32 weights cost {self.extra_bytes:,} bytes more than 16-bit ones would"

@@ -1,8 +1,8 @@
-"""Comparison of a written file with its program: both run on the example, the file by the runtime that is to run it.
+"""Comparison of a written file with its program: both run on the example, the file in its own runtime.
 
 Invariants:
 
-- results are compared of files that ran here, and of no others; where a file did not run, the reason is given;
+- results are compared only if the file ran on this machine; otherwise the reason is reported;
 - the file runs as its user runs it: read from the disk, by PyTorch, AOTInductor or ONNX Runtime, without a region.
 """
 
@@ -85,13 +85,13 @@ def check_file(
     try:
         results = results_of(run(path))
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        return FileCheck(name, f"{type(error).__name__}: {first}")
+        first_line = str(error).strip().partition("\n")[0]
+        return FileCheck(name, f"{type(error).__name__}: {first_line}")
     return FileCheck(name, difference="; ".join(differences(expected, results)) or None)
 
 
 def differences(expected: Any, actual: Any) -> Iterator[str]:
-    """Yield the differences of two results in any value; tensors are named by their order, and NaN equals NaN."""
+    """Yield the differences between the tensors of two results, named by their order; NaN equals NaN."""
     ours, theirs = tensors_in(expected), tensors_in(actual)
     if len(ours) != len(theirs):
         yield f"{len(theirs)} tensors instead of {len(ours)}"
@@ -128,7 +128,7 @@ def _load_onnx(path: Path) -> Callable[..., Any]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # its errors are raised, too
+    options.log_severity_level = 4  # errors are also raised, so they need no log
     session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDER])
     names = [each.name for each in session.get_inputs()]
 

@@ -65,13 +65,13 @@ def filled(argument: Any) -> Any:
 
 
 def dtypes_of(node: Any) -> list[Any]:
-    """Return the dtypes of the tensors in the value of a node, or in those of several; None for other values."""
+    """Return the dtypes of the tensors in the value of a node or of several nodes; None for other values."""
     value = value_of(node) if isinstance(node, fx.Node) else map_arg(node, value_of)
     return [getattr(leaf, "dtype", None) for leaf in _torch.tree_leaves(value)]
 
 
 def retyped(value: Any, like: Any) -> Any:
-    """Return a value with the dtypes of the tensors in another."""
+    """Return `value` with its tensors cast to the dtypes of those in `like`."""
     leaves, spec = _torch.tree_flatten(value)
     others = _torch.tree_leaves(like)
     if len(leaves) != len(others):

@@ -30,9 +30,9 @@ __all__ = ["Chosen", "choose"]
 
 _F32: Final = torch.float32
 _SECONDS: Final = 60.0
-_ROW: Final = 1e-3
-"""The share of the cost of a step that an operation has to save to be worth a row; less in programs of many."""
-_ROWS: Final = 0.1
+_ROW_PENALTY: Final = 1e-3
+"""The share of the cost of a step that an operation has to save to be worth a row; less with many operations."""
+_TOTAL_ROW_PENALTY: Final = 0.1
 """The share that rows for all operations together have to save."""
 
 
@@ -68,7 +68,7 @@ def choose(
         errors: their errors in 16 bits.
         objective: the quantity to minimize.
         loss: the square of the relative error of the loss that all operations in 16 bits may add.
-        gradient: that of the gradient of each parameter.
+        gradient: the same for the gradient of each parameter.
         seconds: the time after which the best choice so far is taken.
 
     Raises:
@@ -106,8 +106,8 @@ class _CostTerms:
                 self.weights.setdefault(edge.weight, []).append(edge.consumer)
                 largest = self._largest.get(edge.weight, edge)
                 self._largest[edge.weight] = max(largest, edge, key=lambda each: each.elements)
-        whole = math.fsum(costs.amount(site, _F32, objective) for site in program.sites)
-        self._row = whole * min(_ROW, _ROWS / max(1, len(program.sites)))
+        total = math.fsum(costs.amount(site, _F32, objective) for site in program.sites)
+        self._row = total * min(_ROW_PENALTY, _TOTAL_ROW_PENALTY / max(1, len(program.sites)))
 
     def site(self, site: OperationSite, dtype: torch.dtype) -> float:
         """Return the cost of an operation in a dtype, with the penalty for a row."""
@@ -189,14 +189,14 @@ class _IntegerProgram:
         self._add_weights()
 
     def hold(self, sites: Collection[OperationSite]) -> None:
-        """Keep operations in float32, apart from those that write to a tensor from outside: they have its dtype."""
+        """Keep operations in float32, except those that write to a tensor from outside: they have its dtype."""
         for site in sites:
             in_place = [edge for edge in self._program.inputs(site) if edge.is_written]
             if not in_place or any(edge.producer is not None for edge in in_place):
                 self._constrain({self._x[site]: 1.0}, most=0.0)
 
     def tie(self) -> None:
-        """Give operations in place the dtype of what they write to, and those that no rule can lower their inputs'."""
+        """Give in-place operations their target's dtype, and operations that no rule can lower that of their inputs."""
         for site in self._program.sites:
             inputs = self._program.inputs(site)
             in_place = [edge for edge in inputs if edge.is_written]
@@ -261,22 +261,22 @@ class _IntegerProgram:
                 self._add_cast(self._x[edge.producer], x, up)
 
     def _add_cast(self, low: int, wide: int, cost: float) -> None:
-        """Add a cast that is paid for if one variable is 1 and the other 0."""
+        """Add a cast whose cost counts if `low` is 1 and `wide` is 0."""
         if cost > 0:
-            paid = self._add_variable(cost)
-            self._constrain({paid: 1.0, low: -1.0, wide: 1.0}, least=0.0)
+            cast_variable = self._add_variable(cost)
+            self._constrain({cast_variable: 1.0, low: -1.0, wide: 1.0}, least=0.0)
 
     def _add_weights(self) -> None:
         for weight, consumers in self._terms.weights.items():
-            paid = self._add_variable(self._terms.weight(weight))
+            cast_variable = self._add_variable(self._terms.weight(weight))
             sign = -1.0 if self._program.is_inference else 1.0
             for site in set(
                 consumers
             ):  # in inference the memory is saved only if all use it in 16 bits
-                self._constrain({paid: sign, self._x[site]: -sign}, least=0.0)
+                self._constrain({cast_variable: sign, self._x[site]: -sign}, least=0.0)
 
     def _relate(self, site: OperationSite, edge: TensorEdge, *, least: float) -> None:
-        """Make the variable of an operation at most its producer's and, by `least` of 0, equal to it."""
+        """Make the variable of an operation at most its producer's; with `least=0`, equal to it."""
         x = self._x[site]
         if edge.producer is None or edge.dtype is not None:
             is_low = float(edge.dtype is self._program.low)

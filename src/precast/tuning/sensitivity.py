@@ -6,7 +6,7 @@ same shapes) are separated last, so that the error of a group that is not halved
 operations.
 
 Invariants:
-- at most `MOST_RUNS` groups are measured, so the time grows with the model as the time of a step does;
+- at most `MOST_RUNS` groups are measured, so the total time is proportional to the time of a step;
 - errors are squares of relative errors, because those of independent roundings add up;
 - an operation that overflows under every loss scale is excluded from 16 bits.
 """
@@ -33,7 +33,7 @@ __all__ = ["MOST_RUNS", "Sensitivity", "SiteErrors", "measure_sensitivity"]
 MOST_RUNS: Final = 64
 """The most groups that are measured. To find one operation among 3,000 takes about 24."""
 _MOST_EXCESS: Final = 16.0
-"""The most times its share that the error of a group counts when groups are ordered; an overflow is infinite."""
+"""Upper limit of a group's error relative to its share, for the order of groups: an overflow's error is infinite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class SiteErrors:
 
     Attributes:
         loss: the square of the relative error of the loss; infinite where it overflows.
-        gradient: that of the gradient that changes most.
+        gradient: the square of the relative error of the gradient that changes most.
         barred: why the operation must not run in 16 bits; empty if it may.
         alone: True if it was measured alone, False if it has its share of a group's error.
         parameter: the parameter of that gradient, where the operation was measured alone.
@@ -92,7 +92,7 @@ def measure_sensitivity(
         program: the operations.
         base: the policy for everything else.
         loss: the relative error of the loss that all operations together may add.
-        gradient: that of the gradient of each parameter.
+        gradient: the relative error of each parameter's gradient that they may add.
         deadline: on `time.monotonic`'s clock; groups that are not halved by then share their errors.
         progress: called before each run with the counts of operations and runs.
     """
@@ -149,7 +149,7 @@ class _Halving:
             self._share(group, errors)
 
     def _measure(self, group: list[OperationSite], count: int) -> None:
-        """Measure a group of so many operations."""
+        """Measure a group. `count` is the number of operations in all groups."""
         errors = self._meter.errors(self.setup(group))
         self._result.runs += 1
         loss, gradient = (allowed * len(group) / count for allowed in self._allowed)
@@ -176,7 +176,7 @@ class _Halving:
 
 
 def _kind(site: OperationSite) -> object:
-    """Return what similar operations share: the operation, and the shapes of its first call."""
+    """Return a key that similar operations share: the operation, and the shapes of its first call."""
     shapes = [argument.shape for call in site.calls[:1] for argument in call.tensors]
     return site.op, tuple(shapes)
 

@@ -74,7 +74,7 @@ _last: Final = _LastSequence()
 def record_usage(
     held_parameter: HeldParameter, copy: Copy, parameter: Tensor, *, in_use: bool
 ) -> None:
-    """Record the usage context of a write. If the write was not `in_use`, keep how the copy was used before."""
+    """Record the usage context of a write. If the write was not `in_use`, keep `trains` of the last use."""
     current, previous = _usage(held_parameter, parameter), copy.usage
     if not in_use and previous is not None:
         current = UsageContext(previous.trains, *current[1:])

@@ -1,4 +1,4 @@
-"""The functions and methods that calls of a file run, and the autograd Functions among its classes.
+"""Resolution of calls to functions and methods of the same file, and the autograd Functions that the file defines.
 
 Invariants: a class is listed only if one of its bases is `torch.autograd.Function`; a decorator that is not PyTorch's
 makes a function unknown, and rules then report nothing.
@@ -45,7 +45,7 @@ NEW_CUSTOM = (
     "precast.custom_fwd",
     "precast.custom_bwd",
 )
-"""The decorators that take the device type, as a keyword."""
+"""Decorators of autograd Functions' methods that take the device type as a keyword."""
 
 CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
 
@@ -65,7 +65,7 @@ class Method:
 
 
 def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]]:
-    """The autograd Functions of a file with their methods."""
+    """Yield the autograd Functions of a file with their methods."""
     for node in source.all(cst.ClassDef):
         if any(source.origin(base.value) in _BASES for base in node.bases):
             yield node, methods_of(source, node)
@@ -73,16 +73,16 @@ def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]
 
 @once
 def methods_of(source: Source, node: cst.ClassDef) -> dict[str, Method]:
-    """The methods that a class defines once."""
+    """Return the methods of a class by name, without names that it defines more than once."""
     results: dict[str, Method] = {}
-    twice = set()
+    duplicates = set()
     for function in node.body.body:
         if isinstance(function, cst.FunctionDef):
             name = function.name.value
             if name in results:
-                twice.add(name)
+                duplicates.add(name)
             results[name] = Method(function, tuple(_decorators(source, function)))
-    return {name: method for name, method in results.items() if name not in twice}
+    return {name: method for name, method in results.items() if name not in duplicates}
 
 
 def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
@@ -90,16 +90,16 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     func = call.func if isinstance(call, cst.Call) else None
     if not isinstance(func, cst.Attribute):
         return None
-    home = _class_of_receiver(source, func)
-    if home is None:
-        other = _of_others(source, func)
-        return other or _method_of_object(source, func.value, func.attr.value)
-    if func.attr.value in source.values.attributes(home):
+    owner_class = _class_of_receiver(source, func)
+    if owner_class is None:
+        override = _method_of_subclass(source, func)
+        return override or _method_of_object(source, func.value, func.attr.value)
+    if func.attr.value in source.values.attributes(owner_class):
         return None
-    method = methods_of(source, home).get(func.attr.value)
+    method = methods_of(source, owner_class).get(func.attr.value)
     if method is not None and is_left_open(method.node):
-        if (other := _of_others(source, func)) is not None:
-            return other
+        if (override := _method_of_subclass(source, func)) is not None:
+            return override
         if any(isinstance(inner, cst.Raise) for inner in walk(method.node.body)):
             return None
     if method is None or method.decorators or method.node.asynchronous is not None:
@@ -113,12 +113,14 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
     return method.node if is_bound else None
 
 
-def _of_others(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
-    """Return the method that `self.name` runs if the class leaves it to its subclasses, and one of them defines it."""
-    home = source.values.enclosing_class(func) if dotted(func.value) == "self" else None
-    if not isinstance(home, cst.ClassDef) or not source.values.family.is_of_file(home):
+def _method_of_subclass(source: Source, func: cst.Attribute) -> cst.FunctionDef | None:
+    """Return the method that `self.name` runs if exactly one subclass in this file defines it."""
+    owner_class = source.values.enclosing_class(func) if dotted(func.value) == "self" else None
+    if not isinstance(owner_class, cst.ClassDef) or not source.values.family.is_of_file(
+        owner_class
+    ):
         return None
-    result = source.values.family.overriding(home, func.attr.value)
+    result = source.values.family.overriding(owner_class, func.attr.value)
     method = result[0] if len(result) == 1 else None
     if method is None or method.decorators or method.asynchronous is not None:
         return None
@@ -140,18 +142,18 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
     """Return the method of an object of a class of this file, if no subclass overrides it."""
     if owner is None or name not in _method_names(source):
         return None
-    home = source.values.object_class(owner)
-    if home is None:
+    owner_class = source.values.object_class(owner)
+    if owner_class is None:
         return None
     family = source.values.family
-    if family.is_overridden(home, name) or name in source.values.attributes(home):
+    if family.is_overridden(owner_class, name) or name in source.values.attributes(owner_class):
         return None
-    place: cst.ClassDef | None = home
-    if not methods_named(home, name):
-        place = family.provider(home, name)
-    if place is None:
+    provider_class: cst.ClassDef | None = owner_class
+    if not methods_named(owner_class, name):
+        provider_class = family.provider(owner_class, name)
+    if provider_class is None:
         return None
-    method = methods_of(source, place).get(name)
+    method = methods_of(source, provider_class).get(name)
     if method is None or method.decorators or method.node.decorators:
         return None
     first = method.node.params.params[:1]
@@ -162,10 +164,10 @@ def _method_of_object(source: Source, owner: Node | None, name: str) -> cst.Func
 @once
 def _method_names(source: Source) -> set[str]:
     return {
-        line.name.value
+        statement.name.value
         for node in source.all(cst.ClassDef)
-        for line in node.body.body
-        if isinstance(line, cst.FunctionDef)
+        for statement in node.body.body
+        if isinstance(statement, cst.FunctionDef)
     }
 
 
@@ -182,12 +184,12 @@ def _class_of_receiver(source: Source, func: cst.Attribute) -> cst.ClassDef | No
         return binding.node
     is_super = isinstance(owner, cst.Call) and not owner.args
     is_super = is_super and source.names.builtin(owner.func) == "super"  # type: ignore[attr-defined]
-    home = source.values.enclosing_class(func) if is_own or is_super else None
-    if not isinstance(home, cst.ClassDef):
+    owner_class = source.values.enclosing_class(func) if is_own or is_super else None
+    if not isinstance(owner_class, cst.ClassDef):
         return None
-    if is_own and methods_named(home, name):
-        return home
-    return source.values.family.provider(home, name)
+    if is_own and methods_named(owner_class, name):
+        return owner_class
+    return source.values.family.provider(owner_class, name)
 
 
 @once
@@ -205,14 +207,14 @@ def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str
     is_method = isinstance(call.func, cst.Attribute) or owner is not None
     if is_method and not source.values.handed.is_static(function):
         params = params[1:]  # self
-    plain: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
-    named: dict[str, Node] = {
+    positional: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
+    by_keyword: dict[str, Node] = {
         arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None
     }
-    value = dict(zip(params, plain, strict=False)) | named
+    arguments = dict(zip(params, positional, strict=False)) | by_keyword
     if owner is not None:
-        value["self"] = owner
-    return function, value
+        arguments["self"] = owner
+    return function, arguments
 
 
 @once
@@ -237,16 +239,16 @@ def called_function(source: Source, call: Node) -> cst.FunctionDef | None:
 def called_forward(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     """Return the `forward` that a call of a module of this file runs: `self.loss(output, target)`, `self(x)`."""
     func = call.func
-    home: Node | None = source.values.object_class(func)
+    owner_class: Node | None = source.values.object_class(func)
     if isinstance(func, cst.Name) and func.value == "self" and _is_first_parameter(source, func):
-        home = source.values.enclosing_class(func)
-    if not isinstance(home, cst.ClassDef):
+        owner_class = source.values.enclosing_class(func)
+    if not isinstance(owner_class, cst.ClassDef):
         return None
-    if not any(source.origin(base.value) in MODULES for base in home.bases):
+    if not any(source.origin(base.value) in MODULES for base in owner_class.bases):
         return None
-    if source.values.family.is_overridden(home, "forward"):
+    if source.values.family.is_overridden(owner_class, "forward"):
         return None
-    method = methods_of(source, home).get("forward")
+    method = methods_of(source, owner_class).get("forward")
     is_plain = method is not None and all(name in AUTOCASTS for _, name in method.decorators)
     return method.node if method is not None and is_plain else None
 

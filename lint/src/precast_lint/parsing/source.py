@@ -1,8 +1,7 @@
 """One parsed file, with the queries that rules use.
 
-Invariants: the tree is parsed once; the walk, the scopes and the positions are computed when first
-asked for, and positions only of the functions and lines in which something is found (those of all cost as much as
-parsing).
+Invariants: the tree is parsed once; the node index, the scopes and the positions are computed at first use. Positions
+are computed only for functions and lines with findings, because computing all of them costs as much as parsing.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Source:
     Args:
         text: the file's text.
         filename: the name in reports.
-        min_torch: the oldest PyTorch that the file is for; None: any that exists today.
+        min_torch: the oldest PyTorch version that the file must run on; None: the current one.
         codes: the selected rules; None: all. For fixes that are shared by several rules.
 
     Raises:
@@ -67,10 +66,10 @@ class Source:
         guard(text.string)
         self.module = cst.parse_module(text.string)
         self._functions: dict[Node, cst.FunctionDef | None] = {}
-        self._called: dict[tuple[str, ...], list[tuple[cst.Call, Node, Arguments]]] = {}
+        self._method_calls: dict[tuple[str, ...], list[tuple[cst.Call, Node, Arguments]]] = {}
         self.cache: dict[
             object, Any
-        ] = {}  # results that rules share, by the function that `once` wraps
+        ] = {}  # results that rules share, by the function that `once` decorates
 
     # --- the tree ---
 
@@ -90,22 +89,22 @@ class Source:
 
     @property
     def parents(self) -> dict[Node, Node]:
-        """The node around each node."""
+        """Maps each node to its parent."""
         return self._index[0]
 
     def all(self, *kinds: type[_Kind]) -> Iterator[_Kind]:
-        """All nodes of some classes, each class in the order of the text."""
+        """Yield the nodes of some classes, one class after the other, each in the order of the text."""
         for kind in kinds:
             yield from self._index[1].get(kind, ())  # type: ignore[misc]
 
     def around(self, node: Node) -> Iterator[Node]:
-        """The nodes around a node, the innermost first."""
+        """Yield the ancestors of a node, the innermost first."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def function(self, node: Node) -> cst.FunctionDef | None:
-        """The innermost function whose body (not decorators or defaults) a node is in."""
+        """Return the innermost function whose body (not decorators or defaults) contains a node."""
         if node not in self._functions:
             self._functions[node] = self._function(node)
         return self._functions[node]
@@ -118,7 +117,7 @@ class Source:
         return None
 
     def statement(self, node: Node) -> Node:
-        """The statement that a node is in: a simple line, or a compound statement."""
+        """Return the statement that contains a node: a simple line, or a compound statement."""
         if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
             return node
         return next(
@@ -141,10 +140,10 @@ class Source:
         return "'" if data.count(b"'") > data.count(b'"') else '"'
 
     def quoted(self, text: str, at: Node) -> str:
-        """A text as a literal, in marks that end no f-string around the place where it is put."""
-        around = {f.end for f in self.around(at) if isinstance(f, cst.FormattedString)}
+        """Return a string literal whose quotation marks do not end an f-string around the node `at`."""
+        outer_quotes = {f.end for f in self.around(at) if isinstance(f, cst.FormattedString)}
         marks = (self.quote, '"' if self.quote == "'" else "'")
-        mark = next((mark for mark in marks if mark not in around), self.quote)
+        mark = next((mark for mark in marks if mark not in outer_quotes), self.quote)
         return f"{mark}{text}{mark}"
 
     @cached_property
@@ -155,9 +154,9 @@ class Source:
 
     @cached_property
     def words(self) -> str:
-        """The names and texts of the code, one a line; ".name" for attributes.
+        """The names and string literals of the code, one per line; attributes as ".name".
 
-        Comments, docstrings and sentences say nothing: only a text without spaces can be a name.
+        Comments, docstrings and strings with spaces are left out, because they cannot be names.
         """
         results = [f".{n.attr.value}" for n in self.all(cst.Attribute)]
         results += [n.value for n in self.all(cst.Name)]
@@ -172,7 +171,7 @@ class Source:
         return self._spans[node]
 
     def code(self, node: Node) -> str:
-        """The text of a node."""
+        """Return the source text of a node."""
         span = self.span(node)
         return self.text.data[span.start : span.end].decode("utf-8")
 
@@ -198,31 +197,31 @@ class Source:
         return self.names.origin(node)
 
     def instance(self, node: Node | None) -> str | None:
-        """The documented dotted name of the class that an expression is an instance of, or None."""
+        """Return the documented dotted name of the class of an expression, or None."""
         return self.values.instance(node)
 
     def scope(self, node: Node) -> Scope:
-        """The scope in which an expression's names are read."""
+        """Return the scope in which the names of an expression are looked up."""
         entry = self.scopes.scope_of
         return next((entry[name] for name in walk(node) if name in entry), self.scopes.module)
 
     def calls(self, *origins: str) -> Iterator[tuple[cst.Call, Arguments]]:
-        """The calls of functions and classes, by their documented dotted names."""
+        """Yield the calls of functions and classes with one of these documented dotted names."""
         expected = frozenset(origins)
         for call in self.all(cst.Call):
             if self.origin(call.func) in expected:
                 yield call, Arguments.of(call)
 
     def methods(self, *names: str) -> Iterator[tuple[cst.Call, Node, Arguments]]:
-        """The calls `receiver.name(...)`: the call, its receiver, its arguments."""
-        if names not in self._called:
+        """Yield the calls `receiver.name(...)`: the call, its receiver, its arguments."""
+        if names not in self._method_calls:
             results = [pair for name in set(names) for pair in self._methods.get(name, ())]
-            self._called[names] = [
+            self._method_calls[names] = [
                 (call, call.func.value, Arguments.of(call))
                 for _, call in sorted(results, key=lambda pair: pair[0])
                 if isinstance(call.func, cst.Attribute)
             ]
-        return iter(self._called[names])
+        return iter(self._method_calls[names])
 
     @cached_property
     def _methods(self) -> dict[str, list[tuple[int, cst.Call]]]:
@@ -236,7 +235,7 @@ class Source:
     # --- versions, findings, fixes ---
 
     def allows(self, since: str) -> bool:
-        """Return True if a name that PyTorch has since a version may be used in this file."""
+        """Return True if this file may use a name that PyTorch has had since a version."""
         return self.min_torch is None or version(self.min_torch) >= version(since)
 
     def find(
@@ -247,10 +246,10 @@ class Source:
         fix: Fix | None = None,
         severity: Severity | None = None,
     ) -> LintFinding:
-        """A finding of a rule at a node."""
+        """Return a finding of a rule at a node."""
         span = node if isinstance(node, Span) else self.span(node)
-        answer = message or rule.message
-        return LintFinding(rule.code, rule.name, severity or rule.severity, answer, span, fix)
+        text = message or rule.message
+        return LintFinding(rule.code, rule.name, severity or rule.severity, text, span, fix)
 
     def fix(
         self,
@@ -258,7 +257,7 @@ class Source:
         *edits: Edit | Iterable[Edit],
         unsafe: bool = False,
     ) -> Fix:
-        """A fix of some edits."""
+        """Return a fix that makes some edits."""
         flat = [e for part in edits for e in ([part] if isinstance(part, Edit) else part)]
         kind = Applicability.UNSAFE if unsafe else Applicability.SAFE
         return Fix(tuple(sorted(set(flat))), message, kind)
@@ -282,7 +281,7 @@ class Source:
 def once(
     function: Callable[Concatenate[Source, _Rest], _Result],
 ) -> Callable[Concatenate[Source, _Rest], _Result]:
-    """Decorate a function of a file: it runs once for each value of its other arguments, which are positional."""
+    """Cache a function's results in its `source`, by its other arguments, which must be positional."""
 
     @wraps(function)
     def cached(source: Source, /, *args: _Rest.args, **kwargs: _Rest.kwargs) -> _Result:

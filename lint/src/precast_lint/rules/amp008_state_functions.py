@@ -24,18 +24,18 @@ def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each use of an old function."""
     if not source.allows("2.4"):
         return
-    replaced = _replaced(source)
+    patched = _patched_functions(source)
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
             continue
         match = _OLD.fullmatch(source.origin(node) or "")
         if match is None or isinstance(source.parents.get(node), cst.Attribute):
             continue
-        if match["device"] == "gpu" and match["what"] == "enabled":  # never was one
+        if match["device"] == "gpu" and match["what"] == "enabled":  # PyTorch never had it
             continue
         if is_bound_here(source, node) or is_guarded(source, node):
             continue
-        if is_listed(source, node) or match[0] in replaced:
+        if is_listed(source, node) or match[0] in patched:
             continue
         new = f"{match['verb']}_autocast_{match['what']}"
         message = RULE.message.format(old=match[0], new=f"torch.{new}")
@@ -43,8 +43,8 @@ def check(source: Source) -> Iterator[LintFinding]:
         yield source.find(RULE, node, message, fix)
 
 
-def _replaced(source: Source) -> set[str | None]:
-    """Return the functions that the file replaces by others: it has to use their old names."""
+def _patched_functions(source: Source) -> set[str | None]:
+    """Return the functions that the file patches, for which it has to use their old names."""
     targets = (assign.target for assign in source.all(cst.AssignTarget))
     return {source.origin(target) for target in targets if isinstance(target, cst.Attribute)}
 

@@ -14,7 +14,7 @@ from precast_lint.renaming.moves import is_bound_here
 
 __all__ = ["RULE"]
 
-_NEW = {
+_REPLACEMENTS = {
     "initialize": "`torch.autocast` around the forward pass, and `torch.amp.GradScaler`",
     "scale_loss": "`scaler.scale(loss).backward()`",
     "master_params": "`scaler.unscale_(optimizer)` and `model.parameters()`",
@@ -24,8 +24,8 @@ _NEW = {
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each use of a function of apex.amp in a file that does not use PyTorch's own."""
-    if _has_pytorchs(source):
+    """Yield a finding for each use of a function of apex.amp in a file without PyTorch's mixed precision."""
+    if _uses_pytorch_amp(source):
         return
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
@@ -39,12 +39,12 @@ def check(source: Source) -> Iterator[LintFinding]:
             and not is_guarded(source, node)
             and not _is_for_apex(source, node)
         ):
-            new = _NEW.get(name, "PyTorch's own autocast and gradient scaler")
+            new = _REPLACEMENTS.get(name, "PyTorch's own autocast and gradient scaler")
             yield source.find(RULE, node, RULE.message.format(old=origin, new=new))
 
 
-def _has_pytorchs(source: Source) -> bool:
-    """Return True if a file also uses PyTorch's mixed precision: then Apex is one of its options."""
+def _uses_pytorch_amp(source: Source) -> bool:
+    """Return True if a file also uses PyTorch's mixed precision, so that Apex is only an option."""
     return any(
         source.origin(node) in SCALERS or source.origin(node) in AUTOCASTS
         for node in [*source.all(cst.Attribute), *source.scopes.names]

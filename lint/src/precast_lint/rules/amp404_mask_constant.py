@@ -32,7 +32,7 @@ _WIDE = ("torch.float32", "torch.float", "torch.float64", "torch.double", "numpy
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each `masked_fill` of a product of matrices with such a number."""
+    """Yield a finding for each `masked_fill` of a product of matrices with a number beyond float16."""
     for call in source.all(cst.Call):
         fill = operation(source, call, *_FILLS)
         value = fill.get(*_FILLS[fill.name]) if fill is not None else None
@@ -42,17 +42,17 @@ def check(source: Source) -> Iterator[LintFinding]:
         if sign and _is_float16(source, fill.operand):
             fix = _fix(source, fill.operand, value, sign)
             yield source.find(RULE, value, fix=fix)
-    yield from _stored(source)
-    yield from _chosen(source)
+    yield from _in_assignments(source)
+    yield from _in_new_tensors(source)
     for product in source.all(cst.BinaryOperation):
         if not isinstance(product.operator, cst.Multiply):
             continue
         for value, other in ((product.left, product.right), (product.right, product.left)):
             if _too_large(source, value) and _is_additive(source, other):
-                yield _silent(source, value)
+                yield _silent_overflow(source, value)
 
 
-def _silent(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
+def _silent_overflow(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
     return source.find(RULE, value, _INFINITE, fix, Severity.WARNING)
 
 
@@ -60,15 +60,15 @@ def _is_additive(source: Source, mask: Node) -> bool:
     """Return True if a factor is float16: by itself, or because it gets the dtype of a product of matrices."""
     if is_half(source, mask):
         return True
-    definition = any(
+    takes_dtype = any(
         isinstance(n, cst.Attribute) and n.attr.value in ("dtype", "type_as", "ones_like")
         for inner in (mask, value_of(source, mask))
         for n in walk(inner)
     )
-    return definition and _is_float16(source, mask)
+    return takes_dtype and _is_float16(source, mask)
 
 
-def _chosen(source: Source) -> Iterator[LintFinding]:
+def _in_new_tensors(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each `torch.where(mask, scores, -1e9)` and `torch.full_like(scores, -1e9)`."""
     for call, arguments in source.calls("torch.where", "torch.full_like"):
         argument = arguments.positional
@@ -84,10 +84,10 @@ def _chosen(source: Source) -> Iterator[LintFinding]:
                 if sign and _is_float16(source, tensor):
                     named = isinstance(value, cst.Name) and number is not value
                     fix = None if named else _fix(source, tensor, number, sign)
-                    yield _silent(source, number, fix)
+                    yield _silent_overflow(source, number, fix)
 
 
-def _stored(source: Source) -> Iterator[LintFinding]:
+def _in_assignments(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each `scores[mask] = -1e9`."""
     for statement in source.all(cst.Assign):
         target = statement.targets[0].target
@@ -96,7 +96,7 @@ def _stored(source: Source) -> Iterator[LintFinding]:
             continue
         if _is_float16(source, target.value):
             fix = _fix(source, target.value, statement.value, sign)
-            yield _silent(source, statement.value, fix)
+            yield _silent_overflow(source, statement.value, fix)
 
 
 def _is_float16(source: Source, node: Node) -> bool:
@@ -107,23 +107,25 @@ def _is_product(source: Source, node: Node) -> bool:
     """Return True if a tensor is a product of matrices, and no region of another dtype computes it."""
     return (
         is_lowered(source, node)
-        and not _is_elsewhere(source, node)
-        and not _has_other_regions_alone(source)
+        and not _is_in_other_region(source, node)
+        and not _has_only_other_regions(source)
     )
 
 
-def _has_other_regions_alone(source: Source) -> bool:
+def _has_only_other_regions(source: Source) -> bool:
     dtypes = {region.dtype for region in regions(source) if region.enabled is not False}
     return bool(dtypes) and not dtypes & {None, "torch.float16"}
 
 
-def _is_elsewhere(source: Source, node: Node, depth: int = 3) -> bool:
+def _is_in_other_region(source: Source, node: Node, depth: int = 3) -> bool:
     """Return True if a tensor is computed in a region that is off, or of another dtype."""
-    bound = source.names.bindings(node)
-    arguments = [value for b in bound if depth for value in source.values.handed.whatever_to(b)]
-    if any(value is not None and _is_elsewhere(source, value, depth - 1) for value in arguments):
+    bindings = source.names.bindings(node)
+    arguments = [value for b in bindings if depth for value in source.values.handed.whatever_to(b)]
+    if any(
+        value is not None and _is_in_other_region(source, value, depth - 1) for value in arguments
+    ):
         return True
-    values = [b.value for b in bound if b.value is not None]
+    values = [b.value for b in bindings if b.value is not None]
     around = [next(regions_around(source, value), None) for value in (values or [node])]
     entries = [region for region in around if region is not None]
     return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in entries)

@@ -15,7 +15,7 @@ from precast_lint.training_step.flow_events import key
 
 __all__ = ["has_no_grad", "is_propagated"]
 
-_DEEP = 3  # functions that return what others return
+_MOST_CALLS = 3  # calls through which a returned loss is followed
 _NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 
 
@@ -23,10 +23,10 @@ def has_no_grad(source: Source, node: Node) -> bool:
     """Return True if a `with` or a decorator of a node's function switches gradients off."""
     for outer in source.around(node):
         if isinstance(outer, cst.FunctionDef):
-            definitions = [d.decorator for d in outer.decorators]
+            decorators = [d.decorator for d in outer.decorators]
             return any(
                 source.origin(d.func if isinstance(d, cst.Call) else d) in _NO_GRAD
-                for d in definitions
+                for d in decorators
             )
         if isinstance(outer, cst.With):
             items = [i.item for i in outer.items if isinstance(i.item, cst.Call)]
@@ -35,9 +35,9 @@ def has_no_grad(source: Source, node: Node) -> bool:
     return False
 
 
-def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]:
-    """Return some names, and those whose values use them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
-    definitions = set(names)
+def _with_dependents(source: Source, function: Node | None, names: set[str]) -> set[str]:
+    """Return `names`, and the names whose values use them: `total = loss + penalty`, `scaled = scaler.scale(loss)`."""
+    results = set(names)
     for assign in source.all(cst.Assign):
         assert isinstance(assign, cst.Assign)
         if source.function(assign) is not function:
@@ -46,10 +46,8 @@ def _made_of(source: Source, function: Node | None, names: set[str]) -> set[str]
             key(source, n) for n in walk(assign.value) if isinstance(n, (cst.Name, cst.Attribute))
         }
         if used & names and not used & {"item", "detach"}:
-            definitions |= {
-                key(source, t.target) or "" for t in assign.targets if _is_plain(t.target)
-            }
-    return definitions
+            results |= {key(source, t.target) or "" for t in assign.targets if _is_plain(t.target)}
+    return results
 
 
 def _is_plain(target: Node) -> bool:
@@ -58,29 +56,29 @@ def _is_plain(target: Node) -> bool:
     )
 
 
-def is_propagated(source: Source, loss: Node, depth: int = _DEEP) -> bool:
-    """Return True if `backward` is called on a loss, also scaled, by a name or as a result."""
+def is_propagated(source: Source, loss: Node, depth: int = _MOST_CALLS) -> bool:
+    """Return True if `backward` is called on a loss, also after it is scaled, assigned or returned."""
     function = source.function(loss)
     statement = source.parents.get(loss)
     while isinstance(statement, cst.BinaryOperation):  # a sum of losses
         statement = source.parents.get(statement)
     names = {"\0"}
-    if isinstance(statement, cst.Element):  # the name itself that one of several results gets
+    if isinstance(statement, cst.Element):  # one of several results of a call: its own name
         names = {key(source, loss) or ""}
     if isinstance(statement, (cst.Assign, cst.AugAssign)):
         targets = [t.target for t in statement.targets] if isinstance(statement, cst.Assign) else []
         targets = targets or [statement.target]  # type: ignore[union-attr]
         names = {key(source, target) or "" for target in targets}
-        while (more := _made_of(source, function, names)) > names:
+        while (more := _with_dependents(source, function, names)) > names:
             names = more
-    home = source.values.enclosing_class(loss)
-    selection = {name for name in names if name.startswith("self.")}
+    loss_class = source.values.enclosing_class(loss)
+    attributes = {name for name in names if name.startswith("self.")}
     for other, owner, arguments in source.methods("backward"):
         inside = [n for part in (owner, *arguments.positional) for n in walk(part)]
         used = {key(source, n) for n in inside if isinstance(n, (cst.Name, cst.Attribute))}
         if source.function(other) is function and (loss in inside or used & names):
             return True
-        if used & selection and source.values.enclosing_class(other) is home:
+        if used & attributes and source.values.enclosing_class(other) is loss_class:
             return True
     return depth > 0 and any(
         is_propagated(source, value, depth - 1) for value in _returned_to(source, loss, names)
@@ -94,8 +92,10 @@ def _returned_to(source: Source, loss: Node, names: set[str]) -> Iterator[Node]:
         return
     for value in returned_by(function):
         items = value.elements if isinstance(value, cst.Tuple) else ()
-        at = next((i for i, one in enumerate(items) if _is_made_of(source, one, loss, names)), None)
-        if at is None and (items or not _is_made_of(source, value, loss, names)):
+        at = next(
+            (i for i, one in enumerate(items) if _contains_loss(source, one, loss, names)), None
+        )
+        if at is None and (items or not _contains_loss(source, value, loss, names)):
             continue
         for call in calls_of(source, function):
             if at is None:
@@ -104,7 +104,7 @@ def _returned_to(source: Source, loss: Node, names: set[str]) -> Iterator[Node]:
                 yield from _item_of(source, call, at)
 
 
-def _is_made_of(source: Source, value: Node, loss: Node, names: set[str]) -> bool:
+def _contains_loss(source: Source, value: Node, loss: Node, names: set[str]) -> bool:
     """Return True if a returned value is a loss, or a sum with it or with its name."""
     inner = list(walk(value))
     if any(isinstance(n, cst.Attribute) and n.attr.value in ("item", "detach") for n in inner):

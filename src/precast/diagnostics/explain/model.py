@@ -26,21 +26,21 @@ __all__ = ["ModelReport", "explain_model"]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
-_WORDS = {
+_DTYPE_WORDS = {
     "lower": _LOWER,
     "keep": "its inputs' dtype",
     "promote": "the widest of its dtypes",
     "fallthrough": "what it calls decides",
 }
-_KNOWN = (
+_LEGEND = (
     "Modules of torch.nn are shown with the dtype of their operation in a region. For other modules, run the model on "
     "an example input (--example), or use precast run."
 )
-_RAN = (
+_EXAMPLE_LEGEND = (
     "Each module is shown with the operations that the example ran in it, by the dtype of their results. The model ran "
     "in evaluation mode, without gradients and without PyTorch's fused transformer kernels."
 )
-_MOST = 4  # operations of one dtype, or modules of one pattern, that a line names
+_MOST_NAMES = 4  # operations of one dtype, or modules of one pattern, that a line names
 _OPERATIONS: dict[type[nn.Module], str] = {
     nn.Linear: "linear",
     nn.Conv1d: "conv1d",
@@ -89,8 +89,8 @@ class ModelReport:
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
-        legend = Text(_KNOWN if self.ran is None else _RAN)
-        matches = [Text(_matches(*item)) for item in self.plan.matches.items() if item[1]]
+        legend = Text(_LEGEND if self.ran is None else _EXAMPLE_LEGEND)
+        matches = [Text(_match_line(*item)) for item in self.plan.matches.items() if item[1]]
         blocks: list[list[RenderableType]] = [
             [Text(head), legend],
             [_branch(root)],
@@ -108,8 +108,8 @@ class ModelReport:
             nodes[module.name] = _ModuleNode(label, module, self._row(module))
             if module.name:
                 nodes[parent].children.append(nodes[module.name])
-        for node in reversed(nodes.values()):  # those inside first
-            node.children = _runs(node.children)
+        for node in reversed(nodes.values()):  # children before their parents
+            node.children = _merge_equal(node.children)
         return nodes[""]
 
     def _row(self, module: PlannedModule) -> dict[str, Any]:
@@ -144,7 +144,9 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
     planned = plan(model, policy)
     insides = {module.name: module.inside for module in planned.modules}
     operations = {
-        name: {op: {device: _runs_in(policy, insides[name], op, device) for device in _DEVICES}}
+        name: {
+            op: {device: _dtype_in_region(policy, insides[name], op, device) for device in _DEVICES}
+        }
         for name, module in modules.items()
         if name in insides and (op := _OPERATIONS.get(type(module)))
     }
@@ -152,14 +154,14 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
     return ModelReport(planned, counts, operations, ran)
 
 
-def _runs_in(policy: Policy, inside: ModuleContext, op: str, device: str) -> str:
+def _dtype_in_region(policy: Policy, inside: ModuleContext, op: str, device: str) -> str:
     """Return the dtype of an operation in a region on a device type, in words."""
     if not inside.enabled:
         return "float32"
     rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
     if rule == "lower" and inside.dtype:
         return str(inside.dtype)
-    return "float32" if rule.startswith("fp32") else _WORDS.get(rule, rule)
+    return "float32" if rule.startswith("fp32") else _DTYPE_WORDS.get(rule, rule)
 
 
 # --- the tree ---
@@ -167,7 +169,7 @@ def _runs_in(policy: Policy, inside: ModuleContext, op: str, device: str) -> str
 
 @dataclass
 class _ModuleNode:
-    """A module, or several that are alike."""
+    """A node of the tree: a module, or several equal ones."""
 
     label: str
     module: PlannedModule
@@ -182,8 +184,8 @@ class _ModuleNode:
         return [self.row | {"name": ""}, repr(self.module.inside.state), below]
 
 
-def _runs(nodes: list[_ModuleNode]) -> list[_ModuleNode]:
-    """Return the nodes, with one node for each sequence of equal numbered ones."""
+def _merge_equal(nodes: list[_ModuleNode]) -> list[_ModuleNode]:
+    """Return the nodes, with each sequence of equal numbered nodes merged into one."""
     runs: list[list[_ModuleNode]] = []
     for node in nodes:
         if runs and _follows(node, runs[-1][-1]):
@@ -215,30 +217,30 @@ def _line(node: _ModuleNode) -> Text:
     line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
     if parameters:
         each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
-        line.append(f" {_short(parameters)}{each}", "not bold dim")
-    line.append(_behind(node.row, is_leaf=not node.children), "not bold cyan")
+        line.append(f" {_short_count(parameters)}{each}", "not bold dim")
+    line.append(_operations_text(node.row, is_leaf=not node.children), "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
-    line.append(f" {_said(module.rule)}", "not bold green")
+    line.append(f" {_rule_text(module.rule)}", "not bold green")
     reason = f": {module.rule.reason}" if module.rule.reason else ""
     return line.append(f" by {module.pattern!r}{reason}", "not bold")
 
 
-def _behind(row: dict[str, Any], *, is_leaf: bool) -> str:
+def _operations_text(row: dict[str, Any], *, is_leaf: bool) -> str:
     """Return the dtypes of the module's operations; with an example, those of the run."""
     if "ran" not in row:
         operations = row["operations"].items()
         return "".join(f" ({op} in {_by_device(devices)})" for op, devices in operations)
     if row["ran"]:
-        return f" ({'; '.join(f'{_named(ops)} in {dtype}' for dtype, ops in row['ran'].items())})"
+        return f" ({'; '.join(f'{_operation_names(ops)} in {dtype}' for dtype, ops in row['ran'].items())})"
     is_empty = row["parameters"] and is_leaf
     return " (no floating-point operation in the example)" if is_empty else ""
 
 
-def _named(ops: list[str]) -> str:
-    more = f" and {len(ops) - _MOST} more" if len(ops) > _MOST else ""
-    return ", ".join(ops[:_MOST]) + more
+def _operation_names(ops: list[str]) -> str:
+    more = f" and {len(ops) - _MOST_NAMES} more" if len(ops) > _MOST_NAMES else ""
+    return ", ".join(ops[:_MOST_NAMES]) + more
 
 
 def _by_device(devices: dict[str, str]) -> str:
@@ -248,17 +250,17 @@ def _by_device(devices: dict[str, str]) -> str:
     return ", ".join(f"{dtype} on {device}" for device, dtype in devices.items())
 
 
-def _said(rule: ModuleRule) -> str:
+def _rule_text(rule: ModuleRule) -> str:
     return str(rule).replace("lower", _LOWER, 1) if rule.dtype is Precision.LOWER else str(rule)
 
 
-def _matches(pattern: str, names: tuple[str, ...]) -> str:
-    shown = ", ".join(name or "the model" for name in names[:_MOST])
-    more = f" and {len(names) - _MOST:,} more" if len(names) > _MOST else ""
+def _match_line(pattern: str, names: tuple[str, ...]) -> str:
+    shown = ", ".join(name or "the model" for name in names[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return f"{pattern!r} matches {size(len(names), 'module')}: {shown}{more}"
 
 
-def _short(count: int) -> str:
+def _short_count(count: int) -> str:
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if count >= unit:
             return f"{count / unit:.3g}{letter}"

@@ -38,7 +38,7 @@ RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
 """The measured rules; `float8_pow2` takes as long as `float8`."""
 _SIDES: Final = {"cpu": 256, "accelerator": 4096}
 _ROUNDS: Final = 7
-_PAYS: Final = 1.1
+_MIN_SPEEDUP: Final = 1.1
 """The smallest speed of the layer relative to bfloat16 for which a rule saves time."""
 
 
@@ -74,7 +74,7 @@ class Float8Report:
                 f"{self.device} should have a float8 kernel ({self.reason}), and PyTorch refuses it for {rules}: "
                 f"{failed[0].error}."
             )
-        fast = [s.name for s in self.speeds if s.ratio is not None and s.ratio >= _PAYS]
+        fast = [s.name for s in self.speeds if s.ratio is not None and s.ratio >= _MIN_SPEEDUP]
         worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
         return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
 
@@ -98,9 +98,9 @@ class Float8Report:
 
 def float8_on(device: torch.device) -> Float8Report:
     """Report on a device, with a measurement of a second or less."""
-    impossible = reason_unsupported(device.type)
-    if impossible is not None:
-        return Float8Report(str(device), "none", impossible)
+    reason = reason_unsupported(device.type)
+    if reason is not None:
+        return Float8Report(str(device), "none", reason)
     support = support_of(device)
     side = _SIDES["cpu" if device.type == "cpu" else "accelerator"]
     with one_thread():

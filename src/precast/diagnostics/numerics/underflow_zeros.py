@@ -1,8 +1,8 @@
-"""Detection of zeros caused by underflow: a module returned zero in float16, and float32 does not give zero.
+"""Detection of zeros caused by underflow: zero in float16 where float32 gives another value.
 
 Zeros in a float16 tensor are normal: ReLU, dropout, masks and padding cause many. A zero is *lost* if the same
 operation in float32 on the same values does not return zero. In counted steps this is computed: for outputs in forward,
-and for the gradients of inputs and parameters in backward. A lost zero counts as a nonzero value on the way back, so
+and for the gradients of inputs and parameters in backward. In backward, a lost zero counts as a nonzero value, so
 the zeros that it causes in earlier modules are lost too.
 
 This covers linear layers, convolutions and elementwise activations. The use of a tensor by other code is unknown, so
@@ -33,8 +33,8 @@ _ACTIVATIONS: Final = frozenset(
     {nn.CELU, nn.ELU, nn.GELU, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.Mish}
     | {nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh}
 )
-_BELOW_ZERO_EDGE: Final = 2.0**-26
-"""Replaces a lost value, of which only an upper bound is known: float16 rounds it to zero."""
+_LOST_VALUE: Final = 2.0**-26
+"""Replaces a lost value, whose size is unknown: it is so small that float16 rounds it to zero."""
 
 
 class RepeatableCall:
@@ -67,9 +67,9 @@ class RepeatableCall:
                 return None, []
             output = self._function(x * 1 if self._wants_input else x, *wide)
             gradients = list(torch.autograd.grad(output, leaves, gradient.to(output.dtype)))
-        of_input = gradients.pop(0) if self._wants_input else None
+        input_gradient = gradients.pop(0) if self._wants_input else None
         trained = [p for p in self._parameters if p.requires_grad]
-        return of_input, list(zip(trained, gradients, strict=True))
+        return input_gradient, list(zip(trained, gradients, strict=True))
 
 
 def repeatable_call(
@@ -141,10 +141,10 @@ class LostGradients:
         if source.repeatable is not None:
             wide = gradient.float()
             if lost is not None:
-                wide = torch.where(lost, _BELOW_ZERO_EDGE, wide)
-            of_input, parameters = source.repeatable.gradients(wide)
-            if of_input is not None and source.before is not None:
-                _merge(self._arriving, source.before, of_input)
+                wide = torch.where(lost, _LOST_VALUE, wide)
+            input_gradient, parameters = source.repeatable.gradients(wide)
+            if input_gradient is not None and source.before is not None:
+                _merge(self._arriving, source.before, input_gradient)
             for parameter, of_parameter in parameters:
                 _merge(self._parameters, parameter, of_parameter)
         return None if lost is None else torch.count_nonzero(lost)

@@ -1,7 +1,7 @@
-"""Counting mode: the applications of each rule and their casts, for a few Python calls per operation.
+"""Counting mode: counts the calls under each rule and their casts, with a few Python calls per operation.
 
-Invariants: nothing below the autocast keys is counted, so explicit casts of the program and casts in backward are not.
-The counts equal those of the full trace for the same rules.
+Invariants: only operations that reach the autocast dispatch keys are counted, not the program's explicit casts or casts
+in backward. The counts equal those of the full trace for the same rules.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class RuleCounter(OperationListener):
         self.failures = failures
         self._entries: dict[tuple[int, str, str], _Entry] = {}
         self._copies: set[tuple[int, torch.dtype]] = set()
-        """The casts that PyTorch's own cache holds until the outermost region ends: id of the weight, and dtype."""
-        self._copies_since = -1
+        """The entries of PyTorch's weight cache in the current outermost region: id of the weight, and dtype."""
+        self._copies_region = -1
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count an operation."""
@@ -71,10 +71,14 @@ class RuleCounter(OperationListener):
         matches_torch = op.name in reasons.rows_of(reasons.torchs_policy(), device)
         if rule is Rule.PROMOTE and policy.mixed == "promote" and not matches_torch:
             return policy, count, None  # it casts only where the operation raises
-        casts = {Rule.LOWER: self._lowered, Rule.FP32: _raised, Rule.PROMOTE: _promoted}
+        casts = {
+            Rule.LOWER: self._count_lower_casts,
+            Rule.FP32: _count_fp32_casts,
+            Rule.PROMOTE: _count_promote_casts,
+        }
         return policy, count, casts.get(rule)
 
-    def _lowered(self, op: Operation, args: tuple[Any, ...]) -> int:
+    def _count_lower_casts(self, op: Operation, args: tuple[Any, ...]) -> int:
         """Return the number of arguments that the rule `lower` casts, without cached ones."""
         lower = op.lower_dtype()
         return sum(
@@ -91,9 +95,9 @@ class RuleCounter(OperationListener):
         if reasons.has_policy_of_precast(op.device_type):
             return regions.cache.has(leaf, dtype)
         if not leaf.requires_grad or torch.is_inference_mode_enabled():
-            return False  # PyTorch's cache takes neither
-        if self._copies_since != outermost_regions():
-            self._copies_since = outermost_regions()
+            return False  # PyTorch caches neither
+        if self._copies_region != outermost_regions():
+            self._copies_region = outermost_regions()
             self._copies.clear()
         key = id(leaf), dtype
         is_held = key in self._copies
@@ -106,11 +110,11 @@ def _is_leaf(tensor: Tensor) -> bool:
     return not _torch.is_view(tensor) and tensor.is_leaf
 
 
-def _raised(op: Operation, args: tuple[Any, ...]) -> int:
+def _count_fp32_casts(op: Operation, args: tuple[Any, ...]) -> int:
     return sum(tensor.dtype is not _F32 for tensor in _eligible(op, args))
 
 
-def _promoted(op: Operation, args: tuple[Any, ...]) -> int:
+def _count_promote_casts(op: Operation, args: tuple[Any, ...]) -> int:
     tensors = _eligible(op, args)
     wide = sum(tensor.dtype is _F32 for tensor in tensors)
     return len(tensors) - wide if wide else 0

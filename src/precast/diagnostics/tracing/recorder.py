@@ -61,7 +61,7 @@ HEAVY: Final = (
 _MOST_NODES: Final = 200_000
 _MOST_ORIGINS: Final = 8
 """The most results of one operation whose origin is recorded."""
-_MOST_AT_ONCE: Final = 64
+_MOST_NEW_NODES: Final = 64
 """The most nodes of the graph that are attributed to one operation."""
 _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Texts = tuple[str, ...]
@@ -146,55 +146,71 @@ class TraceRecorder(OperationListener):
 
     def end(self, result: Any) -> None:
         """Record the results of an operation with a rule."""
-        d = self._applications.pop()
-        remark = take_annotation()
-        if remark:
-            op, rule, reason = d.decision
-            d.decision = RuleDecision(op, rule, f"{reason}; {remark}")
-        op, rule, _ = d.decision
+        application = self._applications.pop()
+        annotation = take_annotation()
+        if annotation:
+            op, rule, reason = application.decision
+            application.decision = RuleDecision(op, rule, f"{reason}; {annotation}")
+        op, rule, _ = application.decision
         outputs = tensors_of((result,), {})
-        self._count(d, outputs)
+        self._count(application, outputs)
         island = None
         if rule is None:
-            self._note_product(TrialCall(d.op.overload, *d.call), d.place, d.inputs)
-        if d.upcasts and rule in _FP32:
-            at = CastSite(op, d.place.module, d.place.source)
-            island = self.patterns.island(at, d.op.device_type, d.policy.name, d.upcasts)
-            self.patterns.note_call(at, d.op.overload, *d.call)
-        upcast = self.patterns.carried(op, d.origins, d.upcasts)
-        if rule != Rule.LOWER and d.place.phase != "backward":
-            self.patterns.use(d.origins, upcast)
+            self._record_product(
+                TrialCall(application.op.overload, *application.call),
+                application.place,
+                application.inputs,
+            )
+        if application.upcasts and rule in _FP32:
+            at = CastSite(op, application.place.module, application.place.source)
+            island = self.patterns.island(
+                at, application.op.device_type, application.policy.name, application.upcasts
+            )
+            self.patterns.note_call(at, application.op.overload, *application.call)
+        upcast = self.patterns.carried(op, application.origins, application.upcasts)
+        if rule != Rule.LOWER and application.place.phase != "backward":
+            self.patterns.use(application.origins, upcast)
         sets_dtype = rule in (Rule.LOWER, *_FP32)
         for tensor in floating_in(outputs):
-            parent = None if sets_dtype else _parent(d.origins, tensor.dtype)
-            origin = self._put_origin(tensor, d.decision, d.place, d.inputs, parent)
+            parent = None if sets_dtype else _parent(application.origins, tensor.dtype)
+            origin = self._put_origin(
+                tensor, application.decision, application.place, application.inputs, parent
+            )
             origin.island = island
             origin.upcast = upcast if tensor.dtype is torch.float32 else None
 
     def fail(self, error: BaseException) -> None:
         """Record an error of an operation with a rule. A checkpoint ends its repetition by an error, too."""
-        d = self._applications.pop()
+        application = self._applications.pop()
         take_annotation()  # of an inner call that did not raise
-        self._count(d, [])
-        call = TrialCall(d.op.overload, *d.call)
-        attempt = FailedCall(call, d.op.device_type, d.policy, is_in_region=True)
-        add_note(error, d.decision, attempt, d.inputs, d.origins)
+        self._count(application, [])
+        call = TrialCall(application.op.overload, *application.call)
+        attempt = FailedCall(
+            call, application.op.device_type, application.policy, is_in_region=True
+        )
+        add_note(error, application.decision, attempt, application.inputs, application.origins)
 
-    def _count(self, d: _RuleApplication, outputs: list[Tensor]) -> None:
-        op, rule, _ = d.decision
-        cached = max(0, d.mismatched - d.casts) if outputs else 0
-        row = self.tally.row(d.place, d.decision, d.inputs, outputs, self._around(d.op.device_type))
+    def _count(self, application: _RuleApplication, outputs: list[Tensor]) -> None:
+        op, rule, _ = application.decision
+        cached = max(0, application.mismatched - application.casts) if outputs else 0
+        row = self.tally.row(
+            application.place,
+            application.decision,
+            application.inputs,
+            outputs,
+            self._around(application.op.device_type),
+        )
         if row is not None:
-            row.casts += d.sums.casts
-            row.cast_bytes += d.sums.cast_bytes
-            row.cast_seconds += d.sums.cast_seconds
-            row.seconds += d.sums.seconds
+            row.casts += application.sums.casts
+            row.cast_bytes += application.sums.cast_bytes
+            row.cast_seconds += application.sums.cast_seconds
+            row.seconds += application.sums.seconds
             row.cached += cached
         self.totals.cached += cached
         if rule is not None:
-            count = self.counts[op, d.op.device_type, rule]
+            count = self.counts[op, application.op.device_type, rule]
             count.calls += 1
-            count.casts += d.casts
+            count.casts += application.casts
 
     # --- operations ---
 
@@ -222,25 +238,27 @@ class TraceRecorder(OperationListener):
         has_node = _torch.next_sequence() > self._sequence
         if not self._applications:
             if has_node or not kind.is_view:
-                self._saw_alone(func, call, out, seconds, inside)
+                self._record_without_rule(func, call, out, seconds, inside)
             return
-        d = self._applications[-1]
+        application = self._applications[-1]
         self.totals.seconds += seconds
-        d.sums.seconds += seconds
+        application.sums.seconds += seconds
         if has_node:
-            self._add_nodes(d.decision.op, d.place)
+            self._add_nodes(application.decision.op, application.place)
         for cast in kind.casts(call[0], out, seconds):
-            self.tally.cast(cast, d.sums)
-            d.casts += 1
-            upcast = self._find_patterns(cast, d.decision, d.place)
+            self.tally.cast(cast, application.sums)
+            application.casts += 1
+            upcast = self._find_patterns(cast, application.decision, application.place)
             if upcast is not None:
-                d.upcasts.append(upcast)
-            self._put_origin(cast.target, d.decision, d.place, (dtype_of(cast.source),), None)
+                application.upcasts.append(upcast)
+            self._put_origin(
+                cast.target, application.decision, application.place, (dtype_of(cast.source),), None
+            )
         for cast in inside:
-            self.tally.cast_inside(cast, d.sums)
+            self.tally.cast_inside(cast, application.sums)
 
     def failed(self, func: Any, call: _Call, error: BaseException) -> None:
-        """An operation has raised."""
+        """Record an error of an operation, unless a rule is being applied."""
         tensors = floating_in(tensors_of(*call))
         if self._applications or not tensors:
             return
@@ -252,7 +270,7 @@ class TraceRecorder(OperationListener):
         attempt = FailedCall(TrialCall(func, *call), device, policy, is_in_region=is_in_region)
         add_note(error, decision, attempt, map(dtype_of, tensors), origins)
 
-    def _saw_alone(
+    def _record_without_rule(
         self,
         func: Any,
         call: _Call,
@@ -287,7 +305,7 @@ class TraceRecorder(OperationListener):
             _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
         decision = RuleDecision(kind.name, None, reason)
         inputs = tuple(map(dtype_of, tensors))
-        self._note_product(TrialCall(func, *call), place, inputs)
+        self._record_product(TrialCall(func, *call), place, inputs)
         row = self.tally.row(place, decision, inputs, outputs, around)
         if row is not None:
             row.seconds += seconds
@@ -307,7 +325,7 @@ class TraceRecorder(OperationListener):
         if not casts and len(outputs) <= _MOST_ORIGINS and place.phase != "optimizer":
             self._put_origins(decision, place, tensors, inputs, outputs)
 
-    def _note_product(self, call: TrialCall, place: CallPlace, inputs: _Texts) -> None:
+    def _record_product(self, call: TrialCall, place: CallPlace, inputs: _Texts) -> None:
         """Store the description of a call in forward that may be faster in 16 bits."""
         kind = kind_of(call.overload)
         if place.phase == "forward" and kind.base in HEAVY and set(inputs) == {"float32"}:
@@ -383,7 +401,7 @@ class TraceRecorder(OperationListener):
         if len(self._nodes) > _MOST_NODES:
             self._nodes_before, self._nodes = self._nodes, {}
         sequence = _torch.next_sequence()
-        for number in range(max(self._sequence, sequence - _MOST_AT_ONCE), sequence):
+        for number in range(max(self._sequence, sequence - _MOST_NEW_NODES), sequence):
             self._nodes[number] = op, place
         self._sequence = sequence
 

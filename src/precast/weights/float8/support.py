@@ -2,7 +2,7 @@
 
 Invariants:
 
-- `support_of` alone decides;
+- only `support_of` chooses among them;
 - the product is emulated on unknown devices. The emulation is correct everywhere, and slow.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["ProductMethod", "Support", "override_support", "reason_unsupported",
 
 _FIRST_CAPABILITY: Final = (8, 9)
 """The first compute capability of NVIDIA's GPUs with float8 matrix products (Ada)."""
-_AMD: Final = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+_AMD_WITH_KERNEL: Final = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 """AMD architectures for which PyTorch has the kernel (2.13)."""
 _WITHOUT_NEGATIVE_ZERO: Final = ("gfx940", "gfx941", "gfx942")
 """AMD architectures with the formats `float8_e4m3fnuz` and `float8_e5m2fnuz`."""
@@ -86,7 +86,7 @@ def _of_type(device_type: str) -> Support:
 def _of_gpu(index: int) -> Support:
     vendor, architecture = _torch.float8_architecture(torch.device("cuda", index))
     if vendor == "amd":
-        if architecture in _AMD:
+        if architecture in _AMD_WITH_KERNEL:
             has_fnuz = architecture in _WITHOUT_NEGATIVE_ZERO
             return Support(ProductMethod.KERNEL, f"AMD {architecture}", has_fnuz)
         return Support(ProductMethod.EMULATED, f"AMD {architecture} has no kernel for 8 bits")

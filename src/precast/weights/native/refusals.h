@@ -1,4 +1,4 @@
-// The calls with mixed dtypes that PyTorch has refused in a thread; the next such call is promoted directly.
+// Records the calls with mixed dtypes that PyTorch has refused in a thread. An equal call is then promoted directly.
 //
 // Invariants:
 // - calls with equal signatures are both refused or both accepted. A signature contains everything that PyTorch checks
@@ -83,7 +83,7 @@ class Refusals {
 
   static constexpr size_t kMost = 4096;
   ska::flat_hash_set<Signature, Hash> signatures_;
-  std::vector<bool> operations_;  // by their numbers
+  std::vector<bool> operations_;  // by operation number
 };
 
 }  // namespace precast

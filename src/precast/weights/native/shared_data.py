@@ -4,7 +4,7 @@ Invariants:
 
 - the fields of `HeldRecord` are those in `native/held.h`, in the same order, and the values of the enumerations are
   those in the C++ headers;
-- a held copy has a record also without the library, so that its fields are read in one place;
+- a held copy has a record even without the C++ library, so that its fields are read in one place;
 - Python takes a copy back before it changes the record; kernels change only the records of copies lent to them.
 """
 
