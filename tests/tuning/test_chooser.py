@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import sys
 
 import pytest
@@ -15,7 +14,7 @@ from precast.errors import MissingExtraError
 from precast.policy.policy import Rule
 from precast.tuning.chooser import choose
 from precast.tuning.costs import CallCost, ProgramCosts
-from precast.tuning.sensitivity import SiteErrors
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
 from tests.tuning.programs import F32, LOW, costs_of, programs, total_cost
 
@@ -105,7 +104,7 @@ def test_an_infinite_error_is_never_accepted():
 
 def held_back(site):
     """Return the errors of a site that overflows."""
-    return {site: SiteErrors(loss=math.inf, gradient=math.inf)}
+    return {site: PrecisionErrors()}
 
 
 @settings(max_examples=30, deadline=None)
@@ -115,7 +114,7 @@ def test_no_choice_within_the_allowed_errors_is_better(data):
     costs = data.draw(costs_of(program))
     number = st.integers(0, 9).map(float)
     errors = {
-        site: SiteErrors(loss=data.draw(number), gradient=data.draw(number))
+        site: PrecisionErrors(loss=data.draw(number), gradient=data.draw(number))
         for site in program.sites
     }
     loss, gradient = data.draw(number), data.draw(number)

@@ -21,7 +21,7 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule
 from precast.tuning import float8_products, training
 from precast.tuning.costs import CallCost
-from precast.tuning.error_meter import GroupErrors
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.float8_products import (
     Float8Choice,
     Float8Product,
@@ -168,11 +168,11 @@ def test_the_errors_of_what_is_chosen_are_measured_together(kernel: list[str]) -
     class Together:
         scale = 1.0
 
-        def errors(self, setup: Setup) -> GroupErrors:
+        def errors(self, setup: Setup) -> PrecisionErrors:
             assert setup.policy is not None
             rules = [setup.policy.resolve("linear", "cpu", name).rule for name in LAYERS]
             wrong = 1.0 if rules.count(Rule.FLOAT8) > 1 else 0.0
-            return GroupErrors(wrong, wrong)
+            return PrecisionErrors(wrong, wrong)
 
         def find_scale(self, setup: Setup) -> None: ...
 

@@ -245,7 +245,7 @@ def test_outputs_that_are_not_finite_are_an_error_although_the_metric_is() -> No
     low = Setup("low", DEFAULT.replace(ops={"cpu": {"mul": "lower"}}), torch.float16)
     errors = meter.errors(low)
     assert math.isinf(errors.gradient)
-    assert errors.failure == "an output overflows"
+    assert errors.barred == "an output overflows"
     assert meter.errors(FLOAT32) == type(errors)(0.0, 0.0)
 
 

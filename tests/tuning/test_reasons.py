@@ -7,9 +7,10 @@ import torch
 from precast.policy.policy import Policy, Rule
 from precast.tuning.chooser import Chosen
 from precast.tuning.costs import CallCost, ProgramCosts
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.policy_rows import PolicyRow, policy_of
 from precast.tuning.reasons import RowReasons
-from precast.tuning.sensitivity import Sensitivity, SiteErrors
+from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
 
 F32, LOW = torch.float32, torch.bfloat16
@@ -20,7 +21,7 @@ PROGRAM = TunedProgram(SITES, tuple(TensorEdge(None, site, 8, dtype=LOW) for sit
 COSTS = ProgramCosts({site: {F32: CallCost(2e-3, 1e-3), LOW: CallCost(1e-3)} for site in SITES})
 
 
-ERRORS = Sensitivity({TWO: SiteErrors(loss=0.0004, gradient=0.01)})
+ERRORS = Sensitivity({TWO: PrecisionErrors(loss=0.0004, gradient=0.01)})
 TOO_WRONG = "bfloat16 changes gradients by 10%, and the loss by 2%"
 
 

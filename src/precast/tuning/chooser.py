@@ -22,8 +22,8 @@ import torch
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
 from precast.tuning.costs import Objective, ProgramCosts
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.policy_rows import FLOAT32_RULES
-from precast.tuning.sensitivity import SiteErrors
 from precast.tuning.sites import DtypeChoice, OperationSite, TensorEdge, TunedProgram
 
 __all__ = ["Chosen", "choose"]
@@ -53,7 +53,7 @@ class Chosen:
 def choose(
     program: TunedProgram,
     costs: ProgramCosts,
-    errors: Mapping[OperationSite, SiteErrors],
+    errors: Mapping[OperationSite, PrecisionErrors],
     *,
     objective: Objective = "time",
     loss: float = math.inf,

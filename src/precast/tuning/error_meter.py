@@ -29,7 +29,7 @@ from precast.tuning.setups import (
 )
 from precast.tuning.words import TaskWords
 
-__all__ = ["ErrorMeter", "GroupErrors", "Results", "are_finite"]
+__all__ = ["ErrorMeter", "PrecisionErrors", "Results", "are_finite"]
 
 _NOISE: Final = 1e-2
 """A tensor that rounding changes by more than this share of itself is noise."""
@@ -43,29 +43,26 @@ Results = tuple[float, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class GroupErrors:
-    """The errors of a group of operations in 16 bits, as squares of relative errors; infinite where it overflows.
+class PrecisionErrors:
+    """The errors of operations in 16 bits, as squares of relative errors; infinite where one overflows.
 
     Attributes:
         loss: the error of the loss, or of the metric.
         gradient: the error of the gradient that changes most, or of the output.
-        parameter: the parameter of that gradient.
+        barred: why the operations must not run in 16 bits; empty if they may.
+        parameter: the parameter of that gradient; empty in a share of a group's error.
         flushed: the share of that gradient that becomes zero and is not zero in float32.
         silent: a parameter whose gradient becomes zero, so that it is not trained; empty if there is none.
-        failure: why there is nothing to compare.
+        alone: True if one operation was measured alone, False if it has its share of a group's error.
     """
 
-    loss: float
-    gradient: float
+    loss: float = math.inf
+    gradient: float = math.inf
+    barred: str = ""
     parameter: str = ""
     flushed: float = 0.0
     silent: str = ""
-    failure: str = ""
-
-    @classmethod
-    def infinite(cls, failure: str, parameter: str = "") -> GroupErrors:
-        """Return the errors of a setup that cannot be compared."""
-        return cls(math.inf, math.inf, parameter, failure=failure)
+    alone: bool = False
 
     def fits(self, loss: float, gradient: float) -> bool:
         """Return True if both errors are at most as large as these."""
@@ -82,7 +79,9 @@ class _TensorErrors:
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
         finite = expected.isfinite()
-        expected, actual = expected[finite].double(), actual[finite].double()
+        if not bool(finite.all()):
+            expected, actual = expected[finite], actual[finite]
+        expected, actual = expected.double(), actual.double()
         self.wrong += float((actual - expected).square().sum())
         self.norm += float(expected.square().sum())
         if expected.numel():
@@ -140,7 +139,7 @@ class ErrorMeter(ABC):
         finally:
             restore_buffers(point.model, point.buffers)
 
-    def errors(self, setup: Setup) -> GroupErrors:
+    def errors(self, setup: Setup) -> PrecisionErrors:
         """Return the errors under a setup; infinite where it cannot run, or a result is not finite."""
         total = 0.0
         sums = {name: _TensorErrors() for name in self._reliable}
@@ -150,25 +149,26 @@ class ErrorMeter(ABC):
             except TuningError:
                 raise
             except Exception as error:  # an operation may raise anything
-                return GroupErrors.infinite(exception_text(error))
+                return PrecisionErrors(barred=exception_text(error))
             if not math.isfinite(value):
-                return GroupErrors.infinite(f"the {self.words.value} is {value}")
+                return PrecisionErrors(barred=f"the {self.words.value} is {value}")
             total += ((value - point.value) / (abs(point.value) or 1.0)) ** 2
             for name, expected in (point.tensors or {}).items():
                 actual = tensors.get(name, torch.zeros_like(expected))
-                is_as_wide = actual.shape == expected.shape
-                if not is_as_wide or not bool((actual.isfinite() | ~expected.isfinite()).all()):
-                    text = f"{self.subject.format(name)} overflows"
-                    return GroupErrors.infinite(text, name)
+                has_shape = actual.shape == expected.shape
+                if not has_shape or not bool((actual.isfinite() | ~expected.isfinite()).all()):
+                    what = "overflows" if has_shape else "has another shape"
+                    text = f"{self.subject.format(name)} {what}"
+                    return PrecisionErrors(barred=text, parameter=name)
                 if name in sums:
                     sums[name].add(actual, expected)
         count = len(self.points)
         worst = max(sums, key=lambda name: sums[name].share, default="")
         silent = (name for name, each in sums.items() if each.flushed / count > _SILENT)
         if not worst:
-            return GroupErrors(total / count, 0.0)
+            return PrecisionErrors(total / count, 0.0)
         share, flushed = sums[worst].share, sums[worst].flushed / count
-        return GroupErrors(total / count, share, worst, flushed, next(silent, ""))
+        return PrecisionErrors(total / count, share, "", worst, flushed, next(silent, ""))
 
     def add_points(self, model: nn.Module, batches: int) -> None:
         """Record the results in float32 of the first batches on a copy.

@@ -20,9 +20,10 @@ from precast._internal.version import __version__
 from precast.policy.measured import Value, here
 from precast.report.tree import TreeNode
 from precast.tuning.costs import CallCost, Objective, ProgramCosts
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.float8_products import Float8Choice
 from precast.tuning.proof import Proof
-from precast.tuning.sensitivity import Sensitivity, SiteErrors
+from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.setups import Workload
 from precast.tuning.sites import TunedProgram
 
@@ -47,7 +48,7 @@ class SearchSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteEvidence(SiteErrors):
+class SiteEvidence(PrecisionErrors):
     """An operation of a module with its errors, and the cost of all of its calls in a step, by dtype.
 
     `costs` is empty where it was not measured.

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from precast._internal.pytree import map_tensors, tensors_in
-from precast.errors import PrecastError, PrecastWarning, TuningError
+from precast.errors import PrecastError, PrecastWarning
 from precast.policy.policy import Policy
 from precast.shipping.converted import convert
-from precast.tuning.error_meter import ErrorMeter, GroupErrors, Results
+from precast.tuning.error_meter import ErrorMeter, PrecisionErrors, Results
 from precast.tuning.memory import ResultMemory, storage_sizes
 from precast.tuning.setups import (
     FLOAT32,
@@ -34,7 +34,6 @@ from precast.tuning.setups import (
     attached,
     copy_model,
     current_time,
-    seed_all,
 )
 from precast.tuning.tasks import ModelTrial, TuningTask
 from precast.tuning.words import INFERENCE
@@ -45,30 +44,6 @@ _EXAMPLES: Final = 2
 """The batches whose calls show `convert` how the model uses its weights."""
 _BATCHES: Final = 4
 """The batches for which errors are measured."""
-
-
-def metric_of(workload: Workload, model: nn.Module, number: int, batch: Any = None) -> float:
-    """Return the metric of a batch, without gradients.
-
-    Args:
-        workload: the workload with the metric.
-        model: the model to run.
-        number: the number of the batch, which also seeds random operations.
-        batch: replaces that batch if it is not None.
-
-    Raises:
-        TuningError: the metric is not a number.
-    """
-    assert workload.metric is not None, "inference has a metric"
-    seed_all(workload.seed, number)
-    with torch.no_grad():
-        value = workload.metric(model, workload.batches[number] if batch is None else batch)
-    if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
-        return float(value)
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value)
-    raise TuningError(
-        f"metric(model, batch) returned {what}; it has to return one number, of which a smaller one is better"
-    )
 
 
 class _CallTimer:
@@ -128,7 +103,7 @@ class InferenceRun(ModelTrial):
         self.model.requires_grad_(False)
         converted = self._converted(setup.policy) if converts and setup.policy else None
         self.is_converted = converted is not None
-        self._attachment = None if self.is_converted else attached(self.model, setup, hold=True)
+        self.attachment = None if self.is_converted else attached(self.model, setup, hold=True)
         self.model = self.model if converted is None else converted
         self._timer = _CallTimer(self.model, workload.device_type)
 
@@ -141,7 +116,7 @@ class InferenceRun(ModelTrial):
             nullcontext() if self.is_converted else self.setup.region(device_type)
         )
         with region:
-            value = metric_of(self.workload, self.model, place)
+            value = self.workload.measure(self.model, place)
         whole = current_time(device_type) - start
         return value, self._timer.seconds if self._timer.count else whole
 
@@ -155,15 +130,14 @@ class InferenceRun(ModelTrial):
 
     def weight_bytes(self) -> int:
         """Return the memory of all weights and buffers, each once, with the 16-bit copies of an attachment."""
-        held = self._attachment.memory() if self._attachment is not None else 0
+        held = self.attachment.memory() if self.attachment is not None else 0
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum(storage_sizes(tensors).values()) + int(held)
 
     def close(self) -> None:
         """Remove the hooks and the policy."""
         self._timer.close()
-        if self._attachment is not None:
-            self._attachment.detach()
+        super().close()
 
     def _converted(self, policy: Policy) -> nn.Module | None:
         """Return the converted copy; None where it cannot be converted or run."""
@@ -174,7 +148,7 @@ class InferenceRun(ModelTrial):
                 model = copy_model(self.model)
                 converted: nn.Module = convert(model, policy, self.setup.dtype, example=examples)
                 for number in range(len(examples)):
-                    metric_of(self.workload, converted, number)
+                    self.workload.measure(converted, number)
         except Exception:  # the metric may also call parts of the model, which are not converted
             return None
         return converted
@@ -185,7 +159,7 @@ class InferenceRun(ModelTrial):
         with closing(_CallTimer(self.model, keeps=True)) as timer:
             for number in range(min(_EXAMPLES, len(self.workload.batches))):
                 timer.reset()
-                metric_of(self.workload, self.model, number)
+                self.workload.measure(self.model, number)
                 if timer.arguments is None:
                     raise PrecastError("the metric does not call the model itself")
                 args, kwargs = timer.arguments
@@ -239,7 +213,7 @@ class InferenceTask(TuningTask):
 
     def forward(self, model: nn.Module) -> float:
         """Return the metric of the first batch."""
-        return metric_of(self.workload, model, 0)
+        return self.workload.measure(model, 0)
 
     def needed_bytes(self, setup: Setup) -> int:
         """Return the memory of the weights and the most that results of operations take at once beside them."""
@@ -267,7 +241,7 @@ class OutputMeter(ErrorMeter):
         self.add_points(copy_model(workload.model).requires_grad_(False), _BATCHES)
         self.find_reliable(self._in_float64())
 
-    def errors(self, setup: Setup) -> GroupErrors:
+    def errors(self, setup: Setup) -> PrecisionErrors:
         """Return the errors under a setup; infinite where it cannot run, or a result is not finite."""
         return replace(super().errors(setup), parameter="", flushed=0.0, silent="")
 
@@ -278,7 +252,7 @@ class OutputMeter(ErrorMeter):
             attached(model, setup) or nullcontext(),
             setup.region(self.workload.device_type),
         ):
-            metric = metric_of(self.workload, model, number, batch)
+            metric = self.workload.measure(model, number, batch)
         outputs = [each for each in tensors_in(timer.result) if each.is_floating_point()]
         return metric, {str(place): each.detach().clone() for place, each in enumerate(outputs)}
 

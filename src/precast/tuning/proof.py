@@ -139,7 +139,7 @@ def prove(
     timed: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Proof:
-    """Compare setups with float32 and with each other until their losses and times are decided.
+    """Compare setups with float32 and with each other until their losses and, if `timed`, their times are decided.
 
     Args:
         task: opens the copies.

@@ -14,8 +14,9 @@ import torch
 from precast._internal.display import dtype_name, milliseconds, size
 from precast.tuning.chooser import Chosen
 from precast.tuning.costs import Objective, ProgramCosts
+from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.policy_rows import PolicyRow
-from precast.tuning.sensitivity import Sensitivity, SiteErrors
+from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.sites import OperationSite, TunedProgram
 from precast.tuning.words import INFERENCE, TRAINING, TaskWords
 
@@ -94,7 +95,7 @@ class RowReasons:
         return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"
 
 
-def error_text(errors: SiteErrors, *, is_inference: bool = False) -> str:
+def error_text(errors: PrecisionErrors, *, is_inference: bool = False) -> str:
     """Return the effect of 16 bits on an operation with these errors, with figures."""
     if errors.barred:
         return f"is excluded: {errors.barred}"

@@ -304,64 +304,50 @@ def _probe(
     `outside` are the positions, among its tensors, of those that no operation made, such as weights; they may stay
     float32.
     """
-    tensors = call.tensors
-    floating = [i for i, tensor in enumerate(tensors) if is_castable(tensor.dtype)]
-    probes = _Probes(call, low, device)
-    error, dtype, writes = probes.run(frozenset(floating))
-    barred, free = "", frozenset[int]()
+    positions = range(len(call.tensors))
+    floating = {i for i in positions if is_castable(call.tensors[i].dtype)}
+    error, dtype, writes = _try_call(call, floating, low, device)
+    barred, free = "", set[int]()
     if error:
-        float32_error, _, writes = probes.run(frozenset())
+        float32_error, _, writes = _try_call(call, set(), low, device)
         # A call that refuses random numbers in float32 too is not excluded.
         barred = "" if float32_error else f"raises in {dtype_name(low)}: {error}"
     elif dtype is not low:
         barred = f"gives {dtype_name(dtype)} for inputs of any dtype"
-    else:
-        free = _free_tensors(probes, floating, [i for i in floating if i in outside])
-    decides = tuple(i in floating and i not in free for i in range(len(tensors)))
-    return _ProbeResult(barred, writes, decides)
+    else:  # tensors that may be float32 beside 16-bit ones without making the result float32
+        scalars = {i for i in floating if not call.tensors[i].shape}
+        weights = floating & set(outside)
+        for tensors in (weights | scalars, weights, scalars):
+            if tensors and tensors != floating and not free:
+                error, dtype, _ = _try_call(call, floating - tensors, low, device)
+                free = set() if error or dtype is not low else tensors
+    return _ProbeResult(barred, writes, tuple(i in floating - free for i in positions))
 
 
-def _free_tensors(probes: _Probes, floating: list[int], outside: list[int]) -> frozenset[int]:
-    """Return the tensors that may be float32 beside 16-bit ones without making the result float32."""
-    scalars = [i for i in floating if not probes.call.tensors[i].shape]
-    for free in (frozenset({*outside, *scalars}), frozenset(outside), frozenset(scalars)):
-        if free and free != frozenset(floating):
-            error, dtype, _ = probes.run(frozenset(floating) - free)
-            if not error and dtype is probes.low:
-                return free
-    return frozenset()
-
-
-class _Probes:
-    """Runs of one call with some of its tensors in 16 bits."""
-
-    def __init__(self, call: CallRecord, low: torch.dtype, device: str) -> None:
-        self.low = low
-        self.call = call
-        self._device = device
-        self._function = _torch.find_overload(call.overload)
-
-    def run(self, lowered: frozenset[int]) -> tuple[str, torch.dtype | None, bool]:
-        """Return the error or "", the dtype of the result, and True if it wrote to arguments it did not return."""
-        assert self._function is not None, f"{self.call.overload} was recorded"
-        generator = torch.Generator(self._device).manual_seed(0)
-        args, kwargs = self.call.random_arguments(
-            lambda i, a: self.low if i in lowered else a.dtype, generator
-        )
-        tensors = tensors_in_order(args, kwargs)
-        before = [tensor.detach().clone() for tensor in tensors]
-        try:
-            with torch.no_grad(), torch.random.fork_rng([]):
-                result = self._function(*args, **kwargs)
-        except Exception as error:  # an operation may raise anything
-            return str(error).partition("\n")[0][:_LONGEST] or type(error).__name__, None, False
-        first = first_floating(result)
-        returned = {id(tensor) for tensor in tensors_in_order((result,), {})}
-        writes = any(
-            id(tensor) not in returned and not _are_equal(tensor, old)
-            for tensor, old in zip(tensors, before, strict=True)
-        )
-        return "", None if first is None else first.dtype, writes
+def _try_call(
+    call: CallRecord, lowered: Collection[int], low: torch.dtype, device: str
+) -> tuple[str, torch.dtype | None, bool]:
+    """Return the error or "", the dtype of the result, and True if it wrote to arguments that it did not return."""
+    function = _torch.find_overload(call.overload)
+    assert function is not None, f"{call.overload} was recorded"
+    args, kwargs = call.random_arguments(
+        lambda i, argument: low if i in lowered else argument.dtype,
+        torch.Generator(device).manual_seed(0),
+    )
+    tensors = tensors_in_order(args, kwargs)
+    before = [tensor.detach().clone() for tensor in tensors]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([]):
+            result = function(*args, **kwargs)
+    except Exception as error:  # an operation may raise anything
+        return str(error).partition("\n")[0][:_LONGEST] or type(error).__name__, None, False
+    first = first_floating(result)
+    returned = {id(tensor) for tensor in tensors_in_order((result,), {})}
+    writes = any(
+        id(tensor) not in returned and not _are_equal(tensor, old)
+        for tensor, old in zip(tensors, before, strict=True)
+    )
+    return "", None if first is None else first.dtype, writes
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:

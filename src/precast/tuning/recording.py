@@ -46,13 +46,8 @@ def record(
 ) -> TunedProgram:
     """Run a step in float32, and as often as needed in 16 bits, and return its program.
 
-    Args:
-        model: the model, of which copies run.
-        step: returns the loss of a model; it opens no region and does not call backward.
-        base: the policy whose rules the operations have.
-        low: the 16-bit dtype.
-        device: the type of the model's device.
-        is_inference: True if weights are stored in the dtypes in which they are used.
+    Copies of the model run. `step` returns the loss; it opens no region and does not call backward. `base` is the
+    policy whose rules the operations have, and `low` the 16-bit dtype.
 
     Raises:
         TuningError: the model cannot be copied.

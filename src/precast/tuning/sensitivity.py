@@ -17,44 +17,23 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
 
 from precast.policy.policy import Policy
-from precast.tuning.error_meter import ErrorMeter, GroupErrors
+from precast.tuning.error_meter import ErrorMeter, PrecisionErrors
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram
 
-__all__ = ["MOST_RUNS", "Sensitivity", "SiteErrors", "measure_sensitivity"]
+__all__ = ["MOST_RUNS", "Sensitivity", "measure_sensitivity"]
 
 MOST_RUNS: Final = 64
 """The most groups that are measured. To find one operation among 3,000 takes about 24."""
 _MOST_EXCESS: Final = 16.0
 """Upper limit of a group's error relative to its share, for the order of groups: an overflow's error is infinite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SiteErrors:
-    """The errors of one operation in 16 bits.
-
-    Attributes:
-        loss: the square of the relative error of the loss; infinite where it overflows.
-        gradient: the square of the relative error of the gradient that changes most.
-        barred: why the operation must not run in 16 bits; empty if it may.
-        alone: True if it was measured alone, False if it has its share of a group's error.
-        parameter: the parameter of that gradient, where the operation was measured alone.
-        flushed: the share of that gradient that becomes zero.
-    """
-
-    loss: float
-    gradient: float
-    barred: str = ""
-    alone: bool = False
-    parameter: str = ""
-    flushed: float = 0.0
 
 
 @dataclass
@@ -69,7 +48,7 @@ class Sensitivity:
             time or the runs were used up.
     """
 
-    sites: dict[OperationSite, SiteErrors] = field(default_factory=dict)
+    sites: dict[OperationSite, PrecisionErrors] = field(default_factory=dict)
     scale: float = 1.0
     runs: int = 0
     shared: int = 0
@@ -100,7 +79,7 @@ def measure_sensitivity(
     sites = [site for site in program.sites if not site.barred]
     for site in list(sites):
         if reason := _out_of_range(site, program.low):
-            result.sites[site] = SiteErrors(loss=math.inf, gradient=math.inf, barred=reason)
+            result.sites[site] = PrecisionErrors(barred=reason)
             sites.remove(site)
     if not sites:
         return result
@@ -125,7 +104,9 @@ class _Halving:
     _base: Policy
     _result: Sensitivity
     _allowed: tuple[float, float]
-    _queue: list[tuple[float, int, list[OperationSite], GroupErrors]] = field(default_factory=list)
+    _queue: list[tuple[float, int, list[OperationSite], PrecisionErrors]] = field(
+        default_factory=list
+    )
 
     def setup(self, group: Sequence[OperationSite]) -> Setup:
         """Return the setup with a group of operations in 16 bits, and all others in float32."""
@@ -160,18 +141,17 @@ class _Halving:
         else:
             self._share(group, errors)
 
-    def _share(self, group: Sequence[OperationSite], errors: GroupErrors) -> None:
+    def _share(self, group: Sequence[OperationSite], errors: PrecisionErrors) -> None:
         """Give each operation of a group its share of the errors."""
-        count, is_alone = len(group), len(group) == 1
-        group_note = "" if is_alone else f"; measured as one of a group of {count}"
-        each = SiteErrors(
-            loss=errors.loss / count,
-            gradient=errors.gradient / count,
-            barred="" if math.isfinite(errors.gradient) else f"{errors.failure}{group_note}",
-            alone=is_alone,
-            parameter=errors.parameter if is_alone else "",
-            flushed=errors.flushed if is_alone else 0.0,
+        count = len(group)
+        each = replace(
+            errors, loss=errors.loss / count, gradient=errors.gradient / count, alone=True
         )
+        if count > 1:
+            note = (
+                f"{errors.barred}; measured as one of a group of {count}" if errors.barred else ""
+            )
+            each = replace(each, barred=note, parameter="", flushed=0.0, silent="", alone=False)
         self._result.sites |= dict.fromkeys(group, each)
 
 

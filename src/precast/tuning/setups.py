@@ -58,6 +58,44 @@ class Workload:
     metric: Callable[[nn.Module, Any], Tensor | float] | None = None
     seed: int = 0
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch.
+
+        Raises:
+            TuningError: it is not a tensor of one floating-point number.
+        """
+        assert self.step is not None, "a training has a step"
+        loss = self.step(model, batch)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
+            return loss.reshape(())
+        raise TuningError(
+            f"step(model, batch) returned {_kind_of(loss)}; it has to return the loss, a tensor of one floating-point "
+            "number, on which backward can be called"
+        )
+
+    def measure(self, model: nn.Module, number: int, batch: Any = None) -> float:
+        """Return the metric of a batch, without gradients; `number` also seeds random operations.
+
+        Raises:
+            TuningError: it is not a number.
+        """
+        assert self.metric is not None, "there is a metric"
+        seed_all(self.seed, number)
+        with torch.no_grad():
+            value = self.metric(model, self.batches[number] if batch is None else batch)
+        if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
+            return float(value)
+        raise TuningError(
+            f"metric(model, batch) returned {_kind_of(value)}; it has to return one number, of which a smaller one is "
+            "better"
+        )
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    return f"an object of type {type(value).__name__}"
+
 
 @dataclass(frozen=True)
 class Setup:

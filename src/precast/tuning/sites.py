@@ -38,8 +38,6 @@ class TensorArgument:
     """One tensor of a call.
 
     Attributes:
-        shape: its sizes, in elements.
-        strides: in elements.
         dtype: its dtype in the float32 run.
         low: the smallest finite number in it; 0 if there is none.
         high: the largest one.
@@ -107,7 +105,6 @@ class OperationSite:
         casts_down: False if the rule `lower` is impossible, because the operation writes to its arguments: it would
             write to their 16-bit copies.
         pinned: True if rules for modules around may not reach it: it is called from elsewhere, or has two names.
-        calls: its calls.
     """
 
     module: str | None
@@ -128,7 +125,6 @@ class TensorEdge:
 
     Attributes:
         producer: the site that made them; None for weights and batches.
-        consumer: the site that gets them.
         elements: of one tensor.
         count: the number of them in a step.
         dtype: the dtype, where there is no producer or the program fixes it; else None.
@@ -166,8 +162,6 @@ class TunedProgram:
     """One training step, or one run, of a model: its sites in the order of their first calls, and their edges.
 
     Attributes:
-        sites: all sites.
-        edges: all edges.
         low: the 16-bit dtype.
         device: the device type of the rows.
         modules: the names of all modules of the model, each after those that contain it.

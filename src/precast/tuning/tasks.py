@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import nn
 
+from precast.attachment.attachment import Attachment
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import TuningError
 from precast.policy.policy import Policy
@@ -52,6 +53,7 @@ class ModelTrial(ABC):
         self.workload = workload
         self.setup = setup
         self.model = copy_model(workload.model)
+        self.attachment: Attachment | None = None
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.failure = ""
@@ -64,9 +66,10 @@ class ModelTrial(ABC):
     def values(self) -> list[float]:
         """Return the values that are compared: the final loss of a training, or the metric of each batch."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Remove the policy and hooks from the copy."""
+        """Detach the policy."""
+        if self.attachment is not None:
+            self.attachment.detach()
 
     def run(self, place: int | None = None) -> None:
         """Train or run on a batch, by default on the next one; do nothing after a failure."""

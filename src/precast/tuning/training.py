@@ -53,27 +53,6 @@ _NO_GRADIENT: Final = (
 )
 
 
-def scalar_loss(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
-    """Return the loss of a batch.
-
-    Raises:
-        TuningError: it is not a tensor of one floating-point number.
-    """
-    assert workload.step is not None, "a training has a step"
-    loss = workload.step(model, batch)
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        what = (
-            f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
-            if isinstance(loss, Tensor)
-            else repr(type(loss))
-        )
-        raise TuningError(
-            f"step(model, batch) returned {what}; it has to return the loss, a tensor of one floating-point number, "
-            "on which backward can be called"
-        )
-    return loss.reshape(())
-
-
 class Training(ModelTrial):
     """A copy of the model that is trained under one setup."""
 
@@ -92,12 +71,7 @@ class Training(ModelTrial):
         self._scaler = GradScaler(
             workload.device_type, init_scale="auto", enabled=setup.dtype is torch.float16
         )
-        self._attachment = attached(self.model, setup)
-
-    def close(self) -> None:
-        """Detach the policy."""
-        if self._attachment is not None:
-            self._attachment.detach()
+        self.attachment = attached(self.model, setup)
 
     def step(self, place: int) -> tuple[float, float]:
         """Train on the next batch, and return the loss and the seconds."""
@@ -115,7 +89,7 @@ class Training(ModelTrial):
         """Return the loss, and True if the scaler skipped the step of a finite loss."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.setup.region(self.workload.device_type):
-            loss = scalar_loss(self.workload, self.model, batch)
+            loss = self.workload.loss(self.model, batch)
         if not loss.requires_grad:
             raise TuningError(_NO_GRADIENT)
         self._scaler.scale(loss).backward()
@@ -132,14 +106,12 @@ class Training(ModelTrial):
             return [math.nan]
         workload, values = self.workload, []
         for number, batch in enumerate(workload.batches[:_EVALUATED]):
-            seed_all(workload.seed, number)
             with self.setup.region(workload.device_type):
-                value: Tensor | float = (
-                    scalar_loss(workload, self.model, batch)
-                    if workload.metric is None
-                    else workload.metric(self.model, batch)
-                )
-            values.append(float(value.detach() if isinstance(value, Tensor) else value))
+                if workload.metric is None:
+                    seed_all(workload.seed, number)
+                    values.append(float(workload.loss(self.model, batch).detach()))
+                else:
+                    values.append(workload.measure(self.model, number))
         return [math.fsum(values) / len(values)]
 
 
@@ -164,7 +136,7 @@ class TrainingTask(TuningTask):
 
     def forward(self, model: nn.Module) -> Tensor:
         """Return the loss of the first batch."""
-        return scalar_loss(self.workload, model, self.workload.batches[0])
+        return self.workload.loss(model, self.workload.batches[0])
 
     def needed_bytes(self, setup: Setup) -> int:
         """Return the bytes that autograd keeps for the backward pass of one step, without the parameters."""
@@ -233,7 +205,7 @@ class GradientMeter(ErrorMeter):
             with attached(model, setup) or nullcontext():
                 seed_all(self.workload.seed, number)
                 with setup.region(self.workload.device_type):
-                    loss = scalar_loss(self.workload, model, batch)
+                    loss = self.workload.loss(model, batch)
                 if not loss.requires_grad:
                     raise TuningError(_NO_GRADIENT)
                 (loss.float() * self._last_scale).backward()

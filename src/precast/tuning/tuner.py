@@ -258,15 +258,18 @@ class _PolicySearch:
             self._measure_errors(dtype, self._start + budget * _ERRORS * number / count)
             for number, dtype in enumerate(dtypes, 1)
         ]
-        setups: list[Setup] = []
-        presets: list[Setup] = []
-        for number, (program, errors) in enumerate(measured, 1):
-            costs = measure_costs(
+        all_costs = [
+            measure_costs(
                 program,
                 seed=self._settings.seed,
                 deadline=self._start + budget * (_ERRORS + _COSTS * number / count),
                 progress=partial(self._tell, "costs"),
             )
+            for number, (program, _) in enumerate(measured, 1)
+        ]
+        setups: list[Setup] = []
+        presets: list[Setup] = []
+        for (program, errors), costs in zip(measured, all_costs, strict=True):
             self._evidence.add_search(program, errors, costs)
             suffix = f" in {dtype_name(program.low)}" if count > 1 else ""
             meter.scale = errors.scale
@@ -276,10 +279,10 @@ class _PolicySearch:
             ]
             setups.append(replace(base, silent=meter.errors(base).silent))
             presets += [replace(other, silent=meter.errors(other).silent) for other in others]
-            tuned = self._tuned(f"tuned{suffix}", program, errors, costs)
-            if tuned.policy is not None and not _has_rules_of(tuned.policy, self._base):
-                setups.append(tuned)
-            if number == 1:
+            policy, silent = self._choose(program, errors, costs)
+            if _rules_for(policy, program) != _rules_for(self._base, program):
+                setups.append(Setup(f"tuned{suffix}", policy, program.low, silent))
+            if costs is all_costs[0]:
                 setups += [*self._float8_setups(program, setups, float8_rules)]
         return setups + presets
 
@@ -300,10 +303,10 @@ class _PolicySearch:
         )
         return program, errors
 
-    def _tuned(
-        self, name: str, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
-    ) -> Setup:
-        """Return the setup that costs least within the allowed errors.
+    def _choose(
+        self, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
+    ) -> tuple[Policy, str]:
+        """Return the policy that costs least within the allowed errors, and a parameter that it does not train.
 
         Errors that were measured in groups may add up to more where all operations run together in 16 bits.
         """
@@ -321,11 +324,10 @@ class _PolicySearch:
             )
             reasons = RowReasons(program, costs, errors, chosen, settings.objective)
             policy = policy_of(chosen.choice, program, self._base, reason=reasons)
-            setup = Setup(name, policy, program.low)
-            together = self._task.meter.errors(setup)
+            together = self._task.meter.errors(Setup("tuned", policy, program.low))
             if together.fits(loss, gradient):
                 break
-        return replace(setup, silent=together.silent)
+        return policy, together.silent
 
     def _float8_setups(
         self, program: TunedProgram, in_16_bits: Sequence[Setup], rules: Sequence[str]
@@ -441,12 +443,3 @@ def _rules_for(policy: Policy, program: TunedProgram) -> object:
     rows = {(name, rule) for name, rule in rules if rule is not Rule.KEEP}  # the same as no row
     modules = {pattern: repr(rule) for pattern, rule in policy.modules.items()}
     return policy.mixed, rows, modules
-
-
-def _has_rules_of(policy: Policy, other: Policy) -> bool:
-    """Return True if two policies have the same rules; reasons may differ."""
-    return (
-        policy.fingerprint == other.fingerprint
-        and policy.modules.keys() == other.modules.keys()
-        and all(rule.agrees_with(other.modules[name]) for name, rule in policy.modules.items())
-    )
