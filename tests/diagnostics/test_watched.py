@@ -98,6 +98,23 @@ def test_tensors_of_other_layouts_are_traced(
     trace.to_dict()
 
 
+@pytest.mark.parametrize("name", ["eigvals", "eigvalsh", "svdvals"])
+def test_values_without_vectors_have_the_same_bits_when_watched(name: str) -> None:
+    torch.manual_seed(0)
+    matrices = [
+        torch.randn(3, 3),
+        torch.randn(2, 4, 4),
+        torch.ones(3, 3),
+        torch.randn(1, 3).expand(3, 3),
+    ]
+    for matrix in matrices:
+        with torch.inference_mode():
+            expected = getattr(torch.linalg, name)(matrix)
+            with precast.trace():
+                result = getattr(torch.linalg, name)(matrix)
+        assert torch.equal(result, expected)
+
+
 def test_calls_of_operators_on_all_layouts_are_the_same_when_watched() -> None:
     """A sample: `python -m tests.diagnostics.watched` runs all operators of PyTorch's own tests."""
     draw = random.Random(PROGRAMS_SEED)

@@ -23,6 +23,8 @@ _COMPUTES_IN_FLOAT32: Final = frozenset(
     {"renorm", "renorm_", "scatter", "scatter_", "scatter_reduce", "scatter_reduce_"}
 )
 """Operations whose kernels, on some devices, convert 16-bit values to float32 and back."""
+_DEPENDS_ON_MODES: Final = frozenset({"linalg_eigvals", "linalg_eigvalsh", "linalg_svdvals"})
+"""Composites that compute vectors, too, while any dispatch mode is on, with other last bits of the values (2.13)."""
 _LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -92,9 +94,12 @@ class Kind:
     def can_open(self, args: tuple[Any, ...]) -> bool:
         """Return True if a mode can see the operations inside a call.
 
-        It cannot if a Python number is passed for a tensor, or if arguments other than tensors select the kernel.
+        It cannot if a Python number is passed for a tensor, if arguments other than tensors select the kernel, or if
+        the operation computes something else under a mode.
         """
-        return not self.selects_backend and not any(
+        if self.selects_backend or self.base in _DEPENDS_ON_MODES:
+            return False
+        return not any(
             wants and isinstance(arg, int | float | complex)
             for arg, wants in zip(args, self._wants_tensor, strict=False)
         )
