@@ -7,7 +7,7 @@ the program reports its steps itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.events import ScalerDiagnosis, StepEvent, after_step, scaler_listeners
+from precast._internal.pytree import tensors_in
 from precast.diagnostics.failures import Failures
 from precast.grad_scaler.diagnosis import diagnoses
 from precast.grad_scaler.nonfinite import NonfiniteDetails, loss_to_keep
@@ -95,7 +96,9 @@ class ScalerObserver:
         state = self._of(scaler)
         if not _torch.is_functorch_active():
             with _torch.without_dispatch():
-                new = (loss_to_keep(each) for each in _tensors(outputs) if each.is_floating_point())
+                new = (
+                    loss_to_keep(each) for each in tensors_in(outputs) if each.is_floating_point()
+                )
                 state.losses = (*state.losses, *new)[:_MOST_LOSSES]
 
     def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
@@ -176,12 +179,3 @@ class ScalerObserver:
             self._states[scaler] = _ScalerState(limits, StepHistory(_MOST_STEPS, floor=floor))
         state: _ScalerState = self._states[scaler]
         return state
-
-
-def _tensors(outputs: Any) -> Iterator[Tensor]:
-    """Yield the tensors in lists and tuples. An iterator is not read, as it yields its items only once."""
-    if isinstance(outputs, Tensor):
-        yield outputs
-    elif isinstance(outputs, list | tuple):
-        for each in outputs:
-            yield from _tensors(each)
