@@ -100,6 +100,52 @@ def test_a_bad_number_in_any_kind_of_gradient_is_found_and_named(kind: str, bad:
     assert [bits(dense(p)) for p in parameters] == before
 
 
+@pytest.fixture
+def kernel_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replace the kernel that unscales by one that refuses bfloat16, as CUDA's does; return the original."""
+    kernel = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def refusing(gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+        if gradients[0].dtype is torch.bfloat16:
+            raise NotImplementedError("\"..._unscale_cuda\" not implemented for 'BFloat16'")
+        kernel(gradients, found_inf, inverse_scale)
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", refusing)
+    monkeypatch.setattr("precast._torch.amp._kinds_without_kernel", set())
+    return kernel
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 3.0, 2.0**-40])
+@pytest.mark.parametrize("bad", [None, math.inf, -math.inf, math.nan])
+def test_bfloat16_gradients_need_no_kernel_of_their_own(
+    kernel_without_bfloat16: Any, bad: float | None, scale: float
+) -> None:
+    """All results have the bits of the kernel's, also where a finite gradient overflows when it is unscaled."""
+    spread = torch.exp2(torch.linspace(-133, 120, 35))
+    numbers = (torch.randn(7, 5) * spread.reshape(7, 5)).bfloat16()
+    gradients = [numbers.clone(), numbers.t().clone().t(), numbers[0, 0].clone(), numbers[:0]]
+    if bad is not None:
+        gradients[1][3, 2] = bad
+    inverse = torch.tensor(scale).double().reciprocal().float()
+    expected = [gradient.clone() for gradient in gradients]
+    kernel_without_bfloat16(expected, torch.zeros(()), inverse)
+    parameters = [torch.zeros_like(gradient).requires_grad_() for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    scaler, optimizer = GradScaler("cpu", init_scale=scale), torch.optim.SGD(parameters, lr=0.0)
+    for _ in range(2):  # the second time without asking the kernel
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        assert [bits(parameter.grad) for parameter in parameters] == list(map(bits, expected))
+        scaler.step(optimizer)
+        event = scaler.last_step(optimizer)
+        assert event is not None
+        assert event.skipped is not all(bool(gradient.isfinite().all()) for gradient in expected)
+        scaler.update(scale)
+
+
 @settings(max_examples=100)
 @given(
     numbers=st.lists(st.floats(-60000, 60000, width=16), min_size=1, max_size=20),

@@ -7,6 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
 import torch
 
 __all__ = [
@@ -41,9 +44,45 @@ def check_and_unscale_(
 ) -> None:
     """Multiply gradients of one device and dtype in place, and set `found_inf` to 1.0 if one is not finite.
 
-    One fused operation that does not wait for the device; no public function does both (2.13).
+    The check is before the product, which is computed in float32 and rounded once. Nothing waits for the device. The
+    kernel does both, as no public function does; that of CUDA does not take bfloat16 (2.13).
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+    kind = gradients[0].device.type, gradients[0].dtype
+    if kind not in _kinds_without_kernel:
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        except RuntimeError as error:
+            if kind[1] is not torch.bfloat16 or "not implemented for" not in str(error):
+                raise
+            _kinds_without_kernel.add(kind)  # it has not written to any gradient
+        else:
+            return
+    _check_and_unscale_apart_(gradients, found_inf, inverse_scale)
+
+
+_kinds_without_kernel: Final[set[tuple[str, torch.dtype]]] = set()
+"""Device types and dtypes whose fused kernel does not exist."""
+
+
+def _check_and_unscale_apart_(
+    gradients: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> None:
+    """Do the same as the kernel, with other operations.
+
+    The kernel for float32 checks the largest absolute value of each gradient, which is NaN if one value is. A product
+    with a float32 tensor that has dimensions is computed in float32; a tensor without any would be rounded to the
+    gradient's dtype first.
+    """
+    gradients = [gradient for gradient in gradients if gradient.numel()]
+    if not gradients:
+        return
+    largest = torch.stack(torch._foreach_norm(gradients, math.inf)).float()
+    torch._amp_foreach_non_finite_check_and_unscale_([largest], found_inf, inverse_scale)
+    factors = [
+        inverse_scale.reshape(()) if gradient.dim() == 0 else inverse_scale.reshape(1)
+        for gradient in gradients
+    ]
+    torch._foreach_mul_(gradients, factors)
 
 
 def update_scale_(
