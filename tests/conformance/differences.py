@@ -47,7 +47,7 @@ DIFFERENCES = (
     Difference(
         point="own cache",
         when_installed=False,
-        name="a region of precast's inside one of PyTorch's, same weight",
+        name="regions of precast's and PyTorch's in one outermost region, same weight",
         what="Each has a copy of its own, so their gradients are added in float32, not in 16 bits.",
         test="tests/conformance/test_differences.py::test_each_difference_is_met_by_its_program",
         anchor="weight-cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,30 @@ def test_each_difference_is_met_by_its_program(difference: Difference, system: S
     installed = system.region is TORCH.region
     expected = () if installed and not difference.when_installed else (difference.point,)
     assert explain(Case(MET[difference.point], 3), system) == expected
+
+
+CUDA, TORCHS_CUDA = replace(OURS, device="cuda"), replace(TORCHS, device="cuda")
+
+
+@on_all_systems
+@pytest.mark.parametrize(
+    ("program", "points"),
+    [
+        ((TORCHS, CUDA, LINEAR, OURS, MATMUL, GRADIENTS), ("own cache",)),
+        ((CUDA, TORCHS, LINEAR, Leave(), OURS, MATMUL, GRADIENTS), ("own cache",)),
+        ((CUDA, OURS, LINEAR, Leave(), TORCHS, MATMUL, GRADIENTS), ("own cache",)),
+        ((TORCHS_CUDA, OURS, LINEAR, Leave(), OURS, MATMUL, GRADIENTS), ("own cache",)),
+        ((TORCHS_CUDA, OURS, LINEAR, Leave(), TORCHS, MATMUL, GRADIENTS), ("own cache",)),
+        ((CUDA, OURS, LINEAR, Leave(), OURS, MATMUL, GRADIENTS), ()),
+        ((OURS, LINEAR, CUDA, TORCHS, MATMUL, GRADIENTS), ()),
+        ((TORCHS, LINEAR, CUDA, TORCHS, MATMUL, GRADIENTS), ()),
+    ],
+)
+def test_regions_for_another_device_change_no_cache_and_may_keep_one(
+    program: Program, points: tuple[str, ...], system: System
+) -> None:
+    installed = system.region is TORCH.region
+    assert explain(Case(program, 3), system) == (() if installed else points)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.point)

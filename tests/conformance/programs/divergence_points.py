@@ -8,7 +8,7 @@ repair drops what PyTorch's cache lost with it, and leaves what is under test: w
 |---|---|
 | "written" | a leaf with another version or other memory than before the step, or that a fused optimizer wrote |
 | "dtype" | an operation, or a checkpoint in backward, in a region of another dtype than that of the operation before |
-| "own cache" | a region of precast's inside one of PyTorch's: another one than the operation before was in |
+| "own cache" | an operation that uses another weight cache than the one before it in the same outermost region |
 | "re-entered" | a region object that is entered while it is open |
 """
 
@@ -73,7 +73,7 @@ class DivergencePoints:
         self._open: list[tuple[Region | GradMode, int]] = []
         self._entries = 0
         self._dtype: torch.dtype | None = None
-        self._cache = 0
+        self._cache: tuple[int, int] | None = None
         self._leaves = self._fingerprints()
 
     def meets(self, point: str, what: Any = None) -> bool:
@@ -116,11 +116,19 @@ class DivergencePoints:
                 self.meets("dtype", self._dtype)
 
     def _look_at_cache(self) -> None:
-        """Which cache the next operation uses: PyTorch's is 0, and each outermost region of precast's has its own."""
+        """Note an operation that uses another weight cache than the operation before it.
+
+        Inside a region of precast's for the CPU that is precast's cache, elsewhere PyTorch's, whatever regions for
+        other devices are open. PyTorch's is emptied at the end of the outermost region, precast's at the end of the
+        outermost one of precast's, and those may be for another device.
+        """
         opened = [(step, number) for step, number in self._open if isinstance(step, Region)]
-        ours = [number for step, number in opened if not step.torchs]
-        before, self._cache = self._cache, ours[0] if ours else 0
-        if opened and opened[0][0].torchs and before != self._cache:
+        if not any(step.device == "cpu" for step, _ in opened):
+            return  # no copy is made, and none is freed
+        ours = [(step.device, number) for step, number in opened if not step.torchs]
+        is_ours = any(device == "cpu" for device, _ in ours)
+        before, self._cache = self._cache, (opened[0][1], ours[0][1] if is_ours else 0)
+        if before is not None and before[0] == self._cache[0] and before != self._cache:
             self.meets("own cache")
 
     def _fingerprints(self) -> dict[int, Fingerprint]:
