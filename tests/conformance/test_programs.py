@@ -6,6 +6,7 @@ again. Other programs than these run with `python -m tools.conformance`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from tests.conformance.programs.compare import (
     same,
 )
 from tests.conformance.programs.draw import Kind, cases, drawn
+from tests.conformance.programs.operations import IN_PLACE, SIDE
 from tests.conformance.programs.run import Found, State, run
 from tests.conformance.programs.steps import (
     Case,
@@ -108,6 +110,30 @@ FOUND: dict[str, Program] = {
 def test_programs_that_once_differed(name: str, system: System) -> None:
     report = compare([Case(FOUND[name], 0)], [system])
     assert report.equal[system.name] == 1, report
+
+
+@pytest.fixture
+def _four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_four_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_write_to_its_own_operand_repeats_its_result(name: str, dtype: torch.dtype) -> None:
+    numbers, outcomes = torch.randn(SIDE, SIDE, dtype=dtype), set()
+    for _ in range(100):
+        tensor = numbers.clone()
+        try:
+            IN_PLACE[name](tensor, tensor)
+        except RuntimeError:
+            outcomes.add("refused")
+        else:
+            outcomes.add(str(tensor.tolist()))
+    assert len(outcomes) == 1
 
 
 @on_all_systems

@@ -210,6 +210,14 @@ def _add_to_columns(t: Tensor, u: Tensor) -> None:
     t[:, 1:3] += u[:, :2]
 
 
+def _copies(*operands: Tensor) -> list[Tensor]:
+    """Copies, for operations that do not refuse operands in the memory that they write (PyTorch 2.13).
+
+    Their threads read what others have written, so that PyTorch does not repeat its own results.
+    """
+    return [operand.clone() for operand in operands]
+
+
 IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "add_": lambda t, u: t.add_(u),
     "sub_": lambda t, u: t.sub_(u, alpha=0.5),
@@ -231,7 +239,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "addcmul_": lambda t, u: t.addcmul_(u, u, value=0.5),
     "lerp_": lambda t, u: t.lerp_(u, 0.3),
     "addmm_": lambda t, u: t.addmm_(u, u),
-    "addmv_": lambda t, u: t[0].addmv_(u, u[0]),
+    "addmv_": lambda t, u: t[0].addmv_(*_copies(u, u[0])),
     "addbmm_": lambda t, u: t.addbmm_(u[None], u[None]),
     "baddbmm_": lambda t, u: t[None].baddbmm_(u[None], u[None]),
     "index_add_": lambda t, u: t.index_add_(0, torch.tensor([2]), u[:1]),
@@ -247,7 +255,7 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "addmm out=": lambda t, u: torch.addmm(u, u, u, out=t),
     "cat out=": lambda t, u: torch.cat([u[:2], u[2:]], out=t),
     "stack out=": lambda t, u: torch.stack([u[0], u[1], u[2], u[3]], out=t),
-    "linear out=": lambda t, u: torch.ops.aten.linear.out(u, u, out=t),
+    "linear out=": lambda t, u: torch.ops.aten.linear.out(*_copies(u, u), out=t),
     "foreach_mul_": lambda t, u: torch._foreach_mul_([t], 0.5),
     "of the detached": lambda t, u: t.detach().mul_(0.75),
 }
