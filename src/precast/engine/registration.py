@@ -145,7 +145,6 @@ def _load_native() -> None:
         api = NativeApi(
             loaded.functions,
             unversioned_writes.check_within_region,
-            _torch.is_capturing,
             unversioned_writes.USES_BETWEEN_CHECKS,
         )
         operations = Library("precast_native", "IMPL")

@@ -150,9 +150,8 @@ PRECAST_API const char* precast_error() {
 }
 
 // Called once, after the library is loaded.
-PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int uses_between_checks) {
+PRECAST_API void precast_begin(void (*compare)(), int uses_between_checks) {
   Process::compare = compare;
-  Process::is_capturing = is_capturing;
   Process::uses_between_checks = uses_between_checks;
   pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
 }
@@ -161,7 +160,6 @@ PRECAST_API void precast_begin(void (*compare)(), int (*is_capturing)(), int use
 PRECAST_API void precast_end() {
   Process::finalizing = true;
   Process::compare = nullptr;
-  Process::is_capturing = nullptr;
   ThreadState::here().copies.clear();
 }
 

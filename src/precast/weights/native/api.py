@@ -28,10 +28,9 @@ OUTERMOST, ONE_OF_SEVERAL = 2, 1
 """Results of `leave`: the thread's outermost region has ended; or other regions entered by the library are open."""
 
 _Compare: Final = ctypes.CFUNCTYPE(None)
-_IsCapturing: Final = ctypes.CFUNCTYPE(ctypes.c_int)
 _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
     "error": (ctypes.c_char_p, []),
-    "begin": (None, [_Compare, _IsCapturing, ctypes.c_int]),
+    "begin": (None, [_Compare, ctypes.c_int]),
     "end": (None, []),
     "device": (ctypes.c_int, [ctypes.c_char_p]),
     "record_torch_kernel": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p]),
@@ -155,25 +154,19 @@ class NativeApi:
     Args:
         library: the loaded library.
         compare: compares a held copy with its parameter; called every `uses_between_checks` operations.
-        is_capturing: returns True while a CUDA graph is being captured.
         uses_between_checks: the number of operations that take weights between two comparisons.
     """
 
     def __init__(
-        self,
-        library: ctypes.PyDLL,
-        compare: Callable[[], None],
-        is_capturing: Callable[[], bool],
-        uses_between_checks: int,
+        self, library: ctypes.PyDLL, compare: Callable[[], None], uses_between_checks: int
     ) -> None:
         self._functions: dict[str, Any] = {}
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, f"precast_{name}")
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
-        # C++ calls these objects, so they must live as long as the library.
-        self._callbacks = _Compare(compare), _IsCapturing(is_capturing)
-        self._functions["begin"](*self._callbacks, uses_between_checks)
+        self._compare = _Compare(compare)  # C++ calls it, so it must live as long as the library
+        self._functions["begin"](self._compare, uses_between_checks)
         atexit.register(self._functions["end"])
         python = map(_address, ("Py_IncRef", "Py_DecRef", "PyLong_FromLong", "PyLong_AsVoidPtr"))
         self._functions["set_python_functions"](*python, None)

@@ -349,7 +349,7 @@ class _BuildJob:
         if sys.platform == "darwin":
             return ["-undefined", "dynamic_lookup"]
         # PyTorch is loaded before the library, so these are found by name: the file contains no folder of this machine.
-        return [f"-L{self.torch.folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+        return [f"-L{self.torch.folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"]
 
     def _run(self, command: Sequence[str]) -> None:
         try:

@@ -1,6 +1,7 @@
 // The kernels at the Autocast keys; see kernel.h.
 #include "kernel.h"
 
+#include "capture.h"
 #include "torch_api.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -72,10 +73,8 @@ class WeightSearch {
       return;
     }
     dtype_ = at::autocast::get_autocast_dtype(device);
-    if (is_held_ && device != c10::DeviceType::CPU) {
-      const auto is_capturing = Process::is_capturing.load();
-      captures_ = is_capturing != nullptr && is_capturing() != 0;  // a graph keeps its inputs even if the weights change
-    }
+    // A graph keeps its inputs even if the weights change, so Python decides for each weight.
+    captures_ = is_held_ && device == c10::DeviceType::CUDA && may_be_captured();
   }
 
   bool is_on() const {

@@ -142,7 +142,6 @@ struct Process {
   static inline std::atomic<bool> is_watched{false};                           // a trace is open
   static inline std::atomic<void (*)()> compare{nullptr};  // compares a held copy with its parameter
   static inline int uses_between_checks = 0;  // operations that take weights, set by `precast_begin`
-  static inline std::atomic<int (*)()> is_capturing{nullptr};
   static inline std::mutex lock;
   static inline std::atomic<bool> records_casts{false};
   static inline std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> casts;
