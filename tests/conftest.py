@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from precast import _torch
+from precast.diagnostics.tracing import facts, trials
 from precast.engine.compile_guards import NO_GUARD_ID
 from precast.engine.thread_state import regions
 from precast.weights import held
@@ -76,6 +77,13 @@ def _what_is_printed_is_plain() -> Iterator[None]:
         for name in ("COLUMNS", "FORCE_COLOR", "LINES"):
             environment.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture
+def faster_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every trial of a trace's advice measures a saving, whatever the machine is busy with."""
+    saving = trials.TrialSaving(1e-3, 2e-3, 3e-3)
+    monkeypatch.setattr(facts, "measure_saving", lambda *_, **__: saving)
 
 
 @pytest.fixture(autouse=True)

@@ -313,8 +313,8 @@ KEEP_THE_DTYPE: Final = Cure(
 )
 LOWER_THE_ISLAND: Final = Cure(
     "trace: lower an island",
-    "all results of an operation in float32 are cast to 16 bits and used in no other way, and a trial on tensors of "
-    "the same shapes was faster in 16 bits each time; the policy is not one that tune chose",
+    "all results of an operation in float32 are cast to 16 bits and used in no other way, and in a trial on tensors of "
+    "the same shapes, runs in 16 bits were faster; the policy is not one that tune chose",
     "If the results stay good enough, run {op} in 16 bits on {device}, by the rule lower in a policy file: in forward "
     "that saved {saved} a call when it was tried.",
 )
@@ -330,16 +330,15 @@ ONE_REGION: Final = Cure(
 )
 REGION_AROUND: Final = Cure(
     "trace: a region around it",
-    "a product of matrices or a convolution ran in float32 outside of all regions, and a trial on tensors of the same "
-    "shapes was faster in 16 bits each time, its casts included",
+    "a product of matrices or a convolution ran in float32 outside of all regions, and in a trial on tensors of the "
+    "same shapes, runs in 16 bits were faster, casts included",
     'Open the region around it, too: with precast.autocast("{device}"): ... In forward that saved {saved} a call when '
     "it was tried.",
 )
 RULE_FOR_IT: Final = Cure(
     "trace: a rule for it",
-    "a product of matrices or a convolution ran in float32 in a region whose policy has no rule for it, and a trial on "
-    "tensors of the same shapes was faster in 16 bits each time, its casts included; the policy is not one that tune "
-    "chose",
+    "a product of matrices or a convolution ran in float32 in a region whose policy has no rule for it, and in a trial "
+    "on tensors of the same shapes, runs in 16 bits were faster, casts included; the policy is not one that tune chose",
     "Have {op} run in 16 bits on {device}, by the rule lower in a policy file: in forward that saved {saved} a call "
     "when it was tried.",
 )

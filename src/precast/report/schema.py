@@ -164,7 +164,7 @@ class FindingCost:
     share: float | None = None
     """The share of the traced time."""
     low: float | None = may_be_missing(is_left_out=True)
-    """The smallest share of the time of one traced step, or in one run of a trial."""
+    """The smallest share of the time of one traced step, or in one run of a trial that was not interrupted."""
     high: float | None = may_be_missing(is_left_out=True)
     """The largest such share."""
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import random
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,6 @@ from precast.report.schema import Finding
 
 def of_kind(trace: Trace, kind: str) -> list[Finding]:
     return [finding for finding in trace.findings if finding.kind == kind]
-
-
-@pytest.fixture
-def faster_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trial finds that 16 bits are faster, whatever this machine does."""
-    monkeypatch.setattr(
-        facts, "measure_saving", lambda *_, **__: trials.TrialSaving(1e-3, 2e-3, 3e-3)
-    )
 
 
 def pasted(file: str | None, folder: Path) -> Policy:
@@ -326,15 +321,56 @@ def test_a_trial_measures_what_a_call_saves(monkeypatch: pytest.MonkeyPatch) -> 
 
     def saved(**seconds: float) -> trials.TrialSaving | None:
         by_dtype = {getattr(torch, name): each for name, each in seconds.items()}
-        call = trials.describe_call(torch.ops.aten.exp.default, (torch.ones(2).bfloat16(),), {})
-        assert call is not None
-        slow = call._replace(overload=Slow(by_dtype))
-        return trials.measure_saving(slow, torch.bfloat16, returns=torch.bfloat16)
+        return _tried(Slow(by_dtype))
 
     assert saved(float32=0.02, bfloat16=0.01) == pytest.approx((0.01, 0.01, 0.01))
     assert saved(float32=0.01, bfloat16=0.0099) is None, "less than the noise"
     assert saved(float32=0.01, bfloat16=0.02) is None
     assert saved(float32=0.4, bfloat16=0.1) is None, "too slow to be tried"
+
+
+def _tried(call: Callable[[Tensor], Tensor]) -> trials.TrialSaving | None:
+    """The saving of a function in bfloat16, tried as if it were an operation."""
+    described = trials.describe_call(torch.ops.aten.exp.default, (torch.ones(2).bfloat16(),), {})
+    assert described is not None
+    return trials.measure_saving(
+        described._replace(overload=call), torch.bfloat16, returns=torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "seconds", "is_certain"),
+    [((0,), 0.3, True), ((3, 4, 9, 16), 0.05, True), ((3, 4, 9, 11, 16), 0.05, False)],
+)
+def test_a_few_runs_that_other_programs_interrupt_hide_no_saving(
+    interrupted: tuple[int, ...],
+    seconds: float,
+    is_certain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, runs = [0.0], itertools.count()
+    monkeypatch.setattr(trials, "perf_counter", lambda: now[0])
+
+    def call(x: Tensor) -> Tensor:
+        is_low = x.dtype is torch.bfloat16
+        now[0] += 0.001 if is_low else 0.002
+        if is_low and next(runs) in interrupted:  # the first run is not measured
+            now[0] += seconds
+        return x
+
+    expected = pytest.approx((0.001, 0.001, 0.001)) if is_certain else None
+    assert _tried(call) == expected
+
+
+def test_noise_alone_is_no_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, draw = [0.0], random.Random(0)
+    monkeypatch.setattr(trials, "perf_counter", lambda: now[0])
+
+    def call(x: Tensor) -> Tensor:
+        now[0] += draw.uniform(0.001, 0.01)
+        return x
+
+    assert sum(_tried(call) is not None for _ in range(300)) <= 6
 
 
 def test_what_cannot_run_again_without_side_effects_is_not_tried() -> None:
@@ -418,7 +454,8 @@ class Block(nn.Module):
         return self.outside(y)
 
 
-def test_alike_blocks_share_their_findings() -> None:
+def test_alike_blocks_share_their_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "measure_saving", lambda *_, **__: None)
     model = nn.Sequential(*(Block() for _ in range(3)))
     model(torch.ones(4, 8))
     with precast.trace(model) as one_block:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import accumulate
+from math import comb
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -30,12 +32,14 @@ __all__ = [
 ]
 
 _MOST_ELEMENTS: Final = 2**26
-_PAIRS: Final = 7
+_PAIRS: Final = 20
 _FEWEST_PAIRS: Final = 3
 _LEAST: Final = 0.05
-"""The smallest share of a call's time that each pair of runs must save."""
+"""The smallest share of a call's time that a pair of runs must save."""
+_CHANCE: Final = 1 / 128
+"""The largest probability that a change which saves time in half of all pairs is taken for a saving."""
 _MOST_SECONDS: Final = 0.5
-"""A trial of slow calls has fewer pairs of runs, and is omitted below `_FEWEST_PAIRS`."""
+"""A trial of slow calls has fewer pairs of runs, and no result below `_FEWEST_PAIRS`."""
 
 
 class _TensorLayout(NamedTuple):
@@ -55,7 +59,10 @@ class TrialCall(NamedTuple):
 
 
 class TrialSaving(NamedTuple):
-    """The time that one call saves, in seconds: the smallest, the median and the largest of several pairs of runs."""
+    """The time that one call saves, in seconds: the smallest, the median and the largest of pairs of runs.
+
+    As many of the smallest and of the largest are omitted as another program may have interrupted.
+    """
 
     low: float
     middle: float
@@ -148,15 +155,32 @@ def _measured(
     wide = torch.float32
     current, changed = (wide, returns or wide), (dtype, returns or wide)
     with torch.inference_mode():
-        first = seconds(*current) + seconds(*changed)
-        pairs = min(_PAIRS, int(_MOST_SECONDS / first))
-        if pairs < _FEWEST_PAIRS:
+        start = perf_counter()
+        seconds(*current), seconds(*changed)  # the first runs also allocate and compile
+        if perf_counter() - start > _MOST_SECONDS:
             return None
-        times = [(seconds(*current), seconds(*changed)) for _ in range(pairs)]
+        times: list[tuple[float, float]] = []
+        start = perf_counter()
+        while len(times) < _PAIRS and perf_counter() - start < _MOST_SECONDS:
+            times.append((seconds(*current), seconds(*changed)))
+    pairs = len(times)
+    if pairs < _FEWEST_PAIRS:
+        return None
     differences = sorted(before - after for before, after in times)
-    is_certain = differences[0] > _LEAST * min(before for before, _ in times)
-    middle = differences[pairs // 2]
-    return TrialSaving(differences[0], middle, differences[-1]) if is_certain else None
+    outliers = _allowed_outliers(pairs)
+    low, middle, high = (differences[i] for i in (outliers, pairs // 2, pairs - 1 - outliers))
+    is_certain = low > _LEAST * min(before for before, _ in times)
+    return TrialSaving(low, middle, high) if is_certain else None
+
+
+def _allowed_outliers(pairs: int) -> int:
+    """Return how many pairs of runs may save nothing, because another program interrupted one of the runs.
+
+    It is the largest number with which a coin, thrown once for each pair, would pass with at most the probability
+    `_CHANCE`; 0 for few pairs.
+    """
+    passing = accumulate(comb(pairs, tails) for tails in range(pairs))
+    return max(0, sum(count <= _CHANCE * (1 << pairs) for count in passing) - 1)
 
 
 def _in_own_thread(run: Callable[[], Any]) -> Any:
