@@ -210,6 +210,7 @@ def assert_same(one: Outcome, other: Outcome) -> None:
         (torch.float32, torch.bfloat16, torch.float32),
         (torch.float32, torch.float32, torch.float32),
         (torch.float16, torch.bfloat16, torch.float32),
+        (torch.float16, torch.float16, torch.float32),
     ],
 )
 def test_the_dtypes_of_norms_on_cuda(

@@ -161,7 +161,8 @@ class _Mixed(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         low = self.layer(x)
         added = torch.index_add(x, 0, torch.tensor([0, 1]), low[:2])
-        return torch.dot(low[0], x[0]), added, torch.cat([low, x]), F.linear(x.double(), x)
+        halves = [torch.cat([x.to(dtype)] * 2) for dtype in (torch.float16, torch.bfloat16)]
+        return torch.dot(low[0], x[0]), added, torch.cat([low, x]), F.linear(x.double(), x), *halves
 
 
 class _Composite(nn.Module):

@@ -24,7 +24,16 @@ from precast.policy.policy import Rule
 from tests.support import op_samples
 from tests.support.op_samples import Sample
 
-__all__ = ["consistent_rules", "map_tensors", "torch_region"]
+__all__ = [
+    "Outcome",
+    "by_hand",
+    "consistent_rules",
+    "in_dtypes",
+    "map_tensors",
+    "observe",
+    "on_device",
+    "torch_region",
+]
 
 _LOW = torch.bfloat16
 _PATTERNS: tuple[tuple[torch.dtype, ...], ...] = (
@@ -38,10 +47,11 @@ _PATTERNS: tuple[tuple[torch.dtype, ...], ...] = (
 )
 
 
-class _Outcome(NamedTuple):
-    """The kernels that ran, each with its dtypes, and the error if there was one."""
+class Outcome(NamedTuple):
+    """The kernels that ran, each with its dtypes; the results' dtypes, sizes and devices; the error's first line."""
 
     kernels: list[tuple[object, ...]]
+    results: list[object]
     error: str
 
 
@@ -55,7 +65,7 @@ def consistent_rules(name: str, device: str) -> set[Rule]:
     rules = set(Rule) - {Rule.KEEP, Rule.FALLTHROUGH}
     for sample in op_samples.samples(name):
         for pattern in _PATTERNS:
-            rules = _still_consistent(rules, name, device, _in_dtypes(sample, pattern))
+            rules = _still_consistent(rules, name, device, in_dtypes(sample, pattern))
     return rules
 
 
@@ -88,11 +98,9 @@ def map_tensors(convert: Callable[[Tensor], Tensor], sample: Sample) -> Sample:
 def _still_consistent(rules: set[Rule], name: str, device: str, sample: Sample) -> set[Rule]:
     with _tensors_on(device) as fake, torch.no_grad():
         if fake is not None:
-            sample = map_tensors(
-                lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), sample
-            )
+            sample = map_tensors(lambda t: on_device(t, device), sample)
         with torch_region(device):
-            seen = _watch(name, sample)
+            seen = observe(lambda: op_samples.call(name, sample))
         return {rule for rule in rules if _explains(rule, name, sample, seen)}
 
 
@@ -100,15 +108,15 @@ def _tensors_on(device: str) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if device == "cpu" else FakeTensorMode()
 
 
-def _explains(rule: Rule, name: str, sample: Sample, seen: _Outcome) -> bool:
+def _explains(rule: Rule, name: str, sample: Sample, seen: Outcome) -> bool:
     if rule is Rule.BANNED:
         return "unsafe to autocast" in seen.error
     if rule is Rule.PROMOTE and _torch_cannot_promote(sample):
         return "Unexpected floating ScalarType" in seen.error
-    by_hand = _by_hand(rule, name, sample)
-    if by_hand is None:
+    cast = by_hand(rule, name, sample)
+    if cast is None:
         return False
-    expected = _watch(*by_hand)
+    expected = observe(lambda: op_samples.call(*cast))
     casts = max(len(seen.kernels) - len(expected.kernels), 0)
     return (
         seen.error == expected.error
@@ -117,15 +125,25 @@ def _explains(rule: Rule, name: str, sample: Sample, seen: _Outcome) -> bool:
     )
 
 
-def _watch(name: str, sample: Sample) -> _Outcome:
-    """Run an operation and note the kernels below autograd, with the dtypes that they get."""
+def observe(call: Callable[[], Any]) -> Outcome:
+    """Run a call and record the kernels below autograd, with the dtypes of their arguments."""
     with _Recorder() as recorder:
         try:
-            op_samples.call(name, sample)
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+            results = torch.utils._pytree.tree_leaves(call())
+        except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
             # A kernel that refuses its dtypes says so in the first line.
-            return _Outcome(recorder.kernels, f"{type(error).__name__}: {error}".split("\n")[0])
-    return _Outcome(recorder.kernels, "")
+            first = f"{type(error).__name__}: {error}".split("\n")[0]
+            return Outcome(recorder.kernels, [], first)
+    return Outcome(recorder.kernels, [_metadata(value) for value in results], "")
+
+
+def on_device(tensor: Tensor, device: str) -> Tensor:
+    """Return a new tensor on a device with the same sizes, strides and dtype."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _metadata(value: object) -> object:
+    return (value.dtype, value.shape, value.device) if isinstance(value, Tensor) else value
 
 
 class _Recorder(TorchDispatchMode):
@@ -144,14 +162,16 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _by_hand(rule: Rule, name: str, sample: Sample) -> tuple[str, Sample] | None:
-    """What to call outside a region to get the rule's effect; None where it has none."""
+def by_hand(
+    rule: Rule, name: str, sample: Sample, lower: torch.dtype = _LOW
+) -> tuple[str, Sample] | None:
+    """The operation and arguments that outside a region have the rule's effect; None where it has none."""
     if rule in (Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE):
         return _with_dtype(rule, name, sample)
     dtype = {
-        Rule.LOWER: _LOW,
+        Rule.LOWER: lower,
         Rule.FP32: torch.float32,
-        Rule.PROMOTE: torch.float32 if torch.float32 in _dtypes(sample) else _LOW,
+        Rule.PROMOTE: lower if set(_dtypes(sample)) <= {lower} else torch.float32,
     }.get(rule)
     if dtype is None:
         return name, sample
@@ -179,7 +199,7 @@ def _with_dtype(rule: Rule, name: str, sample: Sample) -> tuple[str, Sample] | N
     return None
 
 
-def _in_dtypes(sample: Sample, pattern: tuple[torch.dtype, ...]) -> Sample:
+def in_dtypes(sample: Sample, pattern: tuple[torch.dtype, ...]) -> Sample:
     """The sample with its floating tensors in the dtypes of the pattern, taken in turn."""
     dtypes = itertools.cycle(pattern)
     return map_tensors(lambda t: t.to(next(dtypes)) if t.is_floating_point() else t, sample)

@@ -33,6 +33,7 @@ from precast.weights.float8.formats import Recipe
 __all__ = ["kernel_for", "with_attempt", "with_note", "with_promotion"]
 
 _F32: Final = torch.float32
+_F64: Final = torch.float64
 _ABOUT_DTYPES: Final = re.compile(
     r"[dD]types?\b|dtype|[Ss]calar ?[Tt]ype|(same|result|input|different|mixed) types?\b|not implemented for '"
     r"|\b(Half|BFloat16|Float|Double)\b"
@@ -130,9 +131,9 @@ def _promote(op: Operation) -> Kernel:
                 widest = _F32
             elif tensor.dtype is not lower:
                 raise RuntimeError(
-                    f"Unexpected floating dtype {tensor.dtype} for {op.name} in a {lower} region: "
-                    f"the rule 'promote' knows {lower} and torch.float32. Cast it first, or use a "
-                    'policy with mixed = "promote".'
+                    "Unexpected floating ScalarType in at::autocast::prioritize\n"
+                    f"{op.name} got {tensor.dtype} in a {lower} region: the rule 'promote' accepts {lower} and "
+                    'torch.float32. Cast it first, or use a policy with mixed = "promote".'
                 )
         return op.call_cast(_cast_to(widest, op.eligible), args, kwargs)
 
@@ -171,14 +172,17 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
 }
 
 
-def with_promotion(op: Operation, inner: Kernel) -> Kernel:
-    """Run `inner`; if it raises on mixed floating dtypes, rerun with all of them in the widest."""
+def with_promotion(op: Operation, rule: Rule, inner: Kernel) -> Kernel:
+    """Run `inner`, the kernel of `rule`; if it raises on mixed floating dtypes, rerun with all of them in the widest.
+
+    The rule `promote` mixes the tensors' dtypes with the region's.
+    """
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return inner(keyset, args, kwargs)
         except RuntimeError as error:
-            return retry_promoted(op, error, args, kwargs)
+            return retry_promoted(op, error, args, kwargs, rule is Rule.PROMOTE)
 
     return run
 
@@ -205,9 +209,15 @@ def with_attempt(op: Operation, torch_kernel: DispatcherKernel) -> Kernel:
 
 
 def retry_promoted(
-    op: Operation, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: Operation,
+    error: RuntimeError,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mixes_with_region: bool = False,
 ) -> Any:
     """Rerun `op` with its floating tensors in their widest dtype; raise `error` if that cannot help.
+
+    With `mixes_with_region`, a dtype that is neither the region's nor float32 or float64 is widened by the region's.
 
     Only for errors about dtypes: after another error, the operation may have done a part of its work. PyTorch's own
     operations check dtypes before they write. For others this is unknown, so those that write arguments run once.
@@ -216,6 +226,8 @@ def retry_promoted(
         raise error
     promotable = functools.partial(_promotable, op)
     floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
+    if mixes_with_region and not floating <= {_F32, _F64, op.lower_dtype()}:
+        floating.add(op.lower_dtype())
     if len(floating) < 2 or thread_state(op.device_type).state.has_attempts():
         raise error
     try:

@@ -401,7 +401,7 @@ def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kerne
     kernel = reference_kernels.kernel_for(rule, op)
     if base.rule is Rule.BANNED and rule is not Rule.BANNED:
         kernel = reference_kernels.with_note(op, f"banned by PyTorch, ran as '{rule}'", kernel)
-    return reference_kernels.with_promotion(op, kernel) if retries else kernel
+    return reference_kernels.with_promotion(op, rule, kernel) if retries else kernel
 
 
 def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
@@ -417,7 +417,8 @@ def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> boo
 def promotes(policy: Policy, base: TorchKernel, rule: Rule) -> bool:
     """Return True if an operation that raises on mixed floating dtypes is rerun in the widest of them."""
     unpromoted = Rule.BANNED, Rule.FALLTHROUGH
-    return policy.mixed == "promote" and rule not in unpromoted and base.op.takes_several
+    can_mix = base.op.takes_several or (rule is Rule.PROMOTE and base.compiled)  # with the region's
+    return policy.mixed == "promote" and rule not in unpromoted and can_mix
 
 
 _numbers: Final[dict[tuple[str, str], int]] = {}
@@ -501,6 +502,7 @@ def _compile(base: TorchKernel) -> None:
         device_type=op.device_type,
         number=number,
         takes_weights=base.rule is Rule.LOWER,
+        mixes_with_region=base.rule is Rule.PROMOTE,
         keeps_autocast_on=not base.compiled,
     )
 

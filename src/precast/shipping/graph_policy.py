@@ -77,12 +77,25 @@ class Treatment:
         kernel: writes the operation according to the rule; None for an operation without a kernel at its autocast key,
             which runs unchanged, while the policy acts on the operations that it calls.
         retries: True if an operation that raises on mixed floating dtypes is repeated in the widest of them.
-        computes: True if the kernel consists of other operations, each of which is written.
+        rule: the rule of `kernel`.
     """
 
     kernel: Kernel | None
     retries: bool
-    computes: bool = False
+    rule: Rule = Rule.FALLTHROUGH
+
+    @property
+    def computes(self) -> bool:
+        """True if the kernel consists of other operations, each of which is written."""
+        return self.rule in FLOAT8_RULES
+
+    def mixes(self, here: RegionState, values: Any) -> bool:
+        """Return True if the operation has several floating dtypes to promote; `promote` counts the region's as one."""
+        own = (t for t in tensors_in(values) if t.device.type == here.device_type)
+        dtypes = {t.dtype for t in own if t.is_floating_point()}
+        if self.rule is Rule.PROMOTE and not dtypes <= {here.dtype, torch.float32, torch.float64}:
+            dtypes.add(here.dtype)
+        return len(dtypes) > 1
 
 
 def acting_region(precisions: Precisions, args: Any) -> RegionState | None:
@@ -129,7 +142,7 @@ def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
     if retries and rule is Rule.PROMOTE and not native.compiled:
         return Treatment(None, retries=True)
     op = written_operation(here, overload, run)
-    return Treatment(reference_kernels.kernel_for(rule, op), retries, rule in FLOAT8_RULES)
+    return Treatment(reference_kernels.kernel_for(rule, op), retries, rule)
 
 
 def written_operation(here: RegionState, overload: OpOverload, run: Run) -> Operation:

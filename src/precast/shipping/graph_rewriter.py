@@ -155,7 +155,7 @@ class GraphRewriter:
         writer = OperationWriter(self, node)
         planned = treatment(here, overload, writer.run)
         writer.writes_all = planned.computes
-        if planned.retries and _is_mixed(here, (args, kwargs)):
+        if planned.retries and planned.mixes(here, (args, kwargs)):
             return self._retried(node, here, planned, writer, precisions)
         if planned.kernel is None:
             if _torch.selects_operations_by_value(overload):
@@ -179,7 +179,7 @@ class GraphRewriter:
         op = written_operation(here, overload, writer.run)
         if planned.kernel is not None:
             writer.finds_errors = True
-            kernel = reference_kernels.with_promotion(op, planned.kernel)
+            kernel = reference_kernels.with_promotion(op, planned.rule, planned.kernel)
             with writer:
                 return writer.nodes(kernel(None, args, kwargs))
         error = dtype_errors.error_of(overload, args, kwargs)
@@ -419,8 +419,3 @@ def _check_writable(here: RegionState, overload: OpOverload, values: Any) -> Non
             f"{name} calls operations that the policy {here.policy.name!r} has rules for, and its values decide which: "
             f"a graph cannot contain that. {cures.EXPORT_RULE(name=name)}"
         )
-
-
-def _is_mixed(here: RegionState, values: Any) -> bool:
-    own = (t for t in tensors_in(values) if t.device.type == here.device_type)
-    return len({t.dtype for t in own if t.is_floating_point()}) > 1

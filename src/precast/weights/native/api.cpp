@@ -197,6 +197,7 @@ PRECAST_API int64_t precast_register(
     int device,
     int64_t number,
     int takes_weights,
+    int mixes_with_region,
     int keeps_autocast_on) {
   return catch_errors([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
@@ -204,6 +205,7 @@ PRECAST_API int64_t precast_register(
     const auto torch_kernel = torch_kernels.find(key_of(name, overload, key));
     Operation operation = operation_of(op, number, static_cast<c10::DeviceType>(device), dispatch_key);
     operation.takes_weights = takes_weights != 0;
+    operation.mixes_with_region = mixes_with_region != 0;
     operation.keeps_autocast_on = keeps_autocast_on != 0;
     auto kernel = std::make_unique<Kernel>(
         operation,

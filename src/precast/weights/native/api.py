@@ -44,6 +44,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
             ctypes.c_int64,
             ctypes.c_int,
             ctypes.c_int,
+            ctypes.c_int,
         ],
     ),
     "deregister": (None, [ctypes.c_int64]),
@@ -238,6 +239,7 @@ class NativeApi:
         device_type: str,
         number: int,
         takes_weights: bool,
+        mixes_with_region: bool,
         keeps_autocast_on: bool,
     ) -> None:
         """Register a compiled kernel above the present Python kernel of an operation at an autocast key."""
@@ -249,6 +251,7 @@ class NativeApi:
                 self.device(device_type),
                 number,
                 takes_weights,
+                mixes_with_region,
                 keeps_autocast_on,
             )
         )

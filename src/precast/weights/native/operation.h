@@ -18,6 +18,7 @@ struct Operation {
   c10::DeviceType device;
   c10::DispatchKey key;
   bool takes_weights = false;      // its tensors are replaced by casts
+  bool mixes_with_region = false;  // PyTorch's rule is `promote`, which counts the region's dtype among the tensors'
   bool keeps_autocast_on = false;  // for the operations inside: PyTorch has no kernel here that disables it
   bool writes = false;             // it writes an argument
   bool takes_several = false;      // it can have several tensors, and so mixed dtypes

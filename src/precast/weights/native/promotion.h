@@ -6,6 +6,7 @@
 #pragma once
 
 #include "operation.h"
+#include "torch_api.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -28,17 +29,23 @@ void for_each_tensor(const c10::IValue& argument, const Visit& visit) {
   }
 }
 
-// The floating dtypes of an operation's tensors on its device.
+// The floating dtypes of an operation's tensors on its device, and the region's dtype if that widens one of them.
 class Dtypes {
  public:
   Dtypes(const Operation& operation, const c10::IValue* arguments) {
     for (const size_t slot : operation.tensors) {
       for_each_tensor(arguments[slot], [&](const at::Tensor& tensor) {
-        const uint64_t bit = uint64_t{1} << static_cast<int>(tensor.scalar_type());
+        const uint64_t bit = bit_of(tensor.scalar_type());
         if ((bit & kFloating) != 0 && tensor.unsafeGetTensorImpl()->device_type() == operation.device) {
           bits_ |= bit;
         }
       });
+    }
+    if (C10_UNLIKELY(operation.mixes_with_region)) {
+      const uint64_t lower = bit_of(at::autocast::get_autocast_dtype(operation.device));
+      if ((bits_ & ~(lower | bit_of(at::kFloat) | bit_of(at::kDouble))) != 0) {
+        bits_ |= lower;
+      }
     }
   }
 
@@ -49,6 +56,10 @@ class Dtypes {
   at::ScalarType widest() const;
 
  private:
+  static uint64_t bit_of(at::ScalarType dtype) {
+    return uint64_t{1} << static_cast<int>(dtype);
+  }
+
   static_assert(static_cast<int>(at::ScalarType::NumOptions) <= 64);
   static inline const uint64_t kFloating = [] {
     uint64_t bits = 0;
