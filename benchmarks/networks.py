@@ -28,6 +28,7 @@ __all__ = [
     "decoder",
     "demo",
     "mlp",
+    "resnet50",
     "transformers_gpt2",
 ]
 
@@ -99,6 +100,33 @@ def convolutional(width: int = 32, batch: int = 16, side: int = 32) -> Network:
         drawn,
         _cross_entropy,
         {"network": "convolutional", "width": width, "batch": batch},
+    )
+
+
+def resnet50(batch: int = 64, side: int = 224) -> Network:
+    """ResNet-50 of torchvision in channels_last.
+
+    Raises:
+        MissingExtraError: torchvision is not installed.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        raise MissingExtraError("torchvision is not installed: pip install torchvision")
+    from torchvision.models import resnet50 as make
+
+    def drawn(_: int) -> Batch:
+        images = torch.randn(batch, 3, side, side).to(memory_format=torch.channels_last)
+        return images, torch.randint(_CLASSES, (batch,))
+
+    def model() -> nn.Module:
+        network: nn.Module = make(num_classes=_CLASSES)
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    return Network(
+        f"ResNet-50, {batch}x3x{side}x{side}",
+        model,
+        drawn,
+        _cross_entropy,
+        {"network": "ResNet-50", "batch": batch},
     )
 
 

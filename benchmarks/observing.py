@@ -8,6 +8,7 @@ now and then; what it costs at its default interval is made of a step that it do
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
+from precast.diagnostics.hardware.machine import synchronize
 from precast.diagnostics.numerics.monitoring import DEFAULT_EVERY
 
 __all__ = ["BASELINE", "CASES", "HEALTH", "ROUNDS", "TARGETS", "WATCHES", "run"]
@@ -46,31 +48,40 @@ WATCHES: dict[str, RunObserver] = {
 
 
 def run(
-    *, rounds: int = ROUNDS, cases: tuple[tuple[int, int], ...] = CASES, width: int = WIDTH
+    *,
+    rounds: int = ROUNDS,
+    cases: tuple[tuple[int, int], ...] = CASES,
+    width: int = WIDTH,
+    device: torch.device | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each case and each way to watch."""
     for batch, length in cases:
         network = networks.decoder(width, batch, length)
-        comparison = compare(_variants(network), rounds=rounds, calls=2, untimed=_UNTIMED)
+        variants = _variants(network, device or torch.device("cpu"))
+        comparison = compare(variants, rounds=rounds, calls=2, untimed=_UNTIMED)
         for name in comparison.rounds:
             times = comparison.median(name) * 1e3, comparison.spread(name) * 1e3
             yield _row(network, name, times, comparison.ratio(name, BASELINE))
         yield _row(network, HEALTH, (None, None), _at_default_interval(comparison))
 
 
-def _variants(network: Network) -> dict[str, Variant]:
-    model, [(inputs, target)] = network.seeded(torch.device("cpu"), 1)
+def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
+    model, [(inputs, target)] = network.seeded(device, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> None:
-        with precast.autocast("cpu", dtype=torch.bfloat16):
+        with precast.autocast(device.type, dtype=torch.bfloat16):
             loss = network.loss(model(inputs), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    watched = {name: _watched(step, watch, model, optimizer) for name, watch in WATCHES.items()}
-    return {BASELINE: Variant(step), **watched, "ended": Variant(step)}
+    finish = partial(synchronize, device)
+    watched = {
+        name: _watched(step, watch, model, optimizer, finish) for name, watch in WATCHES.items()
+    }
+    plain = Variant(step, finish=finish)
+    return {BASELINE: plain, **watched, "ended": plain}
 
 
 def _at_default_interval(comparison: Comparison) -> tuple[float, float]:
@@ -96,7 +107,11 @@ def _row(
 
 
 def _watched(
-    step: Callable[[], None], watch: RunObserver, model: Any, optimizer: torch.optim.Optimizer
+    step: Callable[[], None],
+    watch: RunObserver,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    finish: Callable[[], None],
 ) -> Variant:
     """The step while something watches; what that takes to begin and end is not timed."""
     open_now: list[Any] = []
@@ -108,4 +123,4 @@ def _watched(
     def end() -> None:
         open_now.pop().__exit__(None, None, None)
 
-    return Variant(step, begin, end)
+    return Variant(step, begin, end, finish)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
 from benchmarks.sections import put
 from benchmarks.tables import about
+from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["Search", "cost", "searches", "waits"]
+__all__ = ["Search", "cost", "rows_on", "searches", "waits"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaler.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.scaler --write -->\n", "<!-- end of figures -->"
@@ -39,16 +41,26 @@ _OPTIMIZERS: dict[str, dict[str, bool]] = {
 }
 
 
+_CPU = torch.device("cpu")
+
+
 class Steps:
     """Scale, step and update, over and over, on gradients that are there."""
 
-    def __init__(self, scaler: Any, optimizer: dict[str, bool], count: int, side: int) -> None:
+    def __init__(
+        self,
+        scaler: Any,
+        optimizer: dict[str, bool],
+        count: int,
+        side: int,
+        device: torch.device = _CPU,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
-        numbers = torch.randn(2 * count, side, side, generator=generator)
+        numbers = torch.randn(2 * count, side, side, generator=generator).to(device)
         self._parameters = [torch.nn.Parameter(n.clone()) for n in numbers[:count]]
         self._gradients = [n.clone() for n in numbers[count:]]
         self._optimizer = torch.optim.Adam(self._parameters, **optimizer)  # type: ignore[arg-type]
-        self._scaler, self._loss = scaler, torch.ones(())
+        self._scaler, self._loss = scaler, torch.ones((), device=device)
 
     def __call__(self) -> None:
         self._scaler.scale(self._loss)
@@ -58,17 +70,41 @@ class Steps:
         self._scaler.update()
 
 
-def cost(*, rounds: int = 31, calls: int = 20, count: int = 200, side: int = 8) -> list[list[str]]:
+def cost() -> list[list[str]]:
     """A row for each optimizer: ratio of a step under precast's scaler to one under PyTorch's."""
-    rows = []
+    return [
+        [
+            f"{row['case']}, {row['parameters']} parameters",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_iqr']:.2f}",
+        ]
+        for row in rows_on(_CPU)
+    ]
+
+
+def rows_on(
+    device: torch.device, *, rounds: int = 31, calls: int = 20, count: int = 200, side: int = 8
+) -> Iterator[dict[str, Any]]:
+    """For each optimizer the time of a step under precast's scaler, its ratio to PyTorch's, and the values read."""
     for name, optimizer in _OPTIMIZERS.items():
-        variants = {
-            kind: Variant(Steps(make("cpu", 1.0), optimizer, count, side))
+        steps = {
+            kind: Steps(make(device.type, 1.0), optimizer, count, side, device)
             for kind, make in _SCALERS.items()
         }
-        ratio, spread = compare(variants, rounds=rounds, calls=calls).ratio("precast", "torch")
-        rows.append([f"{name}, {count} parameters", f"{ratio:.2f}", f"{spread:.2f}"])
-    return rows
+        variants = {
+            kind: Variant(step, finish=partial(synchronize, device)) for kind, step in steps.items()
+        }
+        result = compare(variants, rounds=rounds, calls=calls)
+        ratio, spread = result.ratio("precast", "torch")
+        waits = {f"waits_{kind}": _waits_of(step, 10) for kind, step in steps.items()}
+        yield {
+            "case": name,
+            "parameters": count,
+            "median_ms": result.median("precast") * 1e3,
+            "ratio": ratio,
+            "ratio_iqr": spread,
+            **waits,
+        }
 
 
 class _Waits(TorchDispatchMode):
@@ -90,12 +126,16 @@ def waits(*, steps: int = 100) -> list[list[str]]:
         counts = []
         for make in _SCALERS.values():
             work = Steps(make("cpu", 1.0), optimizer, 3, 2)
-            with _Waits() as counted:
-                for _ in range(steps):
-                    work()
-            counts.append(f"{counted.count / steps:g}")
+            counts.append(f"{_waits_of(work, steps):g}")
         rows.append([name, *counts])
     return rows
+
+
+def _waits_of(work: Callable[[], None], steps: int) -> float:
+    with _Waits() as counted:
+        for _ in range(steps):
+            work()
+    return counted.count / steps
 
 
 class Search:

@@ -1,46 +1,50 @@
-"""Everything that needs a GPU, in one call: tests, demos, whole networks eager and compiled.
+"""Everything that needs a GPU, in one call, the most valuable first: tests and demos, then what is timed.
 
     python -m tools.gpu                      about nine minutes; writes docs/gpu.md and docs/data/gpu.json
-    python -m tools.gpu --out FOLDER         writes there, with the output of each part beside it
-    python -m tools.gpu --minutes 25         more rounds and networks
+    python -m tools.gpu --out FOLDER         writes there, with the output of each part in logs.tar.gz
+    python -m tools.gpu --redo FILE          does what is missing in FILE, the gpu.jsonl of another run
+    python -m tools.gpu --wheels FOLDER      installs the wheels of a folder for this run, on a machine without network
+    python -m tools.gpu --only WORD          the parts with this in their name
+    python -m tools.gpu --trial              all parts side by side: shows soon what fails, and times nothing
 
 Invariants:
+    - A row is written to gpu.jsonl as soon as it is known; the page is made of these rows, after an interrupt too.
     - A part that fails, or runs out of time, ends itself alone; the page says so.
-    - The longest part is last, and has the time that is left; it is interrupted, and keeps the rows it has.
+    - Tests and demos run side by side; nothing runs beside what is timed.
     - The exit code is 0 only if every part did what it should; 2 where there is no GPU.
-    - Not part of the package. Needs what `pip install -e '.[dev]'` installs, and a CUDA device.
+    - Not part of the package. Needs a CUDA device, pytest with xdist, and what precast itself needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.float8 import said
-from tools.versions import read_report
-
-__all__ = ["Part", "main", "parts", "run", "table"]
+__all__ = ["Part", "main", "page", "parts", "run"]
 
 ROOT = Path(__file__).parent.parent
-_GRACE = 30  # seconds that an interrupted part has to write its rows
-_FILES = "{files}"
-"""In a part's arguments: the files with tests marked gpu. Others may need packages that a GPU machine lacks."""
-_HEAD = """# On a GPU
-
-What ran on a GPU, and how it went; `python -m tools.gpu` runs all of it and writes this page.
-
-"""
+STATE = "gpu.jsonl"
+_GRACE = 20  # seconds that an interrupted part has to write its rows
+_MINUTES = 9.0
+_FEWEST = 2.0
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -48,43 +52,44 @@ class Part:
     """One command.
 
     Attributes:
-        name: what it shows.
-        arguments: of Python; `{out}` is the folder for files, and a last `{files}` the files with tests marked gpu.
-        share: of the time that is left, the most that it takes.
-        read: from its output file and exit code to one line on how it went.
+        name: its name on the page; that of a section of `benchmarks.cuda` where it is one.
+        arguments: of Python; `{out}` is the folder for files.
+        seconds: the most that it takes, of nine minutes.
+        timed: whether nothing may run beside it.
+        result: from its output to one line on how it went.
     """
 
     name: str
     arguments: tuple[str, ...]
-    share: float
-    read: Callable[[Path], str] = field(default=lambda _: "done", compare=False)
-
-
-@dataclass(frozen=True)
-class Done:
-    """What became of a part."""
-
-    name: str
-    command: str
-    code: int
     seconds: int
-    result: str
+    timed: bool = True
+    result: Callable[[str], str] = field(default=lambda _: "done", compare=False)
 
 
-def parts() -> tuple[Part, ...]:
-    """All parts, in the order in which they run."""
-    junit, models, demos = "{out}/tests.xml", "{out}/models.json", "{out}/demo"
-    products = "{out}/float8.json"
-    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "--junit-xml", junit, _FILES)
-    precast = ("-m", "precast")
+def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
+    """All parts, in the order in which they run; `only_tests` are in place of all tests for a GPU."""
+    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "-rfE", "--tb=short", "--numprocesses", "8")
+    tests = tuple(only_tests) or tuple(_files_of_tests())
+    demo = ("-m", "precast", "demo")
+    at = ("--device", "cuda", "--out", "{out}/demo")
     return (
-        Part("doctor", (*precast, "doctor", "--json"), 0.1, _doctor),
-        Part("tests marked gpu", pytest, 0.3, _tests),
-        Part("demo checkerboard", (*precast, "demo", "checkerboard", "--device", "cuda", "--out", demos), 0.2),
-        Part("demo digits", (*precast, "demo", "digits", "--device", "cuda", "--out", demos), 0.3),
-        Part("float8 products", ("-m", "benchmarks.float8", "--json", products), 0.4, _float8),
-        Part("whole networks", ("-m", "benchmarks", "models", "--device", "cuda", "--json", models), 1.0, _models),
-    )  # fmt: skip
+        Part("tests", (*pytest, *tests), 150, False, _last_line),
+        Part("demo checkerboard", (*demo, "checkerboard", *at), 60, False),
+        Part("demo digits", (*demo, "digits", *at), 90, False),
+        Part("doctor", ("-m", "precast", "doctor", "--json"), 40),
+        _section("eager", 110),
+        _section("optimizer", 30),
+        _section("scaler", 15),
+        _section("observers", 25),
+        _section("captured", 20),
+        _section("float8", 60),
+        _section("float8-compiled", 80),
+        _section("compiled", 120),
+    )
+
+
+def _section(name: str, seconds: int) -> Part:
+    return Part(name, ("-m", "benchmarks.cuda", name, "--rows", "{out}/" + STATE), seconds)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -97,126 +102,276 @@ def main(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    out = chosen.out or ROOT / "docs" / "data"
+    out = (chosen.out or ROOT / "build" / "gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)
-    done = []
-    for one in run(parts(), out, chosen.minutes * 60):
-        print(f"{one.name}: {one.result} ({one.seconds} s)", file=sys.stderr)
-        done.append(one)
-    found = {"machine": machine, "parts": [asdict(one) for one in done]}
-    (out / "gpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    page = (chosen.out or ROOT / "docs") / "gpu.md"
-    page.write_text(_HEAD + table(found), encoding="utf-8")
-    print(page)
-    return int(any(one.code for one in done))
+    state = out / STATE
+    before = _read(chosen.redo) if chosen.redo else []
+    state.write_text("".join(json.dumps(row) + "\n" for row in _kept(before)), encoding="utf-8")
+    these = [part for part in _left(before) if chosen.only in part.name]
+    with tempfile.TemporaryDirectory() as site:
+        try:
+            environment = _environment(chosen.wheels, Path(site))
+            if chosen.trial:
+                these = [replace(part, timed=False) for part in these]
+            for row in run(these, out, chosen.minutes, environment):
+                print(f"{row['unit']}: {row['result']} ({row['seconds']} s)", flush=True)
+        except KeyboardInterrupt:
+            print("interrupted: the page has the rows until here", file=sys.stderr)
+        finally:
+            written = _write(machine, out, into_docs=chosen.out is None and not chosen.trial)
+    print(written)
+    rows = [row for row in _read(state) if row["section"] == "parts"]
+    return int(len(rows) < len(these) or any(row["code"] for row in rows))
 
 
-def run(these: Sequence[Part], out: Path, seconds: float) -> Iterator[Done]:
-    """Runs one after the other within a time; their output is in `out`."""
-    ends = time.monotonic() + seconds
-    for part in these:
-        limit = max((ends - time.monotonic()) * part.share, 1.0)
-        command = [a.format(out=out) for a in part.arguments if a != _FILES]
-        command += _files_of_tests() if _FILES in part.arguments else []
-        begun = time.monotonic()
-        log = out / f"gpu {part.name}.txt".replace(" ", "-")
-        with log.open("w", encoding="utf-8") as file:
-            code = _within(limit, [sys.executable, *command], file)
-        took = round(time.monotonic() - begun)
-        yield Done(
-            part.name,
-            " ".join(["python", *part.arguments]),
-            code,
-            took,
-            _result(part, out, log, code),
-        )
+def run(
+    these: Sequence[Part], out: Path, minutes: float, environment: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    """The row of each part, which is in the state too; neighbours that are not timed run side by side."""
+    ends = time.monotonic() + minutes * 60
+    for timed, group in itertools.groupby(these, lambda part: part.timed):
+        at_once = list(group)
+        with ThreadPoolExecutor(1 if timed else len(at_once)) as pool:
+
+            def started(part: Part) -> dict[str, Any]:
+                limit = min(
+                    max(part.seconds * minutes / _MINUTES, _FEWEST), ends - time.monotonic() - 5
+                )
+                return _outcome(part, out, limit, environment)
+
+            for row in pool.map(started, at_once):
+                with (out / STATE).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                yield row
 
 
-def table(found: dict[str, Any]) -> str:
-    """The page's text after its head."""
-    machine = found["machine"]
+def page(machine: Mapping[str, str], rows: Rows) -> str:
+    """The text of docs/gpu.md."""
     lines = [
+        "# On a GPU",
+        "",
+        "What ran on a GPU, and how it went; `python -m tools.gpu` runs all of it and writes this page. Ratios are of",
+        "medians within rounds, in which all variants take turns; below 1 is faster.",
+        "",
         f"{machine['gpu']}, PyTorch {machine['torch']}, Python {machine['python']}, on {machine['date']}.",
         "",
-        "| part | command | seconds | result |",
-        "|---|---|---|---|",
+        *_table(
+            ["part", "seconds", "result"],
+            [[r["unit"], r["seconds"], r["result"]] for r in rows if r["section"] == "parts"],
+        ),
     ]
-    for part in found["parts"]:
-        lines.append(
-            f"| {part['name']} | `{part['command']}` | {part['seconds']} | {part['result']} |"
-        )
+    for section, columns in _COLUMNS.items():
+        its = [row for row in rows if row["section"] == section]
+        if its:
+            lines += ["", f"## {section}", "", *_table(list(columns), _cells(its, columns))]
     return "\n".join(lines) + "\n"
 
 
-def _within(limit: float, command: list[str], file: Any) -> int:
+_NETWORKS = {
+    "network": "case",
+    "work": "work",
+    "dtype": "dtype",
+    "variant": "kind",
+    "ms": "median_ms",
+    "to torch.autocast": "ratio",
+    "spread": "ratio_iqr",
+    "to by hand": "by_hand",
+    "peak MiB": "peak_bytes",
+    "casts": "casts",
+}
+_FLOAT8 = {
+    "tokens": "tokens",
+    "inputs": "inputs",
+    "outputs": "outputs",
+    "rule": "kind",
+    "ms": "median_ms",
+    "bfloat16 ms": "bfloat16_ms",
+    "to bfloat16": "ratio",
+}
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "eager": _NETWORKS,
+    "optimizer": {
+        "AdamW": "kind",
+        "ms": "median_ms",
+        "to fused": "ratio",
+        "spread": "ratio_iqr",
+        "peak MiB above the start": "peak_bytes_above_start",
+        "waits": "waits",
+    },
+    "scaler": {
+        "optimizer": "case",
+        "parameters": "parameters",
+        "ms": "median_ms",
+        "to torch's scaler": "ratio",
+        "spread": "ratio_iqr",
+        "waits, torch": "waits_torch",
+        "waits, precast": "waits_precast",
+    },
+    "observers": {
+        "network": "case",
+        "step": "kind",
+        "ms": "median_ms",
+        "to plain": "ratio",
+        "spread": "ratio_iqr",
+    },
+    "captured": {
+        "network": "case",
+        "dtype": "dtype",
+        "variant": "kind",
+        "ms": "median_ms",
+        "to torch.autocast": "ratio",
+        "spread": "ratio_iqr",
+    },
+    "float8": _FLOAT8,
+    "float8-compiled": _FLOAT8,
+    "compiled": _NETWORKS,
+}
+
+
+def _cells(rows: Rows, columns: Mapping[str, str]) -> list[list[Any]]:
+    cells = []
+    for row in rows:
+        error = row.get("error") or row.get("skipped")
+        if error:
+            name = row.get("kind") or row["unit"]
+            cells.append([f"{name}: {str(error).splitlines()[0]}", *[""] * (len(columns) - 1)])
+        else:
+            cells.append([_cell(key, row.get(key)) for key in columns.values()])
+    return cells
+
+
+def _cell(key: str, value: Any) -> str:
+    if "bytes" in key and isinstance(value, int):
+        return f"{value / 2**20:,.0f}"
+    return f"{value:.3g}" if isinstance(value, float) else str("" if value is None else value)
+
+
+def _table(head: list[str], rows: Iterable[list[Any]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
+    ]
+
+
+def _left(before: Rows) -> list[Part]:
+    """The parts that did not do what they should, with the tests that failed; of a first run all."""
+    ended = {row["unit"]: row for row in before if row["section"] == "parts"}
+    tests = ended.get("tests", {}).get("failed", [])
+    return [part for part in parts(tests) if ended.get(part.name, {"code": 1})["code"]]
+
+
+def _kept(before: Rows) -> Rows:
+    """The rows of another run that need not be made again."""
+    again = {(row["section"], row["unit"]) for row in before if row.get("error") or row.get("code")}
+    return [row for row in before if (row["section"], row["unit"]) not in again]
+
+
+def _outcome(
+    part: Part, out: Path, limit: float, environment: Mapping[str, str] | None
+) -> dict[str, Any]:
+    log = out / "logs" / f"{part.name.replace(' ', '-')}.txt"
+    log.parent.mkdir(exist_ok=True)
+    begin = time.monotonic()
+    code = 124
+    if limit > 0:
+        command = [sys.executable, *(argument.format(out=out) for argument in part.arguments)]
+        with log.open("w", encoding="utf-8") as file:
+            code = _within(limit, command, file, environment)
+    text = log.read_text(encoding="utf-8") if log.exists() else ""
+    ending = {0: "", 124: "out of time; "}.get(code, f"exit code {code}; ")
+    return {
+        "section": "parts",
+        "unit": part.name,
+        "code": code,
+        "seconds": round(time.monotonic() - begin),
+        "result": ending + part.result(text),
+        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE),
+    }
+
+
+def _within(
+    limit: float, command: list[str], file: Any, environment: Mapping[str, str] | None
+) -> int:
     """The exit code of a command that is interrupted, then killed, where it takes too long."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
+        env=environment,
         stdout=file,
         stderr=subprocess.STDOUT,
-        preexec_fn=_hear_interrupts,  # noqa: PLW1509 -- one system call, no lock
+        preexec_fn=_hear_interrupts,  # noqa: PLW1509 -- two system calls, no lock
     )
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     try:
         process.wait(_GRACE)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # with all that it started
         process.wait()
     return 124
 
 
 def _hear_interrupts() -> None:
     """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _result(part: Part, out: Path, log: Path, code: int) -> str:
-    ended = {0: "", 124: "out of time; "}.get(code, f"exit code {code}; ")
-    try:
-        return ended + part.read(log if part.read is _doctor else out)
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        KeyError,
-    ) as error:  # XML that ends too early is a SyntaxError
-        return f"{ended}no result: {type(error).__name__}"
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if re.search(r"\d+ (passed|failed|skipped)", line)]
+    return lines[-1].strip("= ") if lines else "no summary"
 
 
-def _doctor(log: Path) -> str:
-    text = log.read_text(encoding="utf-8")
-    json.loads(text[text.index("{") : text.rindex("}") + 1])
-    return "what it measured is in its output"
-
-
-def _tests(out: Path) -> str:
-    passed, skipped, failures = read_report(out / "tests.xml")
-    named = f": {', '.join(failures)}" if failures else ""
-    return f"{passed} passed, {skipped} skipped, {len(failures)} failed{named}"
-
-
-def _float8(out: Path) -> str:
-    return said(json.loads((out / "float8.json").read_text(encoding="utf-8")))
-
-
-def _models(out: Path) -> str:
-    rows = json.loads((out / "models.json").read_text(encoding="utf-8"))["rows"]
-    ratios = [row["ratio"] for row in rows if row["kind"] == "attached" and "ratio" in row]
-    if not ratios:
-        return f"{len(rows)} rows"
-    return (
-        f"{len(rows)} rows; attached takes {min(ratios):.2f} to {max(ratios):.2f} of torch.autocast"
-    )
+def _environment(wheels: Path | None, site: Path) -> dict[str, str]:
+    """What parts see: this source tree, and the wheels of a folder, installed for the run."""
+    path = [str(ROOT / "src"), str(ROOT / "lint" / "src"), str(ROOT)]
+    if wheels is not None:
+        install = [
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-index",
+            "--no-deps",
+            "--target",
+            str(site),
+        ]
+        subprocess.run([sys.executable, *install, *map(str, wheels.glob("*.whl"))], check=True)
+        path.append(str(site))
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *([before] if before else [])])}
 
 
 def _files_of_tests() -> list[str]:
+    """Others may import packages that a GPU machine lacks."""
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [path for path in tests if "mark.gpu" in path.read_text(encoding="utf-8")]
-    return [str(path.relative_to(ROOT)) for path in marked]
+    names = [str(path.relative_to(ROOT)) for path in marked]
+    return [name for name in names if name != "tests/project/test_gpu_tool.py"]
+
+
+def _write(machine: Mapping[str, str], out: Path, *, into_docs: bool) -> Path:
+    """The page and the data, and one archive of all logs."""
+    rows = _read(out / STATE)
+    docs = ROOT / "docs" if into_docs else out
+    data = docs / "data" if into_docs else out
+    text = json.dumps({"machine": machine, "rows": rows}, indent=1)
+    (data / "gpu.json").write_text(text + "\n", encoding="utf-8")
+    (docs / "gpu.md").write_text(page(machine, rows), encoding="utf-8")
+    if (out / "logs").exists():
+        with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+            archive.add(out / "logs", "logs")
+    return docs / "gpu.md"
+
+
+def _read(path: Path) -> Rows:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def _machine() -> dict[str, str] | None:
@@ -235,7 +390,11 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder for everything; docs/ if none is given")
-    parser.add_argument("--minutes", type=float, default=9.0, help="the most that it takes")
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="the most that it takes")
+    parser.add_argument("--redo", type=Path, help="the gpu.jsonl of another run")
+    parser.add_argument("--wheels", type=Path, help="a folder of wheels to install for this run")
+    parser.add_argument("--trial", action="store_true", help="all parts side by side")
+    parser.add_argument("--only", default="", help="a word in the names of parts")
     return parser
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from precast._internal.events import StepEvent, observe
 from precast.grad_scaler.scaler import GradScaler
-from tests.support.cuda_graphs import graph_of
+from tests.support.cuda_graphs import counted_waits, graph_of
 from tests.support.scaling import KINDS, bits, make_parameter, sgd
 
 Tensor = torch.Tensor
@@ -133,14 +133,11 @@ class TestOnCuda:
         scaler.scale(parameter.sum()).backward()
         scaler.step(optimizer)
         scaler.update()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with observe(lambda event: None):
-                scaler.scale(parameter.sum()).backward()
-                scaler.step(optimizer)
-                scaler.update()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with counted_waits() as waits, observe(lambda event: None):
+            scaler.scale(parameter.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert waits == [0]
 
     def test_float16_training_equals_torchs(self) -> None:
         torch.manual_seed(0)

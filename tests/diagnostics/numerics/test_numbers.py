@@ -16,6 +16,7 @@ from precast.diagnostics.numerics.bins import EDGES, Magnitudes, exponents, what
 from precast.diagnostics.numerics.formats import FORMATS, WHAT_IF
 from precast.diagnostics.numerics.samples import figures
 from precast.diagnostics.numerics.tally import TensorCounts, TensorTally, countable
+from tests.support.cuda_graphs import counted_waits
 
 Tensor = torch.Tensor
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -193,13 +194,11 @@ def test_a_gpu_counts_the_same_without_waiting(dtype: torch.dtype) -> None:
     tensor = tensor_of([*SPECIAL, *torch.randn(5000).tolist()], dtype, "plain")
     there = tensor.cuda()
     tally = TensorTally()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with counted_waits() as waits:
         memory = countable(there)
         assert memory is not None
         tally.add(memory)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert waits == [0]
     found, expected = tally.read(), counted(tensor)
     assert found.magnitudes == expected.magnitudes
     assert figures(found) == figures(expected) | {"rms": pytest.approx(expected.rms)}

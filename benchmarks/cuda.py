@@ -1,0 +1,320 @@
+"""What is timed on a GPU, in sections; each row is written as soon as it is measured.
+
+    python -m benchmarks.cuda SECTION --rows FILE     appends rows to FILE, and measures what is not in it yet
+
+Invariants:
+    - Ratios are taken within a round, in which all variants take turns; the clock stops when the GPU is done.
+    - What cannot run is a row with its error, and takes no other row with it.
+    - `--device cpu --small` tries a section out on a machine without a GPU; its figures say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+from torch import nn
+
+import precast
+from benchmarks import float8, models, networks, observing, scaler
+from benchmarks.interleave import Variant, compare
+from benchmarks.networks import Network
+from benchmarks.variants import INFERENCE, LEAN, TRAINING, Setting
+from precast.diagnostics.hardware.machine import synchronize
+from precast.optim import bfloat16_weights
+
+__all__ = ["SECTIONS", "Unit", "measure", "missing"]
+
+_ROUNDS, _SECONDS = 11, 1.2
+_DTYPES = (torch.bfloat16, torch.float16)
+Rows = Iterable[dict[str, Any]]
+
+
+class Unit(NamedTuple):
+    """A measurement that is made whole or not at all: its name, and what returns its rows."""
+
+    name: str
+    rows: Callable[[], Rows]
+
+
+class Place(NamedTuple):
+    """Where a section runs, and whether it is only tried out there."""
+
+    device: torch.device
+    small: bool
+
+
+def _cases(place: Place) -> Iterator[Network]:
+    """Networks whose time goes into launches, then networks whose time goes into arithmetic."""
+    yield networks.mlp()
+    yield networks.decoder(512, 1, 1)
+    if place.small:
+        return
+    yield networks.decoder(2048, 8, 1024)
+    yield networks.resnet50()
+
+
+def _networks(place: Place, *, compiled: bool) -> Iterator[Unit]:
+    for dtype in _DTYPES:
+        for network in _cases(place):
+            for work in (TRAINING, INFERENCE):
+                yield Unit(
+                    f"{network.case}, {work}, {dtype}",
+                    partial(
+                        models.measure,
+                        network,
+                        work,
+                        Setting(place.device, dtype, compiled),
+                        rounds=_ROUNDS,
+                        seconds=_SECONDS,
+                        leaves_out=(LEAN,) if compiled else (),
+                    ),
+                )
+
+
+def _optimizers(place: Place) -> Iterator[Unit]:
+    """An optimizer's step of 350 million parameters: time, memory at its peak, and how often the host waits."""
+    layers, width = (1, 64) if place.small else (28, 1024)
+    yield Unit(
+        "AdamW step, 350 million parameters",
+        partial(_optimizer_rows, networks.decoder(width, 1, 1, layers=layers), place.device),
+    )
+
+
+_STEPS: Mapping[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "fused": lambda *_: None,
+    "fused, attached": lambda model, _: precast.attach(model),
+    "kahan": partial(bfloat16_weights, masters="kahan"),
+    "kahan, bfloat16 states": partial(bfloat16_weights, masters="kahan", states=torch.bfloat16),
+    "stochastic": partial(bfloat16_weights, masters="stochastic"),
+}
+
+
+def _optimizer_rows(network: Network, device: torch.device) -> Rows:
+    steps, peaks, waits = {}, {}, {}
+    for name, prepare in _STEPS.items():
+        model, _ = network.seeded(device, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
+        kept = prepare(model, optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        step = partial(_step_of, optimizer, (model, kept))
+        for _ in range(3):
+            step()
+        before = _peak_reset(device)
+        with _counted_waits(device) as count:
+            step()
+        waits[name], peaks[name] = count[0], _peak(device) - before
+        steps[name] = Variant(step, finish=partial(synchronize, device))
+    result = compare(steps, rounds=_ROUNDS, calls=5)
+    parameters = sum(p.numel() for p in model.parameters())
+    for name in steps:
+        ratio, spread = result.ratio(name, "fused")
+        yield {
+            "case": network.case,
+            "parameters": parameters,
+            "kind": name,
+            "median_ms": result.median(name) * 1e3,
+            "iqr_ms": result.spread(name) * 1e3,
+            "ratio": ratio,
+            "ratio_iqr": spread,
+            "peak_bytes_above_start": peaks[name],
+            "waits": waits[name],
+        }
+
+
+def _step_of(optimizer: torch.optim.Optimizer, _alive: object) -> None:
+    optimizer.step()
+
+
+def _scalers(place: Place) -> Iterator[Unit]:
+    yield Unit("GradScaler step", lambda: scaler.rows_on(place.device))
+
+
+def _observers(place: Place) -> Iterator[Unit]:
+    width = 64 if place.small else observing.WIDTH
+    yield Unit(
+        "trace and monitor",
+        partial(observing.run, rounds=_ROUNDS, width=width, device=place.device),
+    )
+
+
+def _captured(place: Place) -> Iterator[Unit]:
+    """A training step in a CUDA graph, replayed."""
+    for dtype in _DTYPES:
+        network = networks.decoder(512, 1, 16)
+        yield Unit(
+            f"{network.case}, captured, {dtype}",
+            partial(_captured_rows, network, dtype, place.device),
+        )
+
+
+class _Use(NamedTuple):
+    """One side of the comparison of captured steps."""
+
+    region: Any
+    scaler: Any
+    attach: Callable[[nn.Module], object] = lambda _: None
+
+
+_USES: Mapping[str, _Use] = {
+    "torch.autocast": _Use(torch.autocast, torch.amp.GradScaler),
+    "precast": _Use(precast.autocast, precast.GradScaler),
+    "attached": _Use(precast.autocast, precast.GradScaler, precast.attach),
+}
+
+
+def _captured_rows(network: Network, dtype: torch.dtype, device: torch.device) -> Rows:
+    finish = partial(synchronize, device)
+    variants = {
+        name: Variant(_replay(network, dtype, device, use), finish=finish)
+        for name, use in _USES.items()
+    }
+    result = compare(variants, rounds=_ROUNDS, calls=20)
+    for name in variants:
+        ratio, spread = result.ratio(name, "torch.autocast")
+        yield {
+            "case": network.case,
+            "dtype": str(dtype).removeprefix("torch."),
+            "kind": name,
+            "median_ms": result.median(name) * 1e3,
+            "ratio": ratio,
+            "ratio_iqr": spread,
+        }
+
+
+def _replay(
+    network: Network, dtype: torch.dtype, device: torch.device, use: _Use
+) -> Callable[[], None]:
+    model, [(inputs, target)] = network.seeded(device, 1)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=on_gpu)
+    kept = use.attach(model)
+    scaler = use.scaler(device.type, enabled=dtype is torch.float16)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with use.region(device.type, dtype):
+            loss = network.loss(model(inputs), target)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    if not on_gpu:
+        return step
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return partial(_play, graph, (model, optimizer, kept, scaler))
+
+
+def _play(graph: torch.cuda.CUDAGraph, _alive: object) -> None:
+    graph.replay()
+
+
+def _float8(place: Place, *, compiled: bool) -> Iterator[Unit]:
+    shapes = [float8.Shape(32, 64, 48)] if place.small else _SHAPES
+    for shape in shapes:
+        yield Unit(
+            f"float8, {shape}",
+            partial(float8.run, place.device, [shape], rounds=_ROUNDS, compiles=(compiled,)),
+        )
+
+
+_SHAPES = sorted(
+    (shape for shape in float8.LLAMA if shape.tokens in (4096, 16384)),
+    key=lambda shape: shape.size,
+)
+
+SECTIONS: Mapping[str, Callable[[Place], Iterator[Unit]]] = {
+    "eager": partial(_networks, compiled=False),
+    "optimizer": _optimizers,
+    "scaler": _scalers,
+    "observers": _observers,
+    "captured": _captured,
+    "float8": partial(_float8, compiled=False),
+    "float8-compiled": partial(_float8, compiled=True),
+    "compiled": partial(_networks, compiled=True),
+}
+
+
+def missing(section: str, place: Place, rows: Iterable[Mapping[str, Any]]) -> list[Unit]:
+    """The units of a section that have no row without an error in `rows`."""
+    done = {row["unit"] for row in rows if row["section"] == section and "error" not in row}
+    return [unit for unit in SECTIONS[section](place) if unit.name not in done]
+
+
+def measure(section: str, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
+    """The rows of some units, or a row with the error of one that failed."""
+    for unit in units:
+        about = {"section": section, "unit": unit.name}
+        try:
+            for row in list(unit.rows()):
+                yield about | row
+        except Exception as error:
+            yield about | {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+
+
+@contextmanager
+def _counted_waits(device: torch.device) -> Iterator[list[int]]:
+    """How often the host waits for a GPU inside: a list that has the number afterwards."""
+    counts: list[int] = []
+    if device.type != "cuda":
+        yield counts
+        counts.append(0)
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield counts
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    counts.append(sum("called a synchronizing" in str(each.message) for each in caught))
+
+
+def _peak_reset(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+@click.command()
+@click.argument("section", type=click.Choice(list(SECTIONS)))
+@click.option("--rows", "path", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--small", is_flag=True, help="Small sizes, to try a section out.")
+def main(section: str, path: Path, device: str, small: bool) -> None:
+    """Measure SECTION and append its rows to a file of JSON lines."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    place = Place(torch.device(device), small)
+    units = missing(section, place, map(json.loads, lines))
+    with path.open("a", encoding="utf-8") as file:
+        for row in measure(section, units):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            click.echo(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
