@@ -112,7 +112,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             environment = _environment(chosen.wheels, Path(site))
             if chosen.trial:
-                these = [replace(part, timed=False) for part in these]
+                these = [replace(part, timed=False, seconds=3600) for part in these]
             for row in run(these, out, chosen.minutes, environment):
                 print(f"{row['unit']}: {row['result']} ({row['seconds']} s)", flush=True)
         except KeyboardInterrupt:
