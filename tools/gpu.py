@@ -111,6 +111,8 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as site:
         try:
             environment = _environment(chosen.wheels, Path(site))
+            native = [sys.executable, "-m", "tools.native_library"]
+            subprocess.run(native, cwd=ROOT, env=environment, check=False)
             if chosen.trial:
                 these = [replace(part, timed=False, seconds=3600) for part in these]
             for row in run(these, out, chosen.minutes, environment):
