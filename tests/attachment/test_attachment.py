@@ -22,6 +22,7 @@ from torch.nn.utils import parametrizations
 from torch.testing._internal.two_tensor import TwoTensor
 
 import precast
+from precast._torch import HostCopy
 from precast.attachment import attachment as attachments
 from precast.attachment.attachment import Attachment
 from precast.engine import registration
@@ -608,16 +609,25 @@ class TestGuard:
     def test_where_answers_come_later_one_is_found_one_region_later(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Elsewhere(Tensor):
-            is_cpu = False
+        class Later(HostCopy):
+            looks = 0
+
+            def has_arrived(self) -> bool:
+                self.looks += 1
+                return self.looks > 1
+
+            def read(self) -> float:
+                assert self.looks > 1, "it would wait"
+                return super().read()
 
         original = unversioned_writes._matches
 
         def agrees_later(*args: Any) -> Tensor:
             agrees = original(*args)
-            return (torch.tensor(True) if agrees is None else agrees).as_subclass(Elsewhere)
+            return torch.tensor(True) if agrees is None else agrees
 
         monkeypatch.setattr(unversioned_writes, "_matches", agrees_later)
+        monkeypatch.setattr(unversioned_writes, "HostCopy", Later)
         model, attachment = self.used(64, 64)
         self.round(8)
         model[1].weight.data.mul_(1.5)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import precast
+from precast import _torch
 from precast.attachment import attachment as attachments
 from precast.weights import held, unversioned_writes, weight_cache
 from tests.support.cuda_graphs import graph_of
@@ -19,30 +20,29 @@ from tests.support.cuda_graphs import graph_of
 BF16 = torch.bfloat16
 
 
-class Event:
-    """What a stream was given to do, done as soon as a test says so."""
+class Mark:
+    """A point in a stream's work. A test decides when it is reached."""
 
-    def __init__(self) -> None:
-        self.done = False
+    done = False
 
-    def query(self) -> bool:
+    def is_reached(self) -> bool:
         return self.done
+
+    def hold_back(self, stream: Stream) -> None:
+        stream.waits_for.append(self)
 
 
 class Stream:
-    """Notes the events that it waits for, and the memory that it uses."""
+    """Records its marks, the marks that it waits for, and the memory that it uses."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.waits_for: list[Event] = []
+        self.marks: list[Mark] = []
+        self.waits_for: list[Mark] = []
         self.uses: list[Tensor] = []
 
-    def record_event(self) -> Event:
-        self.events.append(Event())
-        return self.events[-1]
-
-    def wait_event(self, event: Event) -> None:
-        self.waits_for.append(event)
+    def new_mark(self) -> Mark:
+        self.marks.append(Mark())
+        return self.marks[-1]
 
 
 class Streams:
@@ -58,6 +58,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     made_up = Streams()
     for module in (held, unversioned_writes):
         monkeypatch.setattr(module, "stream_of", lambda _device: made_up.current)
+    monkeypatch.setattr(held, "StreamMark", lambda _device: made_up.current.new_mark())
     monkeypatch.setattr(
         Tensor, "record_stream", lambda self, stream: stream.uses.append(self), raising=False
     )
@@ -96,7 +97,7 @@ class TestStreams:
                 run(model, x)
                 with torch.no_grad():
                     model.weight.mul_(2)
-        assert len(streams.one.events) == 3
+        assert len(streams.one.marks) == 3
         assert streams.one.waits_for == []
 
     def test_another_waits_for_the_write_in_every_region_until_it_is_done(
@@ -105,7 +106,7 @@ class TestStreams:
         model, x = linear()
         with precast.attach(model):
             expected = run(model, x)
-            (written,) = streams.one.events
+            (written,) = streams.one.marks
             streams.current = streams.other
             for times in (1, 2):
                 assert torch.equal(run(model, x), expected)
@@ -125,10 +126,10 @@ class TestStreams:
                 model.weight.mul_(2)
             streams.current = streams.other
             assert torch.equal(run(model, x), x.to(BF16) @ model.weight.to(BF16).t())
-            assert streams.other.waits_for == streams.one.events
+            assert streams.other.waits_for == streams.one.marks
             streams.current = streams.one
             run(model, x)
-            assert streams.one.waits_for == streams.other.events
+            assert streams.one.waits_for == streams.other.marks
 
     def test_what_another_still_writes_is_not_compared(
         self, streams: Streams, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +144,7 @@ class TestStreams:
             for _ in range(3):
                 with torch.no_grad(), region():
                     pass
-            streams.one.events[0].done = True
+            streams.one.marks[0].done = True
             with pytest.raises(precast.errors.StaleWeightError), torch.no_grad(), region():
                 pytest.fail("entered")
 
@@ -177,22 +178,22 @@ class TestGraphs:
     def test_no_answer_is_read_while_a_graph_is_captured(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        class Elsewhere(Tensor):
-            is_cpu = False
+        class Elsewhere:
             refuses = True
 
-            def __bool__(self) -> bool:
+            def __init__(self, _number: object) -> None:
+                assert not Elsewhere.refuses
+
+            def has_arrived(self) -> bool:
                 assert not Elsewhere.refuses
                 return True
 
+            def read(self) -> float:
+                return 1.0
+
         monkeypatch.setattr(unversioned_writes, "ENTRIES_BETWEEN_CHECKS", 1)
-        original = unversioned_writes._matches
-
-        def matches(*args: Any) -> Tensor:
-            result = original(*args)  # None where the numbers were compared at once
-            return (torch.tensor(True) if result is None else result).as_subclass(Elsewhere)
-
-        monkeypatch.setattr(unversioned_writes, "_matches", matches)
+        monkeypatch.setattr(unversioned_writes, "HostCopy", Elsewhere)
+        monkeypatch.setattr(unversioned_writes, "_matches", lambda *_: torch.tensor(True))
         model, x = linear()
         with precast.attach(model):
             for _ in range(2):
@@ -291,3 +292,20 @@ class TestOnGpu:
         trained(theirs, torch.autocast)
         assert torch.equal(ours.weight, theirs.weight)
         assert torch.equal(inside, self.run(ours, x))
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64],
+    )
+    def test_a_number_arrives_in_the_cpus_memory(self, dtype: torch.dtype) -> None:
+        numbers = [
+            torch.tensor(value, device="cuda").to(dtype)
+            for value in (0.0, 1.0, 5.0, math.nan, math.inf)
+            if dtype.is_floating_point or math.isfinite(value)
+        ]
+        for shape in ((), (1,)):
+            copies = [_torch.HostCopy(number.reshape(shape)) for number in numbers]
+            torch.cuda.synchronize()
+            assert all(copy.has_arrived() for copy in copies)
+            expected = [float(number) for number in numbers]
+            assert list(map(str, (copy.read() for copy in copies))) == list(map(str, expected))

@@ -6,14 +6,17 @@ import collections
 import copy
 import math
 import pickle
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import precast
 from precast._internal.events import StepEvent, observe
 from precast.grad_scaler.scaler import GradScaler
+from precast.running.step_tracker import StepTracker
 from tests.support.cuda_graphs import counted_waits, graph_of
 from tests.support.scaling import KINDS, bits, make_parameter, sgd
 
@@ -213,6 +216,50 @@ class TestOnCuda:
         graph.replay()
         assert bits(parameter.cpu()) == before
         assert scaler.get_scale() == scale
+
+    def test_nothing_in_another_thread_ends_a_capture(self) -> None:
+        """No event of a stream is queried, and nothing waits, by what a training step does."""
+        model = torch.nn.Linear(64, 64, device="cuda")
+        x = torch.ones(4, 64, device="cuda")
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        scaler = GradScaler("cuda", init_scale=8.0)
+        stream, failures = torch.cuda.Stream(), list[BaseException]()
+
+        def train(steps: int) -> None:
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(steps):
+                        optimizer.zero_grad()
+                        with precast.autocast("cuda", dtype=torch.float16):
+                            loss = model(x).float().sum()
+                        scaler.scale(loss).backward()
+                        scaler.step(optimizer)
+                        scaler.update()
+                        with torch.no_grad(), precast.autocast("cuda", dtype=torch.float16):
+                            model(x)
+            except RuntimeError as error:
+                failures.append(error)
+
+        def train_in_a_thread(steps: int) -> None:
+            thread = threading.Thread(target=train, args=(steps,))
+            thread.start()
+            thread.join()
+
+        tracker = StepTracker(lambda _number: None, lambda _model: None)
+        with precast.attach(model):
+            tracker.start()
+            train_in_a_thread(20)  # PyTorch allocates memory, which is not allowed later
+            graph, y = torch.cuda.CUDAGraph(), torch.zeros(3, device="cuda")
+            with torch.cuda.graph(graph):
+                train_in_a_thread(5)
+                y += 1
+            tracker.stop()
+        y.zero_()
+        graph.replay()
+        assert not failures
+        assert not tracker.failures.total
+        assert y.tolist() == [1.0] * 3
+        assert scaler.counters.steps == 25
 
     @pytest.mark.parametrize("arguments", [{"capturable": True}, {"foreach": True}])
     def test_other_optimizers_on_the_device(self, arguments: dict[str, bool]) -> None:

@@ -13,6 +13,8 @@ import precast
 from precast._internal import events
 from precast.errors import BrokenModelError
 from precast.running.run_observer import RunObserver
+from precast.running.step_tracker import StepTracker
+from tests.support.cuda_graphs import graph_of
 from tests.support.installed import uninstall_all
 from tests.support.reports import document_of
 
@@ -156,3 +158,22 @@ def test_without_a_run_a_scaler_counts_its_iterations() -> None:
     assert first.step == BAD
     assert gan.error is not None
     assert f"iteration {BAD} was skipped" in str(gan.error)
+
+
+@pytest.mark.gpu
+def test_an_iteration_that_is_captured_has_no_loss() -> None:
+    """It is not run, and reading a loss of it, or an event, would end the capture."""
+    tracker = StepTracker(lambda _number: None, lambda _model: None)
+    model, x = torch.nn.Linear(8, 8, device="cuda"), torch.ones(2, 8, device="cuda")
+    optimizer = torch.optim.Adam(model.parameters(), fused=True, capturable=True)
+
+    def iteration() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+        optimizer.step()
+
+    tracker.start()
+    graph_of(iteration).replay()
+    tracker.stop()
+    assert not tracker.failures.total
+    assert [step.loss is None for step in tracker.history.steps()] == [False] * 3 + [True]

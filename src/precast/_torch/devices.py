@@ -3,22 +3,27 @@
 Invariants:
 
 - for a device that this machine does not have, checks return False instead of raising an error;
+- nothing queries an event, which would end a capture of a CUDA graph in any thread;
 - nothing here has been run on CUDA yet.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from precast._torch.modes import without_dispatch
+
 __all__ = [
     "UNUSED_DEVICE_TYPES",
+    "HostCopy",
+    "StreamMark",
     "all_dtypes",
-    "copy_to_host_async",
     "custom_backend",
     "has_device",
     "is_captured",
@@ -70,20 +75,112 @@ def lower_dtypes(device_type: str) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float16) if supported is None else tuple(supported())
 
 
-def copy_to_host_async(number: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Copy a scalar to the CPU; return the copy with the event after which it is valid, None if it is valid now.
+class HostCopy:
+    """A copy of one number in the CPU's memory, which a device with streams writes later. Nothing waits.
 
-    The copy uses pinned memory, which PyTorch caches, so the host does not wait.
+    Until the number arrives, the memory has the bits of a signaling NaN, which no computation results in. So no event
+    is queried to look for it. Not to be created while a graph is captured.
     """
-    if number.device.type == "cpu":
-        return number, None
-    if number.device.type != "cuda":
-        return number.cpu(), None
-    host = torch.empty((), dtype=number.dtype, pin_memory=True)
-    host.copy_(number, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(number.device))
-    return host, event
+
+    __slots__ = ("_bits", "_memory", "_number", "event")
+
+    def __init__(self, number: torch.Tensor) -> None:
+        stream = stream_of(number.device)
+        self._memory: _PinnedNumbers | None = None
+        self.event: Any = None
+        """The event after the copy in the stream; None on devices without streams."""
+        if stream is None:
+            self._number = self._bits = number.cpu()
+            return
+        is_small = number.dtype.itemsize < 4 or number.dtype is torch.float32
+        self._memory = _pinned[torch.float32 if is_small else torch.float64]
+        self._number, self._bits = self._memory.take()
+        self._number.copy_(number.reshape(()), non_blocking=True)
+        self.event = stream.record_event()
+
+    def __del__(self) -> None:
+        if self._memory is not None:
+            self._memory.put_back(self._number, self._bits)
+
+    def has_arrived(self) -> bool:
+        """Return True if `read` would not wait."""
+        return self._memory is None or self._memory.is_written(self._bits)
+
+    def read(self) -> float:
+        """Return the number; wait for the device if necessary."""
+        if not self.has_arrived():
+            self.event.synchronize()
+        # `tolist` reads the CPU's memory without running an operation.
+        number: Any = self._number.tolist()
+        return float(number)
+
+
+class _PinnedNumbers:
+    """Numbers of one dtype in pinned memory, for use by copies in turn.
+
+    PyTorch has a cache of pinned memory, too, but queries events when memory is allocated.
+    """
+
+    def __init__(self, dtype: torch.dtype, integer: torch.dtype, pending: int) -> None:
+        self._dtypes, self._pending = (dtype, integer), pending
+        self._free: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unwritten: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+        """Numbers that were put back before the device has written them, oldest first."""
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a number that is not in use, and its bits."""
+        while self._unwritten and self.is_written(self._unwritten[0][1]):
+            self._free.append(self._unwritten.popleft())
+        if not self._free:
+            self._allocate()
+        number, bits = self._free.pop()
+        bits.fill_(self._pending)
+        return number, bits
+
+    def put_back(self, number: torch.Tensor, bits: torch.Tensor) -> None:
+        """Return a number after its use."""
+        (self._free if self.is_written(bits) else self._unwritten).append((number, bits))
+
+    def is_written(self, bits: torch.Tensor) -> bool:
+        """Return True if the device has written the number."""
+        present: Any = bits.tolist()
+        return bool(present != self._pending)
+
+    def _allocate(self) -> None:
+        dtype, integer = self._dtypes
+        with without_dispatch(), torch.inference_mode(False):
+            numbers = torch.empty(_PINNED_AT_ONCE, dtype=dtype, pin_memory=True)
+            self._free += zip(numbers, numbers.view(integer), strict=True)
+
+
+_PINNED_AT_ONCE: Final = 256
+_pinned: Final = {
+    torch.float32: _PinnedNumbers(torch.float32, torch.int32, 0x7FA5_A5A5),
+    torch.float64: _PinnedNumbers(torch.float64, torch.int64, 0x7FF5_A5A5_A5A5_A5A5),
+}
+
+
+class StreamMark:
+    """The end of the work that a stream has been given so far. Not to be created while a graph is captured."""
+
+    __slots__ = ("_one",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._one = HostCopy(_one_on(device))
+
+    def is_reached(self) -> bool:
+        """Return True if the device has done the work before the mark."""
+        return self._one.has_arrived()
+
+    def hold_back(self, stream: Any) -> None:
+        """Make another stream wait for the work before the mark."""
+        stream.wait_event(self._one.event)
+
+
+@cache
+def _one_on(device: torch.device) -> torch.Tensor:
+    with without_dispatch(), torch.inference_mode(False):
+        return torch.ones((), device=device)
 
 
 def stream_of(device: torch.device) -> Any:

@@ -33,21 +33,16 @@ class Iteration:
     events: tuple[StepEvent, ...]
     interval: int
     """Good iterations until the scale grows; 0 if the scale was set by hand."""
-    skipped: bool | Tensor
-    """True if a step was skipped; a number in the CPU's memory if the device decided."""
-    arrived: Any = None
-    """The device event after which that number can be read; None if it can be read now."""
+    skipped: bool | _torch.HostCopy
+    """True if a step was skipped; a copy of the flag if the device decided."""
 
     def is_decided(self) -> bool:
         """Return True if `was_skipped` would not wait."""
-        return self.arrived is None or bool(self.arrived.query())
+        return isinstance(self.skipped, bool) or self.skipped.has_arrived()
 
     def was_skipped(self) -> bool:
         """Return True if a step was skipped; wait for the device if necessary."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        # `tolist` reads the CPU's memory without running an operation.
-        return bool(self.skipped.tolist() if isinstance(self.skipped, Tensor) else self.skipped)
+        return self.skipped if isinstance(self.skipped, bool) else bool(self.skipped.read())
 
 
 class StepHistory:
@@ -101,8 +96,8 @@ class StepHistory:
         self, number: int, scale: Tensor, skipped: bool | Tensor, interval: int
     ) -> None:
         """End the current iteration; `skipped` is a tensor if only the device knows."""
-        answer = _torch.copy_to_host_async(skipped) if isinstance(skipped, Tensor) else (skipped,)
-        self._open.append(Iteration(number, scale, tuple(self._running), interval, *answer))
+        result = _torch.HostCopy(skipped) if isinstance(skipped, Tensor) else skipped
+        self._open.append(Iteration(number, scale, tuple(self._running), interval, result))
         self._running = []
 
     def discard_iteration(self) -> None:

@@ -80,9 +80,7 @@ class NonfiniteStates:
 
     def _on_free(self, references: _References, finite: dict[str, Tensor]) -> None:
         """Examine a model that is being freed: its attributes still exist. Does not wait for the device."""
-        if _torch.is_tracing() or (
-            torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        ):
+        if _torch.is_tracing() or _torch.is_capturing():
             return
         with contextlib.suppress(RuntimeError), torch.no_grad(), _torch.without_dispatch():
             extremes = _extremes(references.parameters(), references.buffers(), finite)
@@ -202,7 +200,7 @@ class NonfiniteOutputs:
 
 def _is_bad(tensor: Tensor) -> Iterator[Tensor]:
     memory = countable(tensor.detach())
-    if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
+    if memory is None or not memory.numel() or _torch.is_captured(memory):
         return
     memory = memory.float() if memory.dtype in NARROW else memory
     peak = memory.abs() if memory.numel() == 1 else memory

@@ -220,38 +220,38 @@ class StepTracker:
 
     def _settle(self, wait: bool = False) -> None:
         while self._done:
-            if not (wait or self._done[0].is_ready() or len(self._done) > _MOST_UNREAD):
+            is_due = len(self._done) > _MOST_UNREAD and not _torch.is_capturing()
+            if not (wait or is_due or self._done[0].is_ready()):
                 return
             self.history.add(self._done.popleft().read())
 
 
 class _DeferredNumber:
-    """A number of the program that its device may still compute; None if it cannot be read."""
+    """A number of the program that its device may still compute; None if it cannot be read.
+
+    A number of an iteration that is captured in a CUDA graph is not computed.
+    """
 
     __slots__ = ("_unread", "_value")
 
     def __init__(self, number: Tensor | float) -> None:
         self._value: float | None = None if isinstance(number, Tensor) else number
-        self._unread: tuple[Tensor, Any] | None = None
-        """A copy on the host, and the event that its data has arrived."""
-        if not isinstance(number, Tensor):
+        self._unread: _torch.HostCopy | None = None
+        if not isinstance(number, Tensor) or _torch.is_captured(number):
             return
         with _torch.without_dispatch(), suppress(Exception):
-            copy, event = _torch.copy_to_host_async(number.detach())
-            if event is None:
-                self._value = float(copy)
+            copy = _torch.HostCopy(number.detach())
+            if copy.has_arrived():
+                self._value = copy.read()
             else:
-                self._unread = copy, event
+                self._unread = copy
 
     def is_ready(self) -> bool:
-        return self._unread is None or self._unread[1].query()
+        return self._unread is None or self._unread.has_arrived()
 
     def value(self) -> float | None:
         if self._unread is not None:
-            copy, event = self._unread
-            event.synchronize()
-            with _torch.without_dispatch():
-                self._value, self._unread = float(copy), None
+            self._value, self._unread = self._unread.read(), None
         return self._value
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import Parameter, UninitializedParameter
 
 from precast._torch import (
+    StreamMark,
     counts_versions,
     fused_copy,
     is_captured,
@@ -321,7 +322,8 @@ def _out_of_date(key: CopyKey, device: torch.device) -> Iterator[tuple[Copy, Ten
 def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
     # Versions first: a concurrent write by another thread then makes the copy stale at the next use.
     snapshots = [(version_of(parameter), parameter.data_ptr()) for _, parameter in pairs]
-    stream = stream_of(pairs[0][0].tensor.device)
+    first = pairs[0][0].tensor
+    stream = stream_of(first.device)
     for copy, parameter in pairs:
         copy.wait_for_write(stream)
         copy.prepare_memory(parameter)
@@ -334,9 +336,12 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
                 casts.append((copy.tensor, parameter.detach()))
         if casts:
             fused_copy([target for target, _ in casts], [source for _, source in casts])
+        has_mark = stream is not None and not is_captured(first)
+        written = StreamMark(first.device) if has_mark else None
     for (copy, parameter), (version, pointer) in zip(pairs, snapshots, strict=True):
         moved = copy.pointer != pointer
-        copy.record_write(parameter, version, pointer, stream)
+        copy.record_write(parameter, version, pointer)
+        copy.stream, copy.written = stream, written
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is not None:
             held_parameter.stale = False

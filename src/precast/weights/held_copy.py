@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 
 from precast._internal.locks import survives_fork
-from precast._torch import impl_address, is_shared, version_of, without_torch_function
+from precast._torch import (
+    StreamMark,
+    impl_address,
+    is_shared,
+    version_of,
+    without_torch_function,
+)
 from precast.weights.freshness import has_same_layout, is_valid
 from precast.weights.held_gradients import GradientMemory
 from precast.weights.native.engine import native_engine
@@ -95,13 +101,13 @@ class Copy:
         epoch: incremented by each eviction.
         gradient: memory for the parameter's gradient.
         stream: the stream of the last write; None if the device has none.
+        written: the mark in that stream after the last write; None if any stream may read the copy.
         is_in_graphs: True if a CUDA graph may read the copy by its address.
     """
 
     __slots__ = (
         "__weakref__",
         "_dtype",
-        "_event",
         "_native",
         "_parameter",
         "_read_elsewhere",
@@ -116,6 +122,7 @@ class Copy:
         "stream",
         "stride",
         "tensor",
+        "written",
     )
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
@@ -129,7 +136,7 @@ class Copy:
         )
         self.gradient = GradientMemory(self._native)
         self.stream: Any = None
-        self._event: Any = None
+        self.written: StreamMark | None = None
         self._read_elsewhere = False
         self._usage: UsageContext | None = None
         self.is_in_graphs = False
@@ -252,8 +259,8 @@ class Copy:
         self._read_elsewhere = False
         self.tensor = _memory_for(parameter, self.tensor.dtype)
 
-    def record_write(self, parameter: Tensor, version: int, pointer: int, stream: Any) -> None:
-        """Record a write that was issued to a stream, with the parameter's version and data pointer before it."""
+    def record_write(self, parameter: Tensor, version: int, pointer: int) -> None:
+        """Record a write, with the parameter's version and data pointer before it."""
         record = self.record
         if pointer != record.pointer:
             # After the storage is freed, its address may be reused: forget it then.
@@ -261,21 +268,20 @@ class Copy:
             self._storage = weakref.ref(parameter.untyped_storage(), forget_address)
         record.version, record.pointer = version, pointer
         record.writes += 1
-        self.stream = stream
-        self._event = None if stream is None else stream.record_event()
 
     def is_written(self) -> bool:
         """Return True if the last write has finished, so that any stream may read the copy."""
-        if self._event is not None and self._event.query():
-            self._event = None
-        return self._event is None
+        if self.written is not None and self.written.is_reached():
+            self.written = None
+        return self.written is None
 
     def wait_for_write(self, stream: Any) -> None:
         """Make a stream wait for the last write, and the memory's reuse wait for the stream."""
         if self.stream is None or self.stream == stream:
             return
         if not self.is_written():
-            stream.wait_event(self._event)
+            assert self.written is not None
+            self.written.hold_back(stream)
         self.tensor.record_stream(stream)
         self._read_elsewhere = True  # the stream may read it after the user has released it
 

@@ -10,7 +10,7 @@ Invariants:
 - a region entry raises the error, in a thread that uses the weight. If another thread detects the write, the next use
   of the weight raises it;
 - a write that another thread is still executing is no error: PyTorch increments the version counter at its end;
-- on devices other than the CPU a result is read at the next entry, when it has long been computed.
+- on devices other than the CPU a result is read at a later entry, after it has arrived on the CPU: nothing waits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from precast._torch import (
+    HostCopy,
     dispatch_modes,
     is_capturing,
     is_real,
@@ -133,7 +134,7 @@ class _Comparison(NamedTuple):
     key: CopyKey
     copy: Copy
     writes: int
-    matches: Tensor | None
+    matches: HostCopy | None
     """The result; None if they are equal."""
     requested_at: float
     """Time of the comparison on the monotonic clock, in seconds."""
@@ -147,7 +148,7 @@ class _Comparison(NamedTuple):
             return False
         if _will_be_rewritten(self.held_parameter, copy, parameter):
             return False
-        return self.matches is not None and not self.matches
+        return self.matches is not None and not self.matches.read()
 
     def confirms_unversioned_write(self) -> bool:
         """Return the same, after waiting until no thread can still be executing that write."""
@@ -191,13 +192,10 @@ def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] |
     if dispatch_modes() or not is_real() or is_capturing():
         return None
     with without_torch_function():
-        ready, _SearchState.comparisons = _SearchState.comparisons, []
+        comparisons, _SearchState.comparisons = _SearchState.comparisons, []
         if compare:
-            for comparison in _next_comparisons():
-                matches = comparison.matches
-                if matches is not None:
-                    (ready if matches.is_cpu else _SearchState.comparisons).append(comparison)
-        for comparison in ready:
+            comparisons += _next_comparisons()
+        for comparison in comparisons:
             if (write := _report_or_defer(comparison)) is not None:
                 return write
     return None
@@ -216,6 +214,11 @@ def _next_comparisons() -> Iterator[_Comparison]:
 def _report_or_defer(comparison: _Comparison) -> tuple[HeldParameter, CopyKey] | None:
     """Return the weight if this thread is to raise the error. Otherwise keep the result, or mark the weight stale."""
     held_parameter, key = comparison.held_parameter, comparison.key
+    if comparison.matches is None:
+        return None
+    if not comparison.matches.has_arrived():
+        _SearchState.comparisons.append(comparison)
+        return None
     if threading.get_ident() in held_parameter.threads:
         if comparison.confirms_unversioned_write():
             _SearchState.comparisons.append(comparison)  # until the copies are rewritten
@@ -240,7 +243,8 @@ def _comparisons_of(held_parameter: HeldParameter, part: int) -> Iterator[_Compa
             handle = copy.new_handle()
         if copy.stream == stream_of(parameter.device) or copy.is_written():
             matches = _matches(handle, parameter, part)
-            yield _Comparison(held_parameter, key, copy, handle.writes, matches, time.monotonic())
+            result = None if matches is None else HostCopy(matches)
+            yield _Comparison(held_parameter, key, copy, handle.writes, result, time.monotonic())
 
 
 def _will_be_rewritten(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
