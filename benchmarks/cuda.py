@@ -218,7 +218,7 @@ def _replay(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return partial(_play, graph, (model, optimizer, kept, scaler))
+    return partial(_play, graph, (step, kept))
 
 
 def _play(graph: torch.cuda.CUDAGraph, _alive: object) -> None:

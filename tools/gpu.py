@@ -68,7 +68,7 @@ class Part:
 
 def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
     """All parts, in the order in which they run; `only_tests` are in place of all tests for a GPU."""
-    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "-rfE", "--tb=short", "--numprocesses", "8")
+    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "-rfE", "--tb=short", "-p", "no:benchmark", "--numprocesses", "8")
     tests = tuple(only_tests) or tuple(_files_of_tests())
     demo = ("-m", "precast", "demo")
     at = ("--device", "cuda", "--out", "{out}/demo")

@@ -100,7 +100,8 @@ def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
     unset = torch.utils._config_module._UNSET_SENTINEL
 
     def user_override(self: Any) -> Any:
-        stored = self.__dict__["user_override"]  # a value before PyTorch 2.13
+        # Before PyTorch 2.13 a value, and of the class alone until a user has set one.
+        stored = self.__dict__.get("user_override", unset)
         is_variable = isinstance(stored, ContextVar)
         if not any((stored.get() if is_variable else stored) is own for own in (off, plain)):
             return stored
