@@ -27,6 +27,7 @@ from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.monitoring import Monitor
 from precast.errors import MonitorError, PrecastWarning
 from tests.grad_scaler.test_observers import Calls
+from tests.support.cuda_graphs import counted_waits
 
 
 @pytest.fixture(autouse=True)
@@ -581,6 +582,36 @@ def test_only_counted_steps_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
     assert quiet == [(0, 0)] * 6
     assert waits[1][0] > 0
     assert waits[1][1] == waits[5][1] == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_counted_step_on_a_gpu_waits_once(dtype: torch.dtype, factor: float) -> None:
+    """The counts equal those of the same step on the CPU."""
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model, x = network().to(dtype).to(device), torch.randn(6, 8).to(device, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        scaler = precast.GradScaler(device, init_scale=4.0)
+        monitor = precast.monitor(model, every=1)
+        for number in range(3):
+            with counted_waits() if device == "cuda" else nullcontext([1]) as waits:
+                optimizer.zero_grad()
+                loss = model(x).float().square().mean()
+                scaler.scale(loss * (factor if number == 1 else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                monitor.end_step()
+        assert waits == [1]
+        monitor.detach()
+        results.append(entries(monitor))
+        del model, optimizer, scaler  # else they would be taken for averages of the other weights
+    assert results[0].keys() == results[1].keys()
+    for key, entry in results[0].items():
+        for name in ("zeros", "overflow", "nan", "steps", "elements"):
+            assert entry[name] == results[1][key][name], (key, name)
 
 
 def test_modes_do_not_see_what_it_does() -> None:

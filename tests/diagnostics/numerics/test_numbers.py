@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.bins import EDGES, Magnitudes, exponents, what_if
 from precast.diagnostics.numerics.formats import FORMATS, WHAT_IF
+from precast.diagnostics.numerics.host_transfer import on_host
 from precast.diagnostics.numerics.samples import figures
 from precast.diagnostics.numerics.tally import TensorCounts, TensorTally, countable
 from tests.support.cuda_graphs import counted_waits
+from tests.support.scaling import bits
 
 Tensor = torch.Tensor
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -202,6 +204,32 @@ def test_a_gpu_counts_the_same_without_waiting(dtype: torch.dtype) -> None:
     found, expected = tally.read(), counted(tensor)
     assert found.magnitudes == expected.magnitudes
     assert figures(found) == figures(expected) | {"rms": pytest.approx(expected.rms)}
+
+
+def test_tensors_of_another_device_come_to_the_cpu_at_once() -> None:
+    """They keep their bits."""
+
+    class Elsewhere(Tensor):
+        is_cpu = False
+        copies = 0
+
+        def cpu(self, *_: Any, **__: Any) -> Tensor:
+            Elsewhere.copies += 1
+            return self.as_subclass(Tensor)
+
+    tensors = [
+        torch.tensor([True, False, True]),
+        torch.tensor([1.5, math.nan, -math.inf], dtype=torch.float16),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor(math.pi, dtype=torch.float64),
+        torch.zeros(0),
+        torch.tensor([math.nan, -0.0]),
+    ]
+    here = torch.ones(2)
+    found = on_host([here, *(tensor.as_subclass(Elsewhere) for tensor in tensors)])
+    assert Elsewhere.copies == 1
+    assert list(map(bits, found)) == list(map(bits, [here, *tensors]))
+    assert on_host([]) == []
 
 
 def test_several_tensors_add_up() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast.diagnostics.numerics.host_transfer import HostTransfer, on_host
 from precast.diagnostics.numerics.lost_updates import NARROW, sample
 from precast.optim.partial_steps import parameters_of
 
@@ -75,6 +76,13 @@ class Averages:
             is_average = differs.sum() * 2 > differs.numel()
             self._sums.append((each.name, torch.stack([differs.sum(), stays.sum() * is_average])))
 
+    def move_to_host(self, transfer: HostTransfer) -> None:
+        """Let a transfer move the sums to the CPU, so that `read` does not wait."""
+        transfer.add([sums for _, sums in self._sums], self._set_sums)
+
+    def _set_sums(self, values: list[Tensor]) -> None:
+        self._sums = [(name, value) for (name, _), value in zip(self._sums, values, strict=True)]
+
     def read(self) -> dict[str, float]:
         """Return for each parameter the share of an average's values that stayed. Waits for the device."""
         sums, self._sums = self._sums, []
@@ -94,13 +102,21 @@ def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
             by_shape[parameter.shape].append(name)
     tensors, others = _tensors_of_process(by_shape)
     others.update(id(p.grad) for p in parameters.values() if p.grad is not None)
-    for shape, of_shape in tensors.items():
-        candidates = [each for each in of_shape if id(each) not in others]
-        if candidates:
-            names = by_shape[shape]
-            nearest = torch.cdist(_heads(candidates), _heads(parameters[name] for name in names))
-            for tensor, place in zip(candidates, nearest.argmin(1).tolist(), strict=True):
-                yield names[place], tensor
+    candidates = {
+        shape: [each for each in of_shape if id(each) not in others]
+        for shape, of_shape in tensors.items()
+    }
+    shapes = [shape for shape, of_shape in candidates.items() if of_shape]
+    compared = [
+        [*candidates[shape], *(parameters[name] for name in by_shape[shape])] for shape in shapes
+    ]
+    heads = iter(on_host(_head(tensor) for of_shape in compared for tensor in of_shape))
+    for shape, of_shape in zip(shapes, compared, strict=True):
+        number = len(candidates[shape])
+        values = torch.stack([next(heads) for _ in of_shape])
+        nearest = torch.cdist(values[:number], values[number:])
+        for tensor, place in zip(candidates[shape], nearest.argmin(1).tolist(), strict=True):
+            yield by_shape[shape][place], tensor
 
 
 def _tensors_of_process(
@@ -121,9 +137,9 @@ def _tensors_of_process(
     return tensors, of_optimizers
 
 
-def _heads(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the first values of a sample of each tensor, on the CPU."""
-    return torch.stack([sample(tensor)[:_HEAD].float().cpu() for tensor in tensors])
+def _head(tensor: Tensor) -> Tensor:
+    """Return the first values of a sample of a tensor."""
+    return sample(tensor)[:_HEAD].float()
 
 
 def _version(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from precast._torch import step_without_hooks
+from precast.diagnostics.numerics.host_transfer import HostTransfer
 from precast.optim import rounding
 from precast.optim.low_precision_weights import learns_by_rounding
 from precast.optim.partial_steps import (
@@ -114,6 +116,11 @@ class LostUpdates:
             for state in of_parameter:
                 self._sums_of_states[name, state.name] = _count_stuck(state)
 
+    def move_to_host(self, transfer: HostTransfer) -> None:
+        """Let a transfer move the sums to the CPU, so that `read` does not wait."""
+        for sums in (self._sums, self._sums_of_states):
+            transfer.add(sums.values(), functools.partial(_replace_values, sums))
+
     def read(self) -> dict[str, UpdateLoss]:
         """Return the losses since the last call, by name. Waits for the device."""
         sums_by_name, self._sums = self._sums, {}
@@ -136,6 +143,10 @@ class LostUpdates:
                 shares.setdefault(name, {})[state] = stayed / moving
         self._sums_of_states = {}
         return shares
+
+
+def _replace_values(sums: dict[Any, Tensor], values: list[Tensor]) -> None:
+    sums.update(zip(list(sums), values, strict=True))
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -382,6 +382,7 @@ class ModelWatcher:
         self._results.add(running.end())
         running.record.averages.after()
         if running.record.tallies is not None:
+            self._results.move_to_host(running.record)
             self._count(running.record)
             self._results.read()
             self._write_ring()

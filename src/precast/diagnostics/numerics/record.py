@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 import weakref
@@ -26,6 +27,7 @@ from precast._internal import events, pytree
 from precast._internal.display import dtype_name
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.averages import Averages
+from precast.diagnostics.numerics.host_transfer import HostTransfer
 from precast.diagnostics.numerics.lost_updates import LostUpdates
 from precast.diagnostics.numerics.tally import (
     NARROW,
@@ -175,6 +177,29 @@ class StepRecord:
         assert self.tallies is not None
         return self.tallies.setdefault(key, TensorTally())
 
+    def move_counts_to_host(self, transfer: HostTransfer) -> None:
+        """Let a transfer move all counts to the CPU, so that `counts` does not wait. Nothing is counted after that."""
+        for tally in (self.tallies or {}).values():
+            tally.move_to_host(transfer)
+        self.lost_updates.move_to_host(transfer)
+        self.averages.move_to_host(transfer)
+
+    def move_to_host(self, transfer: HostTransfer) -> None:
+        """Let a transfer move the other values of a packed record to the CPU."""
+        transfer.add([numbers for _, numbers in self.parts], self._set_parts)
+        for name in ("scale", "skipped"):
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                transfer.add([value], functools.partial(self._set_only, name))
+
+    def _set_parts(self, values: list[Tensor]) -> None:
+        pairs = zip(self.parts, values, strict=True)
+        self.parts = [(places, numbers) for (places, _), numbers in pairs]
+
+    def _set_only(self, name: str, values: list[Tensor]) -> None:
+        [value] = values
+        setattr(self, name, value)
+
     def counts(self) -> dict[TensorKey, TensorCounts]:
         """Return the counts of all tensors, of gradients without the loss scale. Waits for the device."""
         scale = self.loss_scale or 1.0
@@ -241,15 +266,15 @@ class StepNumbering:
 
 
 def read(steps: Iterable[StepRecord]) -> None:
-    """Fill in the extremes of packed steps. Waits for the device, once for each device and dtype."""
-    groups: dict[Any, list[tuple[StepRecord, list[int], Tensor]]] = defaultdict(list)
+    """Fill in the extremes of packed steps. Waits once for each device."""
+    steps, transfer = list(steps), HostTransfer()
+    for step in steps:
+        step.move_to_host(transfer)
+    transfer.run()
     for step in steps:
         step.extremes = [(0.0, 0.0)] * len(step.slots)
         for places, numbers in step.parts:
-            groups[numbers.device, numbers.dtype].append((step, places, numbers))
-    for group in groups.values():
-        values = iter(torch.cat([numbers for _, _, numbers in group]).tolist())
-        for step, places, _ in group:
+            values = iter(numbers.tolist())
             for place in places:
                 step.extremes[place] = (next(values), next(values))
 

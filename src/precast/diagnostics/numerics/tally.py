@@ -21,6 +21,7 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
 from precast.diagnostics.numerics.formats import FORMATS
+from precast.diagnostics.numerics.host_transfer import HostTransfer
 from precast.diagnostics.numerics.lost_updates import UpdateLoss
 from precast.grad_scaler.memory import memory_of
 
@@ -110,6 +111,18 @@ class TensorTally:
         """Add the number of zeros caused by underflow, of shape (); None adds nothing."""
         if count is not None:
             self._lost = count if self._lost is None else self._lost + count
+
+    def move_to_host(self, transfer: HostTransfer) -> None:
+        """Let a transfer move the sums to the CPU, so that `read` does not wait. Nothing may be added after that."""
+        tensors = [*(self._sums or ()), *([] if self._lost is None else [self._lost])]
+        transfer.add(tensors, self._set_sums)
+
+    def _set_sums(self, tensors: list[Tensor]) -> None:
+        if self._lost is not None:
+            self._lost = tensors.pop()
+        if self._sums is not None:
+            bins, special, squares, largest = tensors
+            self._sums = bins, special, squares, largest
 
     def read(self, power: int = 0) -> TensorCounts:
         """Return the counts of values in units of ``2**power``. Waits for the device."""
