@@ -2,7 +2,7 @@
 
 Invariants:
 
-- nothing here changes a tensor, except `fused_copy`, which writes its targets.
+- nothing here changes a tensor, except `fused_copy` and `fused_add`, which write their targets.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from precast._torch.modes import isolated
 __all__ = [
     "base_of",
     "counts_versions",
+    "fused_add",
     "fused_copy",
     "has_dense_keys",
     "is_dtensor",
@@ -144,3 +145,11 @@ def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
     PyTorch's optimizers use this function; no public one copies many tensors at once.
     """
     torch._foreach_copy_(targets, sources)
+
+
+def fused_add(targets: list[torch.Tensor], others: list[torch.Tensor], sign: int = 1) -> None:
+    """Add to each target the other tensor of its dtype, or subtract it with `sign` -1; on CUDA with few kernels (2.13).
+
+    As for `fused_copy`, no public function does it.
+    """
+    torch._foreach_add_(targets, others, alpha=sign)

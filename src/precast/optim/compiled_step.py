@@ -83,13 +83,14 @@ class CompiledStep:
     ) -> None:
         """Step all weights that can be compiled, and remove their gradients until `after_step`."""
         self._gradients = []  # an earlier step may have raised
+        self._weights.forget_if_written(optimizer)
         parameters = parameters_of(optimizer)
         clipped = self._clipping.take(parameters)
         if closure_of(args, kwargs) is not None:
             self._warn("a closure computes the gradients during the step")
             _multiply(parameters, clipped)
             return
-        if self._has_sparse_gradient(parameters):
+        if self._has_sparse_gradient(parameters) or not any(map(self._is_compiled, parameters)):
             _multiply(parameters, clipped)
             return
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
@@ -100,7 +101,6 @@ class CompiledStep:
             inverse = 1.0 / scale.double().item()
             for key in map(id, self._weights.parameters()):
                 factors[key] = factors.get(key, 1.0) * inverse
-        self._weights.forget_if_written(optimizer)
         groups, step = optimizer.param_groups, step_without_hooks(optimizer)
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
@@ -158,9 +158,13 @@ class CompiledStep:
         return reason is None
 
     def _is_compiled(self, parameter: Tensor) -> bool:
-        """Return True if the weight is large enough, not sharded, and was not refused."""
+        """Return True if the weight is on the CPU, large enough, not sharded, and was not refused.
+
+        Elsewhere one call of an optimizer's fused or foreach kernel steps many weights.
+        """
         return (
-            self._weights.stores(parameter)
+            parameter.is_cpu
+            and self._weights.stores(parameter)
             and id(parameter) not in self._refused
             and not is_dtensor(parameter)
             and parameter.numel() >= MIN_ELEMENTS
@@ -256,8 +260,6 @@ class _Run(NamedTuple):
 
 def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
     """Return the reason why a weight cannot be stepped by a compiled program; None if it can."""
-    if not parameter.is_cpu:
-        return f"only the CPU is supported, and a weight is on {parameter.device}"
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not is_dense(parameter):

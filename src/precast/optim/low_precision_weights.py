@@ -26,7 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
-from precast._torch import is_dtensor, step_without_hooks
+from precast._torch import (
+    fused_add,
+    fused_copy,
+    is_capturing,
+    is_dtensor,
+    step_without_hooks,
+)
 from precast.errors import AttachError
 from precast.optim import averages, rounding
 from precast.optim.partial_steps import (
@@ -56,8 +62,9 @@ MIN_ELEMENTS: Final = 16384
 """Weights with fewer elements stay float32, and are not worth a call of a compiled program."""
 _PENDING_KEY: Final = "rounding"
 """The key in an optimizer's `state_dict` for the entries of weights without states."""
-_PART: Final = 1 << 20
+_PART: Final = {"cpu": 1 << 20}
 """Elements of weights that have stand-ins at a time, if the optimizer allows it: 16 MiB with two states."""
+_LARGE_PART: Final = 1 << 25  # elsewhere: 256 MiB; each part costs launches
 
 
 def is_worth_storing_low(parameter: Tensor) -> bool:
@@ -154,15 +161,28 @@ class LowPrecisionWeights:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Step these weights, except those stepped already, and hide their gradients from the step that follows."""
+        """Step these weights, except those stepped already, and hide their gradients from the step that follows.
+
+        Raises:
+            AttachError: a CUDA graph is captured, whose replays would repeat the random numbers of this step.
+        """
         self._hidden, self._counts = [], {}
+        if is_capturing() and (self.rounding, self._states) != ("kahan", torch.float32):
+            raise AttachError(
+                f"{type(optimizer).__name__}.step(): a CUDA graph would repeat the random numbers of stochastic "
+                'rounding at each replay. Capture a step with masters="kahan" and float32 states, or leave the step '
+                "out of the graph."
+            )
         args, kwargs = called_before(args, kwargs)
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        if found_inf is not None and found_inf.item():
+        if found_inf is not None and not is_capturing() and found_inf.item():
             self._hide(parameters_of(optimizer))
             return args, kwargs
         factor = None if scale is None else 1.0 / scale.double()
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
+            if found_inf is not None and is_capturing():
+                # A graph cannot wait. The fused kernel skips stand-ins, and rounding then gives the same sums.
+                vars(optimizer)["found_inf"] = found_inf
             for groups in self._parts(optimizer):
                 self._step(optimizer, groups, factor)
         return args, kwargs
@@ -258,7 +278,8 @@ class LowPrecisionWeights:
             for parameter in group["params"]:
                 if id(parameter) not in self._parameters or parameter.grad is None:
                     continue
-                if part and numbers + parameter.numel() > _PART:
+                most = _PART.get(parameter.device.type, _LARGE_PART)
+                if part and numbers + parameter.numel() > most:
                     yield [{**group, "params": part}]
                     part, numbers = [], 0
                 part.append(parameter)
@@ -272,14 +293,14 @@ class LowPrecisionWeights:
         """Make the optimizer step stand-ins of these weights, then round the results."""
         pairs, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
         for group in groups:
-            group["params"] = [self._stand_in(optimizer, p, pairs, factor) for p in group["params"]]
+            stand_ins = self._stand_ins(optimizer, group["params"], factor)
+            pairs += zip(group["params"], stand_ins, strict=True)
+            group["params"] = stand_ins
         counts = counts_of(optimizer)
         optimizer.param_groups = groups
         try:
             step_without_hooks(optimizer)()
-            for parameter, stand_in in pairs:
-                if stand_in is not parameter:
-                    self._take_back(optimizer, parameter, stand_in)
+            self._take_back(optimizer, [pair for pair in pairs if pair[0] is not pair[1]])
         except BaseException:
             vars(optimizer).update(counts)
             raise
@@ -292,41 +313,55 @@ class LowPrecisionWeights:
             self._counts = counts_of(optimizer)
         self._hide(parameter for parameter, _ in pairs)
 
-    def _stand_in(
-        self,
-        optimizer: Optimizer,
-        parameter: Tensor,
-        pairs: list[tuple[Tensor, Tensor]],
-        factor: Tensor | None,
-    ) -> Tensor:
-        """Return the parameter itself, or a float32 stand-in; append both to `pairs`."""
-        assert parameter.grad is not None
-        if id(parameter) not in self._parameters:
-            if factor is not None:
-                part_of(parameter.grad).mul_(factor)
-            pairs.append((parameter, parameter))
-            return parameter
-        states = optimizer.state[parameter]
-        self._complete(parameter, states)
-        value = parameter.detach().to(torch.float32)
-        if REST in states:
-            value += states[REST]
-        stand_in = nn.Parameter(value)
-        gradient = parameter.grad.to(torch.float32, copy=factor is not None)
+    def _stand_ins(
+        self, optimizer: Optimizer, parameters: list[Tensor], factor: Tensor | None
+    ) -> list[Tensor]:
+        """Return float32 stand-ins of these weights, with gradients and states, and other parameters themselves."""
         if factor is not None:
-            part_of(gradient).mul_(factor)
-        stand_in.grad = gradient
-        wide = {name: _full(v) for name, v in states.items() if name not in OF_ROUNDING}
-        if wide:
-            optimizer.state[stand_in] = wide
-        pairs.append((parameter, stand_in))
-        return stand_in
+            factors = {p.device: factor.to(p.device) for p in parameters}
+            for parameter in parameters:
+                if id(parameter) not in self._parameters:
+                    part_of(_gradient(parameter)).mul_(factors[parameter.device])
+        mine = [p for p in parameters if id(p) in self._parameters]
+        states = [optimizer.state[p] for p in mine]
+        for parameter, own in zip(mine, states, strict=True):
+            self._complete(parameter, own)
+        values = _in_float32([p.detach() for p in mine], copy=True)
+        with_rest = [i for i, own in enumerate(states) if REST in own]
+        if with_rest:
+            rests = _in_float32([states[i][REST] for i in with_rest])
+            fused_add([values[i] for i in with_rest], rests)
+        gradients = _in_float32([_gradient(p) for p in mine], copy=factor is not None)
+        if factor is not None:
+            for gradient in gradients:
+                part_of(gradient).mul_(factors[gradient.device])
+        stand_ins = {}
+        for parameter, value, gradient, own in zip(mine, values, gradients, states, strict=True):
+            stand_in = stand_ins[id(parameter)] = nn.Parameter(value)
+            stand_in.grad = gradient
+            wide = {name: _full(v) for name, v in own.items() if name not in OF_ROUNDING}
+            if wide:
+                optimizer.state[stand_in] = wide
+        return [stand_ins.get(id(p), p) for p in parameters]
 
-    def _take_back(self, optimizer: Optimizer, parameter: Tensor, stand_in: Tensor) -> None:
-        states = optimizer.state[parameter]
-        parameter.copy_(self._rounded(stand_in.detach(), states))
-        for name, value in optimizer.state.get(stand_in, {}).items():
-            states[name] = self._stored(value, states)
+    def _take_back(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Round the stand-ins to the weights, and their states to the stored ones."""
+        states = [optimizer.state[parameter] for parameter, _ in pairs]
+        if self.rounding == "kahan" and pairs and not any(is_dtensor(p) for p, _ in pairs):
+            low, values = [p.detach() for p, _ in pairs], [s.detach() for _, s in pairs]
+            fused_copy(low, values)  # a cast rounds to the nearest value
+            fused_add(values, _in_float32(low), -1)
+            fused_copy([own[REST] for own in states], values)
+        else:
+            for (parameter, stand_in), own in zip(pairs, states, strict=True):
+                parameter.copy_(self._rounded(stand_in.detach(), own))
+        for (_, stand_in), own in zip(pairs, states, strict=True):
+            for name, value in optimizer.state.get(stand_in, {}).items():
+                count = own.get(name)
+                if isinstance(count, Tensor) and count.numel() == 1:
+                    count.copy_(value)  # in place: a captured graph reads it again
+                else:
+                    own[name] = self._stored(value, own)
 
     def _stored(self, value: Any, states: dict[str, Any]) -> Any:
         """Return a state in its dtype between steps."""
@@ -412,6 +447,25 @@ def _round_stochastically(value: Tensor, states: dict[str, Any]) -> Tensor:
     elements = part_of(value)
     rounded = rounding.stochastic(elements.reshape(-1), seed).reshape(elements.shape)
     return whole_like(value, rounded)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _in_float32(tensors: list[Tensor], *, copy: bool = False) -> list[Tensor]:
+    """Return tensors in float32, with one call for all on devices that have such a kernel."""
+    if any(is_dtensor(t) for t in tensors):
+        return [t.to(torch.float32, copy=copy) for t in tensors]
+    wide = [
+        t if t.dtype is torch.float32 and not copy else torch.empty_like(t, dtype=torch.float32)
+        for t in tensors
+    ]
+    pairs = [(w, t) for w, t in zip(wide, tensors, strict=True) if w is not t]
+    if pairs:
+        fused_copy([w for w, _ in pairs], [t for _, t in pairs])
+    return wide
 
 
 def _full(value: Any) -> Any:
