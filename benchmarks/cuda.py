@@ -11,9 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,9 +107,8 @@ def _optimizer_rows(network: Network, device: torch.device) -> Rows:
         for _ in range(3):
             step()
         before = _peak_reset(device)
-        with _counted_waits(device) as count:
-            step()
-        waits[name], peaks[name] = count[0], _peak(device) - before
+        waits[name] = scaler.waits_of(step, device)
+        peaks[name] = _peak(device) - before
         steps[name] = Variant(step, finish=partial(synchronize, device))
     result = compare(steps, rounds=_ROUNDS, calls=5)
     parameters = sum(p.numel() for p in model.parameters())
@@ -197,15 +194,15 @@ def _replay(
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=on_gpu)
     kept = use.attach(model)
-    scaler = use.scaler(device.type, enabled=dtype is torch.float16)
+    scale = use.scaler(device.type, enabled=dtype is torch.float16)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with use.region(device.type, dtype):
             loss = network.loss(model(inputs), target)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scale.scale(loss).backward()
+        scale.step(optimizer)
+        scale.update()
 
     if not on_gpu:
         return step
@@ -266,25 +263,6 @@ def measure(section: str, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
                 yield about | row
         except Exception as error:
             yield about | {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-
-
-@contextmanager
-def _counted_waits(device: torch.device) -> Iterator[list[int]]:
-    """How often the host waits for a GPU inside: a list that has the number afterwards."""
-    counts: list[int] = []
-    if device.type != "cuda":
-        yield counts
-        counts.append(0)
-        return
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield counts
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    counts.append(sum("called a synchronizing" in str(each.message) for each in caught))
 
 
 def _peak_reset(device: torch.device) -> int:

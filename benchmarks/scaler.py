@@ -8,6 +8,7 @@ every run.
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.sections import put
 from benchmarks.tables import about
 from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["Search", "cost", "rows_on", "searches", "waits"]
+__all__ = ["Search", "cost", "rows_on", "searches", "waits", "waits_of"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaler.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.scaler --write -->\n", "<!-- end of figures -->"
@@ -96,7 +97,7 @@ def rows_on(
         }
         result = compare(variants, rounds=rounds, calls=calls)
         ratio, spread = result.ratio("precast", "torch")
-        waits = {f"waits_{kind}": _waits_of(step, 10) for kind, step in steps.items()}
+        waits = {f"waits_{kind}": waits_of(step, device) for kind, step in steps.items()}
         yield {
             "case": name,
             "parameters": count,
@@ -107,8 +108,8 @@ def rows_on(
         }
 
 
-class _Waits(TorchDispatchMode):
-    """Counts the values that are read, each of which waits for its device."""
+class _Reads(TorchDispatchMode):
+    """Counts the values that are read."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -119,6 +120,24 @@ class _Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def waits_of(work: Callable[[], object], device: torch.device) -> int:
+    """How often the host waits for its device: on the CPU the values that are read, each of which would wait."""
+    if device.type != "cuda":
+        with _Reads() as reads:
+            work()
+        count: int = reads.count
+        return count
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(each.message) for each in caught)
+
+
 def waits(*, steps: int = 100) -> list[list[str]]:
     """A row for each optimizer: values read in a step without overflow."""
     rows = []
@@ -126,16 +145,9 @@ def waits(*, steps: int = 100) -> list[list[str]]:
         counts = []
         for make in _SCALERS.values():
             work = Steps(make("cpu", 1.0), optimizer, 3, 2)
-            counts.append(f"{_waits_of(work, steps):g}")
+            counts.append(f"{sum(waits_of(work, _CPU) for _ in range(steps)) / steps:g}")
         rows.append([name, *counts])
     return rows
-
-
-def _waits_of(work: Callable[[], None], steps: int) -> float:
-    with _Waits() as counted:
-        for _ in range(steps):
-            work()
-    return counted.count / steps
 
 
 class Search:

@@ -68,12 +68,24 @@ class Part:
 
 def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
     """All parts, in the order in which they run; `only_tests` are in place of all tests for a GPU."""
-    pytest = ("-m", "pytest", "-m", "gpu", "--quiet", "-rfE", "--tb=short", "-p", "no:benchmark", "--numprocesses", "8")
+    pytest = (
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "--quiet",
+        "-rfE",
+        "--tb=short",
+        "-p",
+        "no:benchmark",
+        "--numprocesses",
+        "8",
+    )
     tests = tuple(only_tests) or tuple(_files_of_tests())
     demo = ("-m", "precast", "demo")
     at = ("--device", "cuda", "--out", "{out}/demo")
     return (
-        Part("tests", (*pytest, *tests), 150, False, _last_line),
+        Part("tests", (*pytest, *tests), 180, False, _last_line),
         Part("demo checkerboard", (*demo, "checkerboard", *at), 60, False),
         Part("demo digits", (*demo, "digits", *at), 90, False),
         Part("doctor", ("-m", "precast", "doctor", "--json"), 40),
@@ -259,12 +271,16 @@ def _left(before: Rows) -> list[Part]:
     """The parts that did not do what they should, with the tests that failed; of a first run all."""
     ended = {row["unit"]: row for row in before if row["section"] == "parts"}
     tests = ended.get("tests", {}).get("failed", [])
-    return [part for part in parts(tests) if ended.get(part.name, {"code": 1})["code"]]
+    wrong = {row["section"] for row in before if "error" in row}
+    done = {name for name, row in ended.items() if not row["code"] and name not in wrong}
+    return [part for part in parts(tests) if part.name not in done]
 
 
 def _kept(before: Rows) -> Rows:
     """The rows of another run that need not be made again."""
-    again = {(row["section"], row["unit"]) for row in before if row.get("error") or row.get("code")}
+    names = {part.name for part in _left(before)}
+    again = {(row["section"], row["unit"]) for row in before if row.get("error")}
+    again |= {("parts", name) for name in names}
     return [row for row in before if (row["section"], row["unit"]) not in again]
 
 
