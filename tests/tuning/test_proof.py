@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning import training
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import outcome_of, prove
 from precast.tuning.setups import Setup, Workload
@@ -120,19 +118,6 @@ def test_an_interrupt_keeps_what_was_found() -> None:
 def test_float32_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(TuningError, match="float32 fails: the loss of step 1 is nan"):
         prove(_task(lambda m, b: _loss(m, b) * math.nan), [DEFAULT], steps=2, tolerance=0.1)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that stands but for what is added to its only number; each look at it takes up to a tenth of 10 ms."""
-    now, uneven = [0.0], random.Random(0)
-
-    def look(_device_type: str) -> float:
-        now[0] += 0.001 * uneven.random()
-        return now[0]
-
-    monkeypatch.setattr(training, "current_time", look)
-    return now
 
 
 def test_a_slower_setup_is_slower(clock: list[float]) -> None:
