@@ -32,6 +32,9 @@ _TESTS = """\
 ## Tests
 
 The files of `tests/conformance/`. A case is one comparison with PyTorch, or one behaviour that PyTorch does not have.
+`test_pretended_device.py` runs the tests marked `gpu` on a CUDA device whose memory and kernels are the CPU's. That
+proves which kernels run, their dtypes and order, waits and captured graphs. It proves nothing about streams that run at
+the same time, cuDNN, Triton, NCCL or speed.
 
 """
 

@@ -56,7 +56,8 @@ def _perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+Networks = dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]]
+NETWORKS: Networks = {
     "perceptron": (_perceptron, lambda: torch.randn(16, 256)),
     "decoder": (_decoder, lambda: torch.randint(256, (4, 16))),
     "convolutional": (_convolutional, lambda: torch.randn(4, 3, 32, 32)),
@@ -70,10 +71,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def network(name: str) -> tuple[nn.Module, Tensor]:
+def network(name: str, networks: Networks = NETWORKS) -> tuple[nn.Module, Tensor]:
     """A network and a batch on the GPU, the same on each call."""
     torch.manual_seed(0)
-    make, batch = NETWORKS[name]
+    make, batch = networks[name]
     return make().cuda(), batch().cuda()
 
 
