@@ -22,6 +22,7 @@ __all__ = [
     "counts_versions",
     "fused_add",
     "fused_copy",
+    "fused_multiply",
     "has_dense_keys",
     "is_dtensor",
     "is_in_graph_tree",
@@ -153,3 +154,8 @@ def fused_add(targets: list[torch.Tensor], others: list[torch.Tensor], sign: int
     As for `fused_copy`, no public function does it.
     """
     torch._foreach_add_(targets, others, alpha=sign)
+
+
+def fused_multiply(targets: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply each target by a tensor of its dtype and of shape (); on CUDA with few kernels (2.13)."""
+    torch._foreach_mul_(targets, factor)

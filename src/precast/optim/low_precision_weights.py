@@ -29,6 +29,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from precast._torch import (
     fused_add,
     fused_copy,
+    fused_multiply,
     is_capturing,
     is_dtensor,
     step_without_hooks,
@@ -175,13 +176,15 @@ class LowPrecisionWeights:
             )
         args, kwargs = called_before(args, kwargs)
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        if found_inf is not None and not is_capturing() and found_inf.item():
+        on_device = found_inf is not None and (
+            is_capturing() or self._can_skip_on_device(optimizer)
+        )
+        if found_inf is not None and not on_device and found_inf.item():
             self._hide(parameters_of(optimizer))
             return args, kwargs
         factor = None if scale is None else 1.0 / scale.double()
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
-            if found_inf is not None and is_capturing():
-                # A graph cannot wait. The fused kernel skips stand-ins, and rounding then gives the same sums.
+            if on_device:  # the fused kernel skips stand-ins without a wait
                 vars(optimizer)["found_inf"] = found_inf
             for groups in self._parts(optimizer):
                 self._step(optimizer, groups, factor)
@@ -196,6 +199,14 @@ class LowPrecisionWeights:
         if optimizer is not None:
             # The optimizer has counted this step twice: the second time without gradients.
             vars(optimizer).update(self._counts)
+
+    def _can_skip_on_device(self, optimizer: Optimizer) -> bool:
+        """Return True if the device can decide that a step of these weights is skipped, off the CPU without a wait."""
+        return (
+            (self.rounding, self._states) == ("kahan", torch.float32)
+            and treats_each_parameter_by_itself(optimizer)
+            and not any(p.is_cpu or is_dtensor(p) for p in self.parameters())
+        )
 
     def forget_if_written(self, optimizer: Optimizer) -> None:
         """Discard the rounding errors of weights that the program has written since the last step."""
@@ -333,8 +344,10 @@ class LowPrecisionWeights:
             fused_add([values[i] for i in with_rest], rests)
         gradients = _in_float32([_gradient(p) for p in mine], copy=factor is not None)
         if factor is not None:
-            for gradient in gradients:
-                part_of(gradient).mul_(factors[gradient.device])
+            for device, each in factors.items():
+                there = [part_of(g) for g in gradients if g.device == device]
+                if there:
+                    fused_multiply(there, each.float())
         stand_ins = {}
         for parameter, value, gradient, own in zip(mine, values, gradients, states, strict=True):
             stand_in = stand_ins[id(parameter)] = nn.Parameter(value)
@@ -348,10 +361,16 @@ class LowPrecisionWeights:
         """Round the stand-ins to the weights, and their states to the stored ones."""
         states = [optimizer.state[parameter] for parameter, _ in pairs]
         if self.rounding == "kahan" and pairs and not any(is_dtensor(p) for p, _ in pairs):
-            low, values = [p.detach() for p, _ in pairs], [s.detach() for _, s in pairs]
+            stored = [p.detach() for p, _ in pairs] + [own[REST] for own in states]
+            values = [s.detach() for _, s in pairs]
+            found_inf = getattr(optimizer, "found_inf", None)
+            new = stored if found_inf is None else [torch.empty_like(each) for each in stored]
+            low, rests = new[: len(values)], new[len(values) :]
             fused_copy(low, values)  # a cast rounds to the nearest value
             fused_add(values, _in_float32(low), -1)
-            fused_copy([own[REST] for own in states], values)
+            fused_copy(rests, values)
+            if found_inf is not None:
+                _write_unless(found_inf, stored, new)
         else:
             for (parameter, stand_in), own in zip(pairs, states, strict=True):
                 parameter.copy_(self._rounded(stand_in.detach(), own))
@@ -359,7 +378,8 @@ class LowPrecisionWeights:
             for name, value in optimizer.state.get(stand_in, {}).items():
                 count = own.get(name)
                 if isinstance(count, Tensor) and count.numel() == 1:
-                    count.copy_(value)  # in place: a captured graph reads it again
+                    if count is not value:
+                        count.copy_(value)  # in place: a captured graph reads it again
                 else:
                     own[name] = self._stored(value, own)
 
@@ -468,12 +488,26 @@ def _in_float32(tensors: list[Tensor], *, copy: bool = False) -> list[Tensor]:
     return wide
 
 
+def _write_unless(found_inf: Tensor, targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Write tensors of bfloat16 into others, bit by bit, unless `found_inf` is nonzero. Does not wait for the device.
+
+    In a skipped step the sources may differ: a rounding error that was rounded to a tie moves its weight. Integers
+    wrap, so that old + (new - old) * 1 is exactly new.
+    """
+    old, new = ([each.view(torch.int16) for each in tensors] for tensors in (targets, sources))
+    fused_add(new, old, -1)
+    for device in {each.device for each in old}:
+        is_good = (found_inf.to(device, non_blocking=True).reshape(()) == 0).to(torch.int16)
+        fused_multiply([each for each in new if each.device == device], is_good)
+    fused_add(old, new)
+
+
 def _full(value: Any) -> Any:
     """Return a state in float32 for a step; a count is copied, because the step may raise."""
     if not isinstance(value, Tensor):
         return value
     if not is_large(value):
-        return value.clone()
+        return value.clone() if value.is_cpu else value  # a device's count would cost two kernels
     return value.to(torch.float32) if value.is_floating_point() else value
 
 
