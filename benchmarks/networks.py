@@ -64,7 +64,7 @@ class Network:
     def seeded(self, device: torch.device, batches: int) -> tuple[nn.Module, list[Batch]]:
         """The model and the first `batches` batches of the seed; PyTorch's generators stay as they were."""
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), device:
             torch.manual_seed(_SEED)
             model = self.model().to(device)
             drawn = [self.batch(step) for step in range(batches)]

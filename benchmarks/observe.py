@@ -7,7 +7,7 @@ release and every operation with the dtypes of its arguments:
   highest value within the step. Weights, masters, copies that are kept, gradients and activations are all in it,
   and nothing of other variants. On CUDA it is the most that the allocator had handed out, from the same beginning;
 - a cast is a copy between two floating-point dtypes, whoever asked for it; its bytes are those that it writes. On
-  CUDA a fused copy of a whole list of tensors is one operation without sizes, and is not counted.
+  CUDA casts are not counted: the profiler takes seconds to start there, and a fused copy of a list has no sizes.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
 
 @dataclass(frozen=True)
 class Observation:
-    """Of one step: its peak of tensor memory, its casts, and the bytes that they wrote."""
+    """Of one step: its peak of tensor memory, its casts, and the bytes that they wrote; None where not counted."""
 
     peak_bytes: int
-    casts: int
-    cast_bytes: int
+    casts: int | None
+    cast_bytes: int | None
 
 
 def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
@@ -47,27 +47,37 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
         make: the variant; what it allocates counts.
         device: where it runs.
     """
+    if device.type == "cuda":
+        return Observation(_cuda_peak(make, device), None, None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports its start and end on stderr
     gc.collect()
-    before = _allocated(device)
     # `acc_events`: without it PyTorch up to 2.12 warns of cycles that there are not here.
     with profile(
         use_kineto=True, profile_memory=True, record_shapes=True, acc_events=True
     ) as profiler:
         prepared = make()
         prepared.work()
-        _forget_peak(device)
         with record_function(_STEP):
             prepared.work()
-            synchronize(device)
-    peak = _cuda_peak(device) - before
     prepared.close()
     events = list(profiler.kineto_results.events())
     begin, end = next((e.start_ns(), e.end_ns()) for e in events if e.name() == _STEP)
     casts = list(_casts(e for e in events if begin <= e.start_ns() <= end))
-    on_cpu = device.type == "cpu"
-    highest = _cpu_peak(events, begin, end) if on_cpu else peak
-    return Observation(highest, len(casts), sum(casts))
+    return Observation(_cpu_peak(events, begin, end), len(casts), sum(casts))
+
+
+def _cuda_peak(make: Callable[[], Prepared], device: torch.device) -> int:
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+    prepared = make()
+    prepared.work()
+    synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    prepared.work()
+    synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    prepared.close()
+    return peak
 
 
 def _casts(events: Iterable[Any]) -> Iterator[int]:
@@ -88,17 +98,3 @@ def _cpu_peak(events: list[Any], begin: int, end: int) -> int:
             now += change
             highest = max(highest, now)
     return highest
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _cuda_peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

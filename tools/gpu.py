@@ -4,7 +4,7 @@
     python -m tools.gpu --out FOLDER         writes there, with the output of each part in logs.tar.gz
     python -m tools.gpu --redo FILE          does what is missing in FILE, the gpu.jsonl of another run
     python -m tools.gpu --wheels FOLDER      installs the wheels of a folder for this run, on a machine without network
-    python -m tools.gpu --only WORD          the parts with this in their name
+    python -m tools.gpu --only WORDS         the parts with one of these words in their name
     python -m tools.gpu --trial              all parts side by side: shows soon what fails, and times nothing
 
 Invariants:
@@ -41,7 +41,7 @@ __all__ = ["Part", "main", "page", "parts", "run"]
 
 ROOT = Path(__file__).parent.parent
 STATE = "gpu.jsonl"
-_GRACE = 20  # seconds that an interrupted part has to write its rows
+_GRACE = 3  # seconds that an interrupted part has to write its rows
 _MINUTES = 9.0
 _FEWEST = 2.0
 Rows = list[dict[str, Any]]
@@ -88,11 +88,13 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         Part("tests", (*pytest, *tests), 180, False, _last_line),
         Part("demo checkerboard", (*demo, "checkerboard", *at), 60, False),
         Part("demo digits", (*demo, "digits", *at), 90, False),
+        _ahead("compiled", 120),
+        _ahead("float8-compiled", 120),
         Part("doctor", ("-m", "precast", "doctor", "--json"), 40),
         _section("eager", 110),
         _section("optimizer", 30),
-        _section("scaler", 15),
-        _section("observers", 25),
+        _section("scaler", 20),
+        _section("observers", 30),
         _section("captured", 20),
         _section("float8", 60),
         _section("float8-compiled", 80),
@@ -104,9 +106,16 @@ def _section(name: str, seconds: int) -> Part:
     return Part(name, ("-m", "benchmarks.cuda", name, "--rows", "{out}/" + STATE), seconds)
 
 
+def _ahead(name: str, seconds: int) -> Part:
+    """Compiles what a section measures, beside the tests: its kernels are then on the disk."""
+    command = ("-m", "benchmarks.cuda", name, "--rows", "{out}/logs/ahead.jsonl")
+    return Part(f"{name}, ahead", command, seconds, False, lambda _: "not used")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run all parts, write the page; 0 if all did what they should."""
     chosen = _parser().parse_args(arguments)
+    begin = time.monotonic()
     machine = _machine()
     if machine is None:
         print(
@@ -119,7 +128,8 @@ def main(arguments: Sequence[str]) -> int:
     state = out / STATE
     before = _read(chosen.redo) if chosen.redo else []
     state.write_text("".join(json.dumps(row) + "\n" for row in _kept(before)), encoding="utf-8")
-    these = [part for part in _left(before) if chosen.only in part.name]
+    words = chosen.only.split(",")
+    these = [part for part in _left(before) if any(word in part.name for word in words)]
     with tempfile.TemporaryDirectory() as site:
         try:
             environment = _environment(chosen.wheels, Path(site))
@@ -127,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
             subprocess.run(native, cwd=ROOT, env=environment, check=False)
             if chosen.trial:
                 these = [replace(part, timed=False, seconds=3600) for part in these]
-            for row in run(these, out, chosen.minutes, environment):
+            for row in run(these, out, chosen.minutes, environment, begin):
                 print(f"{row['unit']}: {row['result']} ({row['seconds']} s)", flush=True)
         except KeyboardInterrupt:
             print("interrupted: the page has the rows until here", file=sys.stderr)
@@ -139,10 +149,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(
-    these: Sequence[Part], out: Path, minutes: float, environment: Mapping[str, str] | None = None
+    these: Sequence[Part],
+    out: Path,
+    minutes: float,
+    environment: Mapping[str, str] | None = None,
+    begin: float | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The row of each part, which is in the state too; neighbours that are not timed run side by side."""
-    ends = time.monotonic() + minutes * 60
+    ends = (time.monotonic() if begin is None else begin) + minutes * 60
     for timed, group in itertools.groupby(these, lambda part: part.timed):
         at_once = list(group)
         with ThreadPoolExecutor(1 if timed else len(at_once)) as pool:
@@ -412,7 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--redo", type=Path, help="the gpu.jsonl of another run")
     parser.add_argument("--wheels", type=Path, help="a folder of wheels to install for this run")
     parser.add_argument("--trial", action="store_true", help="all parts side by side")
-    parser.add_argument("--only", default="", help="a word in the names of parts")
+    parser.add_argument("--only", default="", help="words in the names of parts, with commas")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""`python -m tools.gpu`: parts that fail, run out of time or are killed; the page; no GPU."""
+"""`python -m tools.gpu`: parts that fail or run out of time, what is done again, the page; no GPU."""
 
 from __future__ import annotations
 
@@ -16,90 +16,116 @@ from tools.gpu import Part
 MACHINE = {"date": "2026-01-02", "gpu": "A GPU", "torch": "2.13.0", "python": "3.11.7"}
 
 
-def python(name: str, code: str, share: float = 1.0) -> Part:
-    return Part(name, ("-c", code), share, lambda out: (out / "said").read_text())
+def python(name: str, code: str, seconds: int = 60, *, timed: bool = True) -> Part:
+    return Part(name, ("-c", code), seconds, timed, lambda text: text.strip() or "nothing")
 
 
-def test_parts_end_alone_and_keep_what_they_wrote(tmp_path: Path) -> None:
-    write = f"open({str(tmp_path / 'said')!r}, 'w').write"
+def test_parts_end_alone_and_each_row_is_written_at_once(tmp_path: Path) -> None:
     these = [
-        python("good", f"{write}('fine')"),
-        python("bad", "raise SystemExit(3)"),
-        python(
-            "long",
-            f"import time\ntry:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  {write}('half')",
-            share=0.1,  # starting Python takes part of it
-        ),
-        python("after", "print('here')"),
+        python("good", "print('fine')", timed=False),
+        python("bad", "raise SystemExit(3)", timed=False),
+        python("long", "import time\nprint('half', flush=True)\ntime.sleep(60)", seconds=4),
+        python("after", "print('FAILED tests/a.py::b - wrong')"),
     ]
-    done = list(gpu.run(these, tmp_path, seconds=60))
-    assert [one.code for one in done] == [0, 3, 124, 0]
-    assert [one.result for one in done] == [
-        "fine",
-        "exit code 3; fine",
-        "out of time; half",
-        "half",
-    ]
-    assert (tmp_path / "gpu-after.txt").read_text() == "here\n"
-    page = gpu.table({"machine": MACHINE, "parts": [vars(one) for one in done]})
-    assert "A GPU, PyTorch 2.13.0" in page
-    assert page.count("\n| ") == 1 + len(these)
+    rows = list(gpu.run(these, tmp_path, minutes=9))
+    assert [row["code"] for row in rows] == [0, 3, 124, 0]
+    assert [row["result"] for row in rows[:2]] == ["fine", "exit code 3; nothing"]
+    assert rows[2]["result"].startswith("out of time; half")
+    assert rows[3]["failed"] == ["tests/a.py::b"]
+    assert [json.loads(line) for line in (tmp_path / gpu.STATE).read_text().splitlines()] == rows
 
 
-def test_a_part_without_its_file_says_so(tmp_path: Path) -> None:
-    [done] = gpu.run([python("silent", "pass")], tmp_path, seconds=30)
-    assert done.result == "no result: FileNotFoundError"
+def test_neighbours_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
+    """Each waits for the file of the other."""
+    code = (
+        "import pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
+    )
+    one, other = str(tmp_path / "one"), str(tmp_path / "other")
+    these = [Part(a, ("-c", code, a, b), 60, False) for a, b in ((one, other), (other, one))]
+    assert [row["code"] for row in gpu.run(these, tmp_path / "", minutes=9)] == [0, 0]
+
+
+def test_what_is_left_is_what_failed_and_what_did_not_run() -> None:
+    done = {"section": "parts", "code": 0, "failed": []}
+    before = [
+        done | {"unit": "doctor"},
+        done | {"unit": "tests", "code": 1, "failed": ["tests/a.py::b"]},
+        done | {"unit": "eager"},
+        {"section": "eager", "unit": "MLP", "ratio": 1.0},
+        {"section": "eager", "unit": "decoder", "error": "RuntimeError: no"},
+        done | {"unit": "scaler"},
+    ]
+    left = {part.name: part for part in gpu._left(before)}
+    assert left.keys() == {part.name for part in gpu.parts()} - {"doctor", "scaler"}
+    assert left["tests"].arguments[-1] == "tests/a.py::b"
+    assert gpu._kept(before) == [before[0], before[3], before[5]]
 
 
 def test_every_part_starts_a_command_that_exists() -> None:
     from click.testing import CliRunner
 
-    from benchmarks.__main__ import main as benchmarks
-    from benchmarks.float8 import main as float8
+    from benchmarks.cuda import SECTIONS
+    from benchmarks.cuda import main as cuda
     from precast.cli.main import main as precast
 
     for part in gpu.parts():
         module, *rest = part.arguments[1:]
-        if module != "pytest":
-            mains = {"precast": precast, "benchmarks": benchmarks, "benchmarks.float8": float8}
-            commands = [word for word in rest[:1] if not word.startswith("-")]
-            asked = CliRunner().invoke(mains[module], [*commands, "--help"])
-            assert asked.exit_code == 0, asked.output
-            assert all(a in asked.output for a in rest if a.startswith("--"))
+        if module == "pytest":
+            continue
+        if module == "benchmarks.cuda":
+            assert rest[0] in SECTIONS
+        commands = [word for word in rest[:1] if module == "precast"]
+        asked = CliRunner().invoke(
+            {"precast": precast, "benchmarks.cuda": cuda}[module], [*commands, "--help"]
+        )
+        assert asked.exit_code == 0, asked.output
+        assert all(a in asked.output for a in rest if a.startswith("--"))
 
 
 def test_tests_are_those_of_the_files_that_have_one_for_a_gpu() -> None:
     """Other files may import what a GPU machine lacks, and one that cannot be read ends the whole run."""
     files = gpu._files_of_tests()
     assert "tests/float8/test_gpu.py" in files
-    [part] = [part for part in gpu.parts() if part.name == "tests marked gpu"]
-    assert part.arguments[-1] == "{files}"
     asked = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "--quiet"]
     said = subprocess.run(
         [*asked, *files], cwd=gpu.ROOT, capture_output=True, text=True, check=True
     )
-    found = {line.partition("::")[0] for line in said.stdout.splitlines() if "::" in line}
-    assert found == {*files}
+    collected = {line.partition("::")[0] for line in said.stdout.splitlines() if "::" in line}
+    assert collected == {*files}
 
 
-def test_files_are_put_in_place_of_the_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "_files_of_tests", lambda: ["one", "two"])
-    part = Part("all", ("-c", "import sys; print(sys.argv[1:])", "{files}"), 1.0)
-    [done] = gpu.run([part], tmp_path, seconds=30)
-    assert (tmp_path / "gpu-all.txt").read_text() == "['one', 'two']\n"
-    assert done.command.endswith("{files}")
-
-
-def test_what_was_measured_is_read(tmp_path: Path) -> None:
+def test_the_page_has_every_row() -> None:
     rows = [
-        {"kind": "attached", "ratio": 0.5},
-        {"kind": "attached", "ratio": 0.75},
-        {"kind": "by hand", "ratio": 2},
+        {"section": "parts", "unit": "tests", "seconds": 40, "result": "9 passed"},
+        {"section": "captured", "unit": "a", "case": "decoder", "kind": "attached", "ratio": 0.5},
+        {"section": "captured", "unit": "b", "error": "RuntimeError: no\nmore"},
     ]
-    (tmp_path / "models.json").write_text(json.dumps({"rows": rows}))
-    assert gpu._models(tmp_path) == "3 rows; attached takes 0.50 to 0.75 of torch.autocast"
+    page = gpu.page(MACHINE, rows)
+    assert "A GPU, PyTorch 2.13.0" in page
+    assert "| tests | 40 | 9 passed |" in page
+    assert "| decoder |  | attached |  | 0.5 |  |" in page
+    assert "| b: RuntimeError: no |  |" in page
+
+
+def test_a_section_is_measured_once_and_again_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from benchmarks import cuda
+
+    def fails() -> cuda.Rows:
+        raise ValueError("no memory")
+
+    units = [cuda.Unit("good", lambda: [{"ratio": 1.0}]), cuda.Unit("bad", fails)]
+    monkeypatch.setattr(cuda, "SECTIONS", {"some": lambda _: iter(units)})
+    rows = list(cuda.measure("some", units))
+    assert rows == [
+        {"section": "some", "unit": "good", "ratio": 1.0},
+        {"section": "some", "unit": "bad", "error": "ValueError: no memory"},
+    ]
+    place = cuda.Place(torch.device("cpu"), small=True)
+    assert cuda.missing("some", place, rows) == units[1:]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -135,7 +135,7 @@ class WeightCache:
         if held_parameter is not None and not held_parameter.suspended:
             copy = held_parameter.copies.get(dtype)
             if copy is not None and copy.is_valid_for(leaf):
-                return not _needs_grad(leaf) or leaf.numel() >= held.MIN_ELEMENTS_FOR_NODE
+                return not _needs_grad(leaf) or held.is_held_in_training(leaf)
         return self._find(leaf, dtype) is not None and _is_kept_by_pytorch(leaf)
 
     def quantised(
@@ -187,7 +187,7 @@ class WeightCache:
         ):  # it may be written between two uses without moving its counter
             return cast_without_torch_function(tensor, dtype)
         needs_grad = _needs_grad(tensor)
-        if needs_grad and tensor.numel() < held.MIN_ELEMENTS_FOR_NODE:
+        if needs_grad and not held.is_held_in_training(tensor):
             if held_parameter.copies:
                 held_parameter.invalidate()  # they are for evaluation, and training may write the weight unnoticed
             if self._uses_kernels() and not held_parameter.overlapping:

@@ -20,7 +20,7 @@ from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import MOVES, CastCosts, CastSite, Origin, Upcast
 from precast.diagnostics.tracing.trials import TrialCall, TrialSaving, describe_call, measure_saving
 from precast.engine.operator_kinds import Cast
-from precast.weights.held import MIN_ELEMENTS_FOR_NODE
+from precast.weights.held import is_held_in_training
 
 __all__ = ["CastPatterns", "Float32Island", "RecastWeights", "RepeatedCast", "RoundTrip"]
 
@@ -250,9 +250,7 @@ class RecastWeights:
         shape = tuple(source.shape)
         number = self._numbers.setdefault(weight, next(self._free_numbers))
         key = number, source.storage_offset(), shape, dtype
-        holdable = base is None and (
-            not source.requires_grad or source.numel() >= MIN_ELEMENTS_FOR_NODE
-        )
+        holdable = base is None and (not source.requires_grad or is_held_in_training(source))
         entry = _bounded(
             self._casts,
             key,
