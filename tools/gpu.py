@@ -109,7 +109,7 @@ def _section(name: str, seconds: int) -> Part:
 def _ahead(name: str, seconds: int) -> Part:
     """Compiles what a section measures, beside the tests: its kernels are then on the disk."""
     command = ("-m", "benchmarks.cuda", name, "--rows", "{out}/logs/ahead.jsonl")
-    return Part(f"{name}, ahead", command, seconds, False, lambda _: "not used")
+    return Part(f"ahead: {name}", command, seconds, False, lambda _: "not used")
 
 
 def main(arguments: Sequence[str]) -> int:
