@@ -73,7 +73,7 @@ def is_loaded() -> bool:
 def load() -> None:
     """Give this process the device, and functions of `torch.cuda` that use it."""
     assert "torch" not in sys.modules, "PyTorch is imported already, and has found no accelerator"
-    library = ctypes.CDLL(str(build()))
+    library = ctypes.CDLL(str(build()), ctypes.RTLD_GLOBAL)
     library.pretended_begin_capture.restype = ctypes.c_int64
     library.pretended_recorded.restype = ctypes.c_char_p
     library.pretended_begin()

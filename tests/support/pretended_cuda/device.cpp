@@ -297,6 +297,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream exchangeStream(Stream next) const override { return stream(std::exchange(current_stream, next.id())); }
   bool isStreamCapturing(const Stream& stream) const { return pretended_capturing == stream.id(); }  // 2.13 and newer
+  void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   void record(void** event, const Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     *event = &current_stream;
   }
@@ -357,6 +358,12 @@ void pretended_begin() {
   add({"aten::_fused_sdp_choice", ""}, c10::KernelFunction::makeFromBoxedFunction<&choose_math>());
   add({"aten::record_stream", ""}, c10::KernelFunction::makeFromBoxedFunction<&ignore>());
   c10::SetAllocator(DeviceType::CUDA, &allocator);
+}
+
+// A function of the CUDA runtime. precast calls it where PyTorch's device guard has no `isStreamCapturing`.
+int cudaStreamIsCapturing(void* stream, int* status) {
+  *status = pretended_capturing == reinterpret_cast<int64_t>(stream);
+  return 0;
 }
 
 // Starts or ends the record of kernels.
