@@ -32,9 +32,10 @@ _TESTS = """\
 ## Tests
 
 The files of `tests/conformance/`. A case is one comparison with PyTorch, or one behaviour that PyTorch does not have.
-`test_pretended_device.py` runs the tests marked `gpu` on a CUDA device whose memory and kernels are the CPU's. That
-proves which kernels run, their dtypes and order, waits and captured graphs. It proves nothing about streams that run at
-the same time, cuDNN, Triton, NCCL or speed.
+`test_fake_devices.py` proves that precast decides as torch.autocast does on cuda, xpu, mps and mtia: operations, dtypes
+and errors of the forward pass, without values. `test_pretended_device.py` runs the tests marked `gpu` on a CUDA device
+whose memory and kernels are the CPU's: that proves which kernels run, their dtypes and order, waits and captures.
+Both prove nothing about streams that run at the same time, cuDNN, Triton, NCCL or speed.
 
 """
 

@@ -398,6 +398,8 @@ def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kerne
         return reference_kernels.with_attempt(op, base.kernel)
     if rule is base.rule and rule is not Rule.LOWER and not retries and engine() == "native":
         return None
+    if rule is base.rule is Rule.BANNED:  # PyTorch's own error
+        return None
     kernel = reference_kernels.kernel_for(rule, op)
     if base.rule is Rule.BANNED and rule is not Rule.BANNED:
         kernel = reference_kernels.with_note(op, f"banned by PyTorch, ran as '{rule}'", kernel)
