@@ -173,16 +173,17 @@ def run(
                 yield row
 
 
-def page(machine: Mapping[str, str], rows: Rows) -> str:
-    """The text of docs/gpu.md."""
+def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> str:
+    """The text of docs/gpu.md; `notes` are what a person has to say about the rows."""
     lines = [
         "# On a GPU",
         "",
-        "What ran on a GPU, and how it went; `python -m tools.gpu` runs all of it and writes this page. Ratios are of",
-        "medians within rounds, in which all variants take turns; below 1 is faster.",
+        "The parts of `python -m tools.gpu` that have run on a GPU, and their results. Ratios are taken within a round,",
+        "in which all variants take turns, and their median is given; below 1 is faster.",
         "",
         f"{machine['gpu']}, PyTorch {machine['torch']}, Python {machine['python']}, on {machine['date']}.",
         "",
+        *[line for note in notes for line in (note, "")],
         *_table(
             ["part", "seconds", "result"],
             [[r["unit"], r["seconds"], r["result"]] for r in rows if r["section"] == "parts"],
@@ -205,7 +206,6 @@ _NETWORKS = {
     "spread": "ratio_iqr",
     "to by hand": "by_hand",
     "peak MiB": "peak_bytes",
-    "casts": "casts",
 }
 _FLOAT8 = {
     "tokens": "tokens",

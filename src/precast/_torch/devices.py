@@ -3,8 +3,7 @@
 Invariants:
 
 - for a device that this machine does not have, checks return False instead of raising an error;
-- nothing queries an event, which would end a capture of a CUDA graph in any thread;
-- nothing here has been run on CUDA yet.
+- nothing queries an event, which would end a capture of a CUDA graph in any thread.
 """
 
 from __future__ import annotations

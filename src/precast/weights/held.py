@@ -347,11 +347,11 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
         if casts:
             fused_copy([target for target, _ in casts], [source for _, source in casts])
         has_mark = stream is not None and not is_captured(first)
-        written = StreamMark(first.device) if has_mark else None
+        mark = StreamMark(first.device) if has_mark else None
     for (copy, parameter), (version, pointer) in zip(pairs, snapshots, strict=True):
         moved = copy.pointer != pointer
         copy.record_write(parameter, version, pointer)
-        copy.stream, copy.written = stream, written
+        copy.stream, copy.written = stream, mark
         held_parameter = held_parameters.get(id(parameter))
         if held_parameter is not None:
             held_parameter.stale = False

@@ -62,10 +62,10 @@ class StepResults:
             self._dtypes.update(slot.dtype for slot in step.slots)
         self.unread.append(step)
 
-    def move_to_host(self, counted: StepRecord) -> None:
+    def move_to_host(self, record: StepRecord) -> None:
         """Copy the values of all unread steps and the counts of one of them to the CPU. Waits once for each device."""
         transfer = HostTransfer()
-        counted.move_counts_to_host(transfer)
+        record.move_counts_to_host(transfer)
         for step in self.unread:
             step.move_to_host(transfer)
         transfer.run()
