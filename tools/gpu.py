@@ -178,8 +178,8 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
     lines = [
         "# On a GPU",
         "",
-        "The parts of `python -m tools.gpu` that have run on a GPU, and their results. Ratios are taken within a round,",
-        "in which all variants take turns, and their median is given; below 1 is faster.",
+        "The parts of `python -m tools.gpu` that have run on a GPU, and their results. A ratio is the median of ratios",
+        "within a round, in which all variants take turns; below 1 is faster.",
         "",
         f"{machine['gpu']}, PyTorch {machine['torch']}, Python {machine['python']}, on {machine['date']}.",
         "",
