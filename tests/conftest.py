@@ -20,9 +20,11 @@ from precast.engine.compile_guards import NO_GUARD_ID
 from precast.engine.thread_state import regions
 from precast.weights import held
 from precast.weights.native import library
+from tests.support.draw import SLOW_FILES, is_drawn
 
 # In the environment, so that what this process starts draws the same programs.
 PROGRAMS_SEED = int(os.environ.setdefault("PRECAST_PROGRAMS_SEED", str(random.getrandbits(30))))
+SHARE = int(os.environ.get("PRECAST_DRAW", "1"))
 torch.set_num_threads(1)
 # A deadline would test how busy the machine is.
 settings.register_profile("precast", deadline=None)
@@ -56,11 +58,24 @@ def pytest_report_header() -> list[str]:
     return [
         f"random programs: PRECAST_PROGRAMS_SEED={PROGRAMS_SEED}",
         f"native engine: {_native.path if isinstance(_native, library.Library) else _native}",
+        *(
+            [f"slow files: one test of {SHARE}, drawn by the seed; without PRECAST_DRAW all"]
+            * (SHARE > 1)
+        ),
     ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a compiler there is one engine, and the tests of the other are skipped with the reason."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not drawn. Without a compiler, skip the tests of the native engine, with the reason."""
+    left_out = {
+        item
+        for item in items
+        if item.nodeid.partition("::")[0] in SLOW_FILES
+        and not is_drawn(item.nodeid, PROGRAMS_SEED, SHARE)
+    }
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     if isinstance(_native, library.Unavailable):
         reason = pytest.mark.skip(reason=f"needs the native engine: {_native.reason}")
         for item in items:
