@@ -276,26 +276,23 @@ def test_captured_inference_follows_its_input() -> None:
     assert equal(output, expected)
 
 
+# PyTorch warns so, once in a process, of its own backward of graphed callables (2.11 and 2.13).
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_graphed_callables() -> None:
-    """With PyTorch's warnings, if it has any: it warns of the streams of its own backward (2.11)."""
-
-    def run(region: Region) -> tuple[set[str], list[Tensor]]:
+    def run(region: Region) -> list[Tensor]:
         model, x = network("perceptron")
-        with precast.attach(model), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with precast.attach(model):
             with region():
                 graphed = torch.cuda.make_graphed_callables(model, (x.clone(),))
                 output = graphed(x)
             loss_of(output).backward()
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        return {str(each.message)[:60] for each in caught}, [output, *gradients]
+        return [output, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     expected = run(partial(torch.autocast, "cuda", BF16, cache_enabled=False))
     found = run(partial(precast.autocast, "cuda", BF16, policy="torch", cache_enabled=False))
-    assert found[0] == expected[0]
-    assert found[1][0].dtype is BF16
-    assert len(found[1]) > 1
-    assert all(equal(a, b) for a, b in zip(expected[1], found[1], strict=True))
+    assert found[0].dtype is BF16
+    assert len(found) > 1
+    assert all(equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "FSDP2 mixed"])

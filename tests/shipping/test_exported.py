@@ -321,3 +321,20 @@ def test_what_cannot_be_recorded_is_one_error_and_nothing_is_logged_beside_it(
     with pytest.raises(ExportError, match="control flow depends on data"):
         precast.export(_Decides(), (X,))
     assert capfd.readouterr().err == ""
+
+
+class _Solves(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.solve(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_an_operation_that_is_promoted_is_written_once(dtype: torch.dtype) -> None:
+    """The first try, in the dtypes as they are, raises an error: no call of it may stay in the program."""
+    a, b = torch.eye(3) * 2, torch.ones(3, 1, dtype=dtype)
+    program = precast.export(_Solves(), (a, b), dtype=torch.bfloat16, policy="default")
+    targets = [str(node.target) for node in program.graph.nodes]
+    assert sum("solve" in target for target in targets) == 1
+    with precast.autocast("cpu", torch.bfloat16):
+        expected = _Solves()(a, b)
+    assert torch.equal(program.module()(a, b), expected)

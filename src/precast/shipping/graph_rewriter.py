@@ -275,7 +275,11 @@ class GraphRewriter:
         new = self.graph.create_node("call_function", target, args, kwargs, name=place.name)
         new.meta = {**place.meta}
         if not recorded:
-            new.meta["val"] = self._value_of(new, place)
+            try:
+                new.meta["val"] = self._value_of(new, place)
+            except BaseException:  # a policy that promotes writes it again, in other dtypes
+                self.graph.erase_node(new)
+                raise
             new.meta.pop("tensor_meta", None)
         if target is not place.target:
             new.meta.pop("unbacked_bindings", None)
