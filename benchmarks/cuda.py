@@ -22,8 +22,10 @@ from torch import nn
 
 import precast
 from benchmarks import float8, models, networks, observing, scaler
+from benchmarks.cuda_graphs import graph_of
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
+from benchmarks.observe import cuda_peak
 from benchmarks.variants import INFERENCE, LEAN, TRAINING, Setting
 from precast.diagnostics.hardware.machine import synchronize
 from precast.optim import bfloat16_weights
@@ -105,9 +107,10 @@ def _optimizer_rows(network: Network, device: torch.device) -> Rows:
         step = partial(_step_of, optimizer, (model, kept))
         for _ in range(3):
             step()
-        before = _peak_reset(device)
         waits[name] = scaler.waits_of(step, device)
-        peaks[name] = _peak(device) - before
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            peaks[name] = cuda_peak(step, device) - before
         steps[name] = Variant(step, finish=partial(synchronize, device))
     result = compare(steps, rounds=_ROUNDS, calls=5)
     parameters = sum(p.numel() for p in model.parameters())
@@ -121,7 +124,7 @@ def _optimizer_rows(network: Network, device: torch.device) -> Rows:
             "iqr_ms": result.spread(name) * 1e3,
             "ratio": ratio,
             "ratio_iqr": spread,
-            "peak_bytes_above_start": peaks[name],
+            "peak_bytes_above_start": peaks.get(name),
             "waits": waits[name],
         }
 
@@ -205,16 +208,7 @@ def _replay(
 
     if not on_gpu:
         return step
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return partial(_play, graph, (step, kept))
+    return partial(_play, graph_of(step), (step, kept))
 
 
 def _play(graph: torch.cuda.CUDAGraph, _alive: object) -> None:
@@ -263,18 +257,6 @@ def measure(section: str, units: Iterable[Unit]) -> Iterator[dict[str, Any]]:
                 yield about | row
         except Exception as error:
             yield about | {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
-
-
-def _peak_reset(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
 
 
 @click.command()

@@ -25,7 +25,7 @@ from torch.autograd.profiler import profile, record_function
 from benchmarks.variants import Prepared
 from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["Observation", "observe"]
+__all__ = ["Observation", "cuda_peak", "observe"]
 
 _STEP = "the step that is observed"
 _SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2}
@@ -48,7 +48,13 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
         device: where it runs.
     """
     if device.type == "cuda":
-        return Observation(_cuda_peak(make, device), None, None)
+        gc.collect()
+        before = torch.cuda.memory_allocated(device)
+        prepared = make()
+        prepared.work()
+        peak = cuda_peak(prepared.work, device) - before
+        prepared.close()
+        return Observation(peak, None, None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports its start and end on stderr
     gc.collect()
     # `acc_events`: without it PyTorch up to 2.12 warns of cycles that there are not here.
@@ -66,18 +72,13 @@ def observe(make: Callable[[], Prepared], device: torch.device) -> Observation:
     return Observation(_cpu_peak(events, begin, end), len(casts), sum(casts))
 
 
-def _cuda_peak(make: Callable[[], Prepared], device: torch.device) -> int:
-    gc.collect()
-    before = torch.cuda.memory_allocated(device)
-    prepared = make()
-    prepared.work()
+def cuda_peak(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that the allocator of a GPU had handed out while `work` ran."""
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    prepared.work()
+    work()
     synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    prepared.close()
-    return peak
+    return torch.cuda.max_memory_allocated(device)
 
 
 def _casts(events: Iterable[Any]) -> Iterator[int]:

@@ -8,7 +8,6 @@ every run.
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import precast
 from benchmarks import networks
+from benchmarks.cuda_graphs import counted_waits
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
 from benchmarks.sections import put
@@ -127,15 +127,9 @@ def waits_of(work: Callable[[], object], device: torch.device) -> int:
             work()
         count: int = reads.count
         return count
-    torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            work()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(each.message) for each in caught)
+    with counted_waits() as waits:
+        work()
+    return waits[0]
 
 
 def waits(*, steps: int = 100) -> list[list[str]]:

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Part", "main", "page", "parts", "run"]
+__all__ = ["Part", "files_of_tests", "main", "page", "parts", "run"]
 
 ROOT = Path(__file__).parent.parent
 STATE = "gpu.jsonl"
@@ -81,7 +82,7 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         "--numprocesses",
         "8",
     )
-    tests = tuple(only_tests) or tuple(_files_of_tests())
+    tests = tuple(only_tests) or tuple(files_of_tests())
     demo = ("-m", "precast", "demo")
     at = ("--device", "cuda", "--out", "{out}/demo")
     return (
@@ -127,9 +128,11 @@ def main(arguments: Sequence[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     state = out / STATE
     before = _read(chosen.redo) if chosen.redo else []
-    state.write_text("".join(json.dumps(row) + "\n" for row in _kept(before)), encoding="utf-8")
+    left = _left(before)
+    kept = _kept(before, left)
+    state.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
     words = chosen.only.split(",")
-    these = [part for part in _left(before) if any(word in part.name for word in words)]
+    these = [part for part in left if any(word in part.name for word in words)]
     with tempfile.TemporaryDirectory() as site:
         try:
             environment = _environment(chosen.wheels, Path(site))
@@ -183,7 +186,7 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
         "",
         f"{machine['gpu']}, PyTorch {machine['torch']}, Python {machine['python']}, on {machine['date']}.",
         "",
-        *[line for note in notes for line in (note, "")],
+        *[line for note in notes for line in (textwrap.fill(note, 118), "")],
         *_table(
             ["part", "seconds", "result"],
             [[r["unit"], r["seconds"], r["result"]] for r in rows if r["section"] == "parts"],
@@ -290,11 +293,10 @@ def _left(before: Rows) -> list[Part]:
     return [part for part in parts(tests) if part.name not in done]
 
 
-def _kept(before: Rows) -> Rows:
+def _kept(before: Rows, left: Iterable[Part]) -> Rows:
     """The rows of another run that need not be made again."""
-    names = {part.name for part in _left(before)}
     again = {(row["section"], row["unit"]) for row in before if row.get("error")}
-    again |= {("parts", name) for name in names}
+    again |= {("parts", part.name) for part in left}
     return [row for row in before if (row["section"], row["unit"]) not in again]
 
 
@@ -379,8 +381,8 @@ def _environment(wheels: Path | None, site: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*path, *([before] if before else [])])}
 
 
-def _files_of_tests() -> list[str]:
-    """Others may import packages that a GPU machine lacks."""
+def files_of_tests() -> list[str]:
+    """The files with tests for a GPU: others may import packages that a GPU machine lacks."""
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [path for path in tests if "mark.gpu" in path.read_text(encoding="utf-8")]
     names = [str(path.relative_to(ROOT)) for path in marked]

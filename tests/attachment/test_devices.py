@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from benchmarks.cuda_graphs import graph_of
 from precast import _torch
 from precast.attachment import attachment as attachments
 from precast.weights import held, unversioned_writes, weight_cache
-from tests.support.cuda_graphs import graph_of
 
 BF16 = torch.bfloat16
 

@@ -22,6 +22,7 @@ from precast.weights import unversioned_writes
 from tests.conformance.systems import TORCH, System, on_all_systems
 from tests.gpu.networks import NETWORKS, loss_of, network
 from tests.support import pretended_cuda
+from tools.gpu import files_of_tests
 
 ROOT = Path(__file__).parents[2]
 NEEDS_A_GPU = {
@@ -40,20 +41,13 @@ NEEDS_A_GPU = {
 LONGEST = "tests/gpu/test_equal_to_torch.py"
 
 
-def files_of_gpu_tests() -> list[str]:
-    texts = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py")}
-    return sorted(
-        str(p.relative_to(ROOT)) for p, text in texts.items() if "pytest.mark.gpu" in text
-    )
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the device is built on Linux alone")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of PyTorch")
 @pytest.mark.skipif(not shutil.which(pretended_cuda.compiler()[0]), reason="needs a C++ compiler")
 @pytest.mark.parametrize("part", ["the longest file", "the other files"])
 def test_tests_marked_gpu(part: str, record_property: Callable[[str, object], None]) -> None:
     pretended_cuda.build()
-    files = [name for name in files_of_gpu_tests() if (name == LONGEST) == ("longest" in part)]
+    files = [name for name in files_of_tests() if (name == LONGEST) == ("longest" in part)]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-p", "tests.support.pretended_cuda", "-m", "gpu"),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from benchmarks.cuda_graphs import counted_waits, graph_of
 from precast.optim import bfloat16_weights
 from tests.gpu.networks import (
     NETWORKS,
@@ -25,7 +26,6 @@ from tests.gpu.networks import (
     scaled_step,
     train,
 )
-from tests.support.cuda_graphs import counted_waits, graph_of
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16
@@ -230,16 +230,8 @@ def test_captured_training(use: str, dtype: torch.dtype) -> None:
         model, x = network("perceptron")
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True, capturable=True)
         kept = prepare(model, optimizer)
-
-        def iteration() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with region():
-                loss = loss_of(model(x))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-        graph = graph_of(iteration)
+        step = scaled_step(model, x, optimizer, scaler, region)
+        graph = graph_of(step)
         for _ in range(5):
             graph.replay()
         torch.cuda.synchronize()

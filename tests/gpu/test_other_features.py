@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import precast
+from benchmarks.cuda_graphs import counted_waits
 from precast.optim import rounding
 from tests.gpu.networks import equal, loss_of, network, scaled_step
-from tests.support.cuda_graphs import counted_waits
 
 pytestmark = pytest.mark.gpu
 BF16, F16 = torch.bfloat16, torch.float16

@@ -14,10 +14,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import precast
+from benchmarks.cuda_graphs import counted_waits, graph_of
 from precast._internal.events import StepEvent, observe
 from precast.grad_scaler.scaler import GradScaler
 from precast.running.step_tracker import StepTracker
-from tests.support.cuda_graphs import counted_waits, graph_of
 from tests.support.scaling import KINDS, bits, make_parameter, sgd
 
 Tensor = torch.Tensor

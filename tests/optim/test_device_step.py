@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import precast
+from benchmarks.cuda_graphs import counted_waits, graph_of
 from precast.optim import bfloat16_weights
 from precast.optim.compiled_step import CompiledStep
 from precast.optim.low_precision_weights import LowPrecisionWeights
+from tests.gpu.networks import scaled_step
 from tests.grad_scaler.test_observers import Calls
-from tests.support.cuda_graphs import counted_waits, graph_of
 from tests.support.scaling import bits
 
 WIDTH = 160
+LOWERED = partial(precast.autocast, "cuda", dtype=torch.float16)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw fused": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
     "adamw foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True),
@@ -130,20 +133,7 @@ class TestOnGpu:
                 warnings.simplefilter("error")
                 if is_low:
                     bfloat16_weights(model, optimizer)
-
-                def step(
-                    model: nn.Module = model,
-                    x: Tensor = x,
-                    optimizer: torch.optim.Optimizer = optimizer,
-                    scaler: precast.GradScaler = scaler,
-                ) -> None:
-                    optimizer.zero_grad()
-                    with precast.autocast("cuda", dtype=torch.float16):
-                        loss = model(x).float().square().mean()
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-
+                step = scaled_step(model, x, optimizer, scaler, LOWERED)
                 for _ in range(3):
                     step()
             with counted_waits() as waits:
@@ -158,20 +148,7 @@ class TestOnGpu:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
             bfloat16_weights(model, optimizer)
             scaler = precast.GradScaler("cuda", init_scale=64.0, growth_interval=100)
-
-            def iteration(
-                model: nn.Module = model,
-                x: Tensor = x,
-                optimizer: torch.optim.Optimizer = optimizer,
-                scaler: precast.GradScaler = scaler,
-            ) -> None:
-                optimizer.zero_grad(set_to_none=True)
-                with precast.autocast("cuda", dtype=torch.float16):
-                    loss = model(x).float().square().mean()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-
+            iteration = scaled_step(model, x, optimizer, scaler, LOWERED)
             if is_captured:
                 graph = graph_of(iteration)
                 for _ in range(4):

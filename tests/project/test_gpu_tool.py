@@ -60,7 +60,7 @@ def test_what_is_left_is_what_failed_and_what_did_not_run() -> None:
     left = {part.name: part for part in gpu._left(before)}
     assert left.keys() == {part.name for part in gpu.parts()} - {"doctor", "scaler"}
     assert left["tests"].arguments[-1] == "tests/a.py::b"
-    assert gpu._kept(before) == [before[0], before[3], before[5]]
+    assert gpu._kept(before, left.values()) == [before[0], before[3], before[5]]
 
 
 def test_every_part_starts_a_command_that_exists() -> None:
@@ -86,7 +86,7 @@ def test_every_part_starts_a_command_that_exists() -> None:
 
 def test_tests_are_those_of_the_files_that_have_one_for_a_gpu() -> None:
     """Other files may import what a GPU machine lacks, and one that cannot be read ends the whole run."""
-    files = gpu._files_of_tests()
+    files = gpu.files_of_tests()
     assert "tests/float8/test_gpu.py" in files
     asked = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "--quiet"]
     said = subprocess.run(

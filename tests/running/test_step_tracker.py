@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import precast
+from benchmarks.cuda_graphs import graph_of
 from precast._internal import events
 from precast.errors import BrokenModelError
 from precast.running.run_observer import RunObserver
 from precast.running.step_tracker import StepTracker
-from tests.support.cuda_graphs import graph_of
 from tests.support.installed import uninstall_all
 from tests.support.reports import document_of
 

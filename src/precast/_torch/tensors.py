@@ -2,7 +2,7 @@
 
 Invariants:
 
-- nothing here changes a tensor, except `fused_copy` and `fused_add`, which write their targets.
+- nothing here changes a tensor, except `fused_copy`, `fused_add` and `fused_multiply`, which write their targets.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from precast.policy.policy import Rule
 from precast.weights import held, unversioned_writes
 from precast.weights.float8.formats import Recipe
 
-__all__ = ["kernel_for", "with_attempt", "with_note", "with_promotion"]
+__all__ = ["dtypes_to_promote", "kernel_for", "with_attempt", "with_note", "with_promotion"]
 
 _F32: Final = torch.float32
 _F64: Final = torch.float64
@@ -173,16 +173,13 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
 
 
 def with_promotion(op: Operation, rule: Rule, inner: Kernel) -> Kernel:
-    """Run `inner`, the kernel of `rule`; if it raises on mixed floating dtypes, rerun with all of them in the widest.
-
-    The rule `promote` mixes the tensors' dtypes with the region's.
-    """
+    """Run `inner`, the kernel of `rule`; if it raises on mixed floating dtypes, rerun with all in the widest."""
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return inner(keyset, args, kwargs)
         except RuntimeError as error:
-            return retry_promoted(op, error, args, kwargs, rule is Rule.PROMOTE)
+            return retry_promoted(op, error, args, kwargs, rule)
 
     return run
 
@@ -213,11 +210,9 @@ def retry_promoted(
     error: RuntimeError,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    mixes_with_region: bool = False,
+    rule: Rule = Rule.FALLTHROUGH,
 ) -> Any:
     """Rerun `op` with its floating tensors in their widest dtype; raise `error` if that cannot help.
-
-    With `mixes_with_region`, a dtype that is neither the region's nor float32 or float64 is widened by the region's.
 
     Only for errors about dtypes: after another error, the operation may have done a part of its work. PyTorch's own
     operations check dtypes before they write. For others this is unknown, so those that write arguments run once.
@@ -225,15 +220,26 @@ def retry_promoted(
     if not _ABOUT_DTYPES.search(str(error)) or (op.mutated and not op.name.startswith("aten::")):
         raise error
     promotable = functools.partial(_promotable, op)
-    floating = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
-    if mixes_with_region and not floating <= {_F32, _F64, op.lower_dtype()}:
-        floating.add(op.lower_dtype())
+    own = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
+    floating = dtypes_to_promote(own, rule, op.lower_dtype())
     if len(floating) < 2 or thread_state(op.device_type).state.has_attempts():
         raise error
     try:
         return op.call_cast(_cast_to(_widest(floating), promotable), args, kwargs)
     except RuntimeError:
         raise error from None
+
+
+def dtypes_to_promote(own: set[torch.dtype], rule: Rule, lower: torch.dtype) -> set[torch.dtype]:
+    """Return the dtypes of which the widest is that of all floating tensors: several if there is anything to promote.
+
+    Args:
+        own: the dtypes of the floating tensors.
+        rule: the rule of the operation: `promote` adds the region's dtype if one of the tensors has another 16-bit one.
+        lower: the region's dtype.
+    """
+    is_widened = rule is Rule.PROMOTE and not own <= {_F32, _F64, lower}
+    return own | {lower} if is_widened else own
 
 
 def with_note(op: Operation, message: str, inner: Kernel) -> Kernel:

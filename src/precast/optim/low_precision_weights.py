@@ -168,7 +168,8 @@ class LowPrecisionWeights:
             AttachError: a CUDA graph is captured, whose replays would repeat the random numbers of this step.
         """
         self._hidden, self._counts = [], {}
-        if is_capturing() and (self.rounding, self._states) != ("kahan", torch.float32):
+        is_captured = is_capturing()
+        if is_captured and self._draws_numbers:
             raise AttachError(
                 f"{type(optimizer).__name__}.step(): a CUDA graph would repeat the random numbers of stochastic "
                 'rounding at each replay. Capture a step with masters="kahan" and float32 states, or leave the step '
@@ -176,9 +177,7 @@ class LowPrecisionWeights:
             )
         args, kwargs = called_before(args, kwargs)
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
-        on_device = found_inf is not None and (
-            is_capturing() or self._can_skip_on_device(optimizer)
-        )
+        on_device = found_inf is not None and (is_captured or self._can_skip_on_device(optimizer))
         if found_inf is not None and not on_device and found_inf.item():
             self._hide(parameters_of(optimizer))
             return args, kwargs
@@ -200,10 +199,15 @@ class LowPrecisionWeights:
             # The optimizer has counted this step twice: the second time without gradients.
             vars(optimizer).update(self._counts)
 
+    @property
+    def _draws_numbers(self) -> bool:
+        """True if weights or states are rounded stochastically."""
+        return self.rounding == "stochastic" or self._states is torch.bfloat16
+
     def _can_skip_on_device(self, optimizer: Optimizer) -> bool:
         """Return True if the device can decide that a step of these weights is skipped, off the CPU without a wait."""
         return (
-            (self.rounding, self._states) == ("kahan", torch.float32)
+            not self._draws_numbers
             and treats_each_parameter_by_itself(optimizer)
             and not any(p.is_cpu or is_dtensor(p) for p in self.parameters())
         )

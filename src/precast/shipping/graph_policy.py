@@ -90,12 +90,10 @@ class Treatment:
         return self.rule in FLOAT8_RULES
 
     def mixes(self, here: RegionState, values: Any) -> bool:
-        """Return True if the operation has several floating dtypes to promote; `promote` counts the region's as one."""
+        """Return True if the operation has several floating dtypes to promote."""
         own = (t for t in tensors_in(values) if t.device.type == here.device_type)
         dtypes = {t.dtype for t in own if t.is_floating_point()}
-        if self.rule is Rule.PROMOTE and not dtypes <= {here.dtype, torch.float32, torch.float64}:
-            dtypes.add(here.dtype)
-        return len(dtypes) > 1
+        return len(reference_kernels.dtypes_to_promote(dtypes, self.rule, here.dtype)) > 1
 
 
 def acting_region(precisions: Precisions, args: Any) -> RegionState | None:

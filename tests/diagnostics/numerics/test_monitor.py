@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import precast
+from benchmarks.cuda_graphs import counted_waits
 from precast import _torch
 from precast._internal.events import HealthEvent, witnesses
 from precast.diagnostics.numerics import history as history_of
@@ -27,7 +28,6 @@ from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.monitoring import Monitor
 from precast.errors import MonitorError, PrecastWarning
 from tests.grad_scaler.test_observers import Calls
-from tests.support.cuda_graphs import counted_waits
 
 
 @pytest.fixture(autouse=True)

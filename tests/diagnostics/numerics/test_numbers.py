@@ -11,13 +11,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cuda_graphs import counted_waits
 from precast.diagnostics.numerics import tally as tally_of
 from precast.diagnostics.numerics.bins import EDGES, Magnitudes, exponents, what_if
 from precast.diagnostics.numerics.formats import FORMATS, WHAT_IF
 from precast.diagnostics.numerics.host_transfer import on_host
 from precast.diagnostics.numerics.samples import figures
 from precast.diagnostics.numerics.tally import TensorCounts, TensorTally, countable
-from tests.support.cuda_graphs import counted_waits
 from tests.support.scaling import bits
 
 Tensor = torch.Tensor

@@ -11,7 +11,7 @@ import torch
 __all__ = ["counted_waits", "graph_of"]
 
 
-def graph_of(iteration: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def graph_of(iteration: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """What an iteration does, written down; it has run three times before, on a stream of its own."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
