@@ -199,6 +199,15 @@ def test_a_16_bit_dtype_other_than_the_regions_is_widened(device: str, region, o
                 assert result.dtype is S
 
 
+@pytest.mark.parametrize("engine", ["reference", "native"])
+def test_it_is_widened_inside_an_operation_that_has_no_mixed_dtypes_itself(engine: str) -> None:
+    """`cartesian_prod` calls `stack`, which PyTorch refuses."""
+    x = torch.ones(3, dtype=H)
+    with registration.use_engine(engine), precast.autocast("cpu", B):
+        assert torch.cartesian_prod(x, x).dtype is S
+        assert torch.cartesian_prod(x, x.double()).dtype is D
+
+
 def test_no_rows_one_row_and_more_are_not_alike() -> None:
     """PyTorch takes one value of another dtype, in every place that a mask selects, and refuses several."""
     x, mask = torch.zeros(2, 2), torch.tensor([True, False])

@@ -187,11 +187,13 @@ def with_promotion(op: Operation, rule: Rule, inner: Kernel) -> Kernel:
 def with_attempt(op: Operation, torch_kernel: DispatcherKernel) -> Kernel:
     """Run PyTorch's kernel; if it raises on mixed floating dtypes, rerun `op` with all of them in the widest.
 
-    Autocast stays on for the operations inside: the outermost operation is promoted, so that its result has the widest
-    dtype.
+    Autocast stays on for the operations inside: the outermost operation on mixed dtypes is promoted, so that its result
+    has the widest dtype.
     """
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(_floating_dtypes(op, args, kwargs)) < 2:
+            return torch_kernel(keyset, *args, **kwargs)
         state = thread_state(op.device_type).state
         state.attempts += 1
         try:
@@ -219,15 +221,21 @@ def retry_promoted(
     """
     if not _ABOUT_DTYPES.search(str(error)) or (op.mutated and not op.name.startswith("aten::")):
         raise error
-    promotable = functools.partial(_promotable, op)
-    own = {t.dtype for t in tensors_in((args, kwargs)) if promotable(t)}
+    own = _floating_dtypes(op, args, kwargs)
     floating = dtypes_to_promote(own, rule, op.lower_dtype())
     if len(floating) < 2 or thread_state(op.device_type).state.has_attempts():
         raise error
     try:
+        promotable = functools.partial(_promotable, op)
         return op.call_cast(_cast_to(_widest(floating), promotable), args, kwargs)
     except RuntimeError:
         raise error from None
+
+
+def _floating_dtypes(
+    op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[torch.dtype]:
+    return {t.dtype for t in tensors_in((args, kwargs)) if _promotable(op, t)}
 
 
 def dtypes_to_promote(own: set[torch.dtype], rule: Rule, lower: torch.dtype) -> set[torch.dtype]:
