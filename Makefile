@@ -123,12 +123,12 @@ docs-serve: $(NATIVE)  ## the site on http://127.0.0.1:8000, built anew when a p
 docs-examples: $(NATIVE)  ## run every Python example of the README files and docs
 	$(BIN)/python -m pytest tests/project/test_docs.py
 
-# Of the slow files (tests/support/draw.py) a run makes one test of four, drawn anew each time; `make test` makes all.
+# Of the slow files (tests/support/draw.py) a run makes one test of eight, drawn anew each time; `make test` makes all.
 # What keeps one core busy runs beside its like; tests take what cores there are. (Make 3.81 cannot keep outputs apart.)
 ci: $(NATIVE)  ## everything CI runs (the layer test and the docs examples are part of `test-project`)
 	$(MAKE) --jobs 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync) \
 		lint types docs test-package $(CLIENTS_STAMP)
-	PRECAST_DRAW=4 $(MAKE) test test-reference test-project test-clients
+	PRECAST_DRAW=8 $(MAKE) test test-reference test-project test-clients
 
 bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autocast, in some twenty minutes; writes docs/figures.md
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
