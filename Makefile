@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo examples demo-digits demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
+.PHONY: help demo examples demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
 	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly conformance-exported bench-clients gpu clean
 
 help:  ## list the targets
@@ -42,10 +42,7 @@ $(CLIENTS_STAMP): pyproject.toml constraints.txt constraints-clients.txt
 	touch $@
 
 demo: $(NATIVE)  ## train a network in float32 and in mixed precision, and show the difference
-	$(BIN)/precast demo checkerboard
-
-demo-digits: $(NATIVE)  ## the same on real handwritten digits, with held-out accuracy
-	$(BIN)/precast demo digits
+	$(BIN)/precast demo
 
 demo-distributed: $(NATIVE)  ## two processes on gloo: one has a broken gradient, all skip that step and say whose it was
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/distributed.py

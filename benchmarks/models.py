@@ -95,8 +95,8 @@ def _decoders() -> Iterator[tuple[str, Case]]:
 CASES: Mapping[str, Case] = {
     **dict(_decoders()),
     "convolutional": Case(_on_any(networks.convolutional), _ALL),
-    "checkerboard": Case(partial(networks.demo, "checkerboard"), _ALL),
-    "digits": Case(partial(networks.demo, "digits"), _ALL),
+    "checkerboard": Case(networks.checkerboard, _ALL),
+    "digits": Case(networks.digits, _ALL),
     "MLP": Case(_on_any(networks.mlp), _ALL, _JUDGED),
     "transformers GPT-2": Case(_on_any(networks.transformers_gpt2), _ALL),
 }

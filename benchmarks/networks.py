@@ -24,9 +24,10 @@ __all__ = [
     "MOST_BATCHES",
     "Batch",
     "Network",
+    "checkerboard",
     "convolutional",
     "decoder",
-    "demo",
+    "digits",
     "mlp",
     "resnet50",
     "transformers_gpt2",
@@ -141,15 +142,38 @@ def mlp(width: int = 16, batch: int = 8, *, layers: int = 32) -> Network:
     )
 
 
-def demo(task: str, device: torch.device, batches: int = MOST_BATCHES) -> Network:
-    """The network of `precast demo`, at the size that the demo has on this device, and so many batches of its data."""
-    example, _, _ = demo_task(task, str(device))
+def checkerboard(device: torch.device) -> Network:
+    """Return the network and the batch of `precast demo`, at the size that the demo has on this device."""
+    task, _, _ = demo_task(str(device))
     return Network(
-        f"{task} {example.size}",
-        example.seeded_model,
-        [example.batch(step) for step in range(batches)].__getitem__,
-        example.loss,
-        {"network": task, "size": example.size},
+        f"checkerboard {task.size}",
+        task.seeded_model,
+        lambda _: task.batch,
+        task.loss,
+        {"network": "checkerboard", "size": task.size},
+    )
+
+
+def digits(device: torch.device) -> Network:
+    """Return a small convolutional classifier of images of 8 x 8 pixels."""
+    batch = 256 if device.type == "cuda" else 128
+
+    def block(channels: int, width: int) -> tuple[nn.Module, ...]:
+        return nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+
+    def make() -> nn.Module:
+        head = (nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 2 * 2, 10))
+        network = nn.Sequential(
+            *block(1, 32), *block(32, 64), nn.MaxPool2d(2), *block(64, 128), *head
+        )
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    return Network(
+        f"digits {batch}",
+        make,
+        lambda _: (torch.rand(batch, 1, 8, 8), torch.randint(10, (batch,))),
+        F.cross_entropy,
+        {"network": "digits", "size": batch},
     )
 
 

@@ -192,8 +192,7 @@ def searches(*, steps: int = STEPS, only: str = "") -> Iterator[list[str]]:
 
 def _networks() -> Iterator[tuple[str, Network]]:
     cpu = torch.device("cpu")
-    yield "demo checkerboard", networks.demo("checkerboard", cpu)
-    yield "demo digits", networks.demo("digits", cpu)
+    yield "demo checkerboard", networks.checkerboard(cpu)
     yield "transformer, width 128", networks.decoder(128, 4, 32)
     yield "convolutional, width 8", networks.convolutional(8, 4, 16)
 

@@ -1,6 +1,6 @@
 """The checkerboard: a scripted network learns an image, in float32 and in mixed precision, side by side.
 
-`precast demo checkerboard` is the long version, with a picture.
+`precast demo` is the long version, with a picture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def drawing(image: Tensor) -> list[str]:
 
 def train() -> DemoResult:
     """Train the network in float32 and in bfloat16 from the same weights."""
-    task, dtype, _ = demo_task("checkerboard", "cpu", size=SIZE)
+    task, dtype, _ = demo_task("cpu", size=SIZE)
     return train_both(task, dtype, STEPS)
 
 
@@ -40,7 +40,7 @@ def main() -> None:
             for run in runs
         ),
     )
-    images = {"target": result.task.target, **{run.dtype: run.output for run in runs}}
+    images = {"target": result.task.image, **{run.dtype: run.output for run in runs}}
     print("   ".join(f"{name:16}" for name in images).rstrip())
     for line in zip(*map(drawing, images.values()), strict=True):
         print("   ".join(line).rstrip())

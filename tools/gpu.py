@@ -83,12 +83,11 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         "8",
     )
     tests = tuple(only_tests) or tuple(files_of_tests())
-    demo = ("-m", "precast", "demo")
-    at = ("--device", "cuda", "--out", "{out}/demo")
     return (
         Part("tests", (*pytest, *tests), 180, False, _last_line),
-        Part("demo checkerboard", (*demo, "checkerboard", *at), 60, False),
-        Part("demo digits", (*demo, "digits", *at), 90, False),
+        Part(
+            "demo", ("-m", "precast", "demo", "--device", "cuda", "--out", "{out}/demo"), 60, False
+        ),
         _ahead("compiled", 120),
         _ahead("float8-compiled", 120),
         Part("doctor", ("-m", "precast", "doctor", "--json"), 40),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 
 from benchmarks import networks
 from benchmarks.client_models import MODELS, SIZES
-from precast.cli.demo.example import DIGIT_IMAGES
 from precast.policy.module_names import name_of_each
 from precast.policy.policy import Policy
 
@@ -143,22 +141,10 @@ def _generation(name: str) -> Shipped:
 
 def _demo(task: str, *, scripted: bool = False) -> Shipped:
     script = torch.jit.script if scripted else lambda model: model
-    with (
-        mock.patch.dict("sys.modules", {"sklearn.datasets": _RANDOM_DIGITS}),
-        mock.patch("torch.jit.script", script),
-    ):
-        network = networks.demo(task, torch.device("cpu"))
+    with mock.patch("torch.jit.script", script):
+        network = getattr(networks, task)(torch.device("cpu"))
         model, [(inputs, _)] = network.seeded(torch.device("cpu"), 1)
     return Shipped(model, (inputs,), _calls((inputs,)))
-
-
-# The clients' environment has no scikit-learn, and only the network is shipped: its images are random.
-_RANDOM_DIGITS = SimpleNamespace(
-    load_digits=lambda: SimpleNamespace(
-        images=torch.rand(DIGIT_IMAGES, 8, 8).mul(16).numpy(),
-        target=torch.zeros(DIGIT_IMAGES, dtype=torch.long).numpy(),
-    )
-)
 
 
 def _recurrent(kind: Callable[..., nn.Module]) -> Shipped:

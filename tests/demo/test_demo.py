@@ -19,7 +19,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from precast.cli.demo import display, example
-from precast.cli.demo.example import DIGIT_IMAGES, DemoResult, DemoRun, demo_task, train_both
+from precast.cli.demo.example import DemoResult, DemoRun, demo_task, train_both
 from precast.errors import MissingExtraError
 from tests.support.dtype_reports import report
 
@@ -40,23 +40,17 @@ def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "measure", lambda _, dtype: report(dtype, 4.0, 3.0, 2.0))
 
 
-def result(
-    task: str = "checkerboard", mixed: dict[str, Any] | None = None, **changes: Any
-) -> DemoResult:
+def result(mixed: dict[str, Any] | None = None) -> DemoResult:
     """Return a result with chosen figures: 20 ms a step in float32, 10 ms in mixed precision."""
-    chosen, _, _ = demo_task(task, "cpu", size=16)
+    chosen, _, _ = demo_task("cpu", size=16)
     with torch.no_grad():
-        output = chosen.seeded_model().eval()(chosen.examples)
+        output = chosen.seeded_model().eval()(chosen.coordinates)
     runs = [
-        DemoRun(
-            name, [0.5, 0.25, 0.125], [t, t * 5, t / 5], [], 2**20, output, chosen.accuracy(output)
-        )
+        DemoRun(name, [0.5, 0.25, 0.125], [t, t * 5, t / 5], [], 2**20, output)
         for name, t in (("float32", 0.020), ("bfloat16", 0.010))
     ]
     mixed_run = replace(runs[1], **(mixed or {}))
-    return DemoResult(
-        chosen, 0, 12, runs[0], mixed_run, report("bfloat16", 4.0, 3.0, 2.0), 1, **changes
-    )
+    return DemoResult(chosen, 0, 12, runs[0], mixed_run, report("bfloat16", 4.0, 3.0, 2.0), 1)
 
 
 def text(value: DemoResult, width: int = 80) -> str:
@@ -66,37 +60,20 @@ def text(value: DemoResult, width: int = 80) -> str:
     return console.file.getvalue()
 
 
-# --- tasks ---
+# --- the task ---
 
 
 def test_the_target_is_eight_by_eight_alternating_fields_of_equal_size() -> None:
     task = example.checkerboard_task(32, CPU)
-    assert task.target.shape == (1, 1, 32, 32)
-    fields = task.target[0, 0].reshape(8, 4, 8, 4).transpose(1, 2).reshape(8, 8, 16)
+    assert task.image.shape == (1, 1, 32, 32)
+    fields = task.image[0, 0].reshape(8, 4, 8, 4).transpose(1, 2).reshape(8, 8, 16)
     assert torch.equal(fields.amin(2), fields.amax(2))
     assert torch.equal(fields[..., 0], torch.tensor([[0.0, 1] * 4, [1.0, 0] * 4] * 4))
-    assert task.examples[0, :, 0, -1].tolist() == [-1, 1]
+    assert task.coordinates[0, :, 0, -1].tolist() == [-1, 1]
 
 
-def test_held_out_digits_are_never_trained_on_and_all_others_once_an_epoch() -> None:
-    task = example.digits_task(2, CPU, seed=3)
-    trained = DIGIT_IMAGES - len(task.examples)
-    epoch = torch.cat([task.batch(step)[0] for step in range(trained // 2)])
-    together = torch.cat([epoch, task.examples])
-    assert len(epoch) == trained
-    assert len(together.flatten(1).unique(dim=0)) == DIGIT_IMAGES
-
-
-def test_a_batch_does_not_depend_on_the_order_of_requests() -> None:
-    one, other = (example.digits_task(100, CPU, seed=0) for _ in range(2))
-    later = one.batch(40)
-    for step in (0, 40):
-        assert all(map(torch.equal, other.batch(step), later if step else one.batch(0)))
-
-
-@pytest.mark.parametrize("task", ["checkerboard", "digits"])
-def test_weights_depend_on_the_seed_alone(task: str) -> None:
-    chosen, _, _ = demo_task(task, "cpu", size=16)
+def test_weights_depend_on_the_seed_alone() -> None:
+    chosen, _, _ = demo_task("cpu", size=16)
     state = torch.get_rng_state()
     first, second, other = (list(chosen.seeded_model(seed).parameters()) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), state)
@@ -108,54 +85,39 @@ def test_weights_depend_on_the_seed_alone(task: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_both_runs_train_each_step_on_the_same_batches_and_the_mixed_run_is_mixed(
-    dtype: str,
-) -> None:
-    task, mixed_dtype, _ = demo_task("digits", "cpu", dtype, size=8)
-    batches: list[int] = []
-    dtypes: set[torch.dtype] = set()
-
-    def batch(step: int) -> example.Batch:
-        batches.append(step)
-        return task.batch(step)
+def test_both_runs_train_the_same_steps_and_the_mixed_run_is_mixed(dtype: str) -> None:
+    task, mixed_dtype, _ = demo_task("cpu", dtype, size=16)
+    dtypes: list[torch.dtype] = []
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        dtypes.add(output.dtype)
-        return F.cross_entropy(output, target)
+        dtypes.append(output.dtype)
+        return F.mse_loss(output, target)
 
     calls = []
-    trained = train_both(
-        replace(task, batch=batch, loss=loss), mixed_dtype, 12, 0, lambda: calls.append(1)
-    )
-    assert batches == list(range(12))
+    trained = train_both(replace(task, loss=loss), mixed_dtype, 12, 0, lambda: calls.append(1))
     assert len(calls) == 12
-    assert dtypes == {torch.float32, mixed_dtype}
+    assert dtypes.count(torch.float32) == dtypes.count(mixed_dtype) == 12
     for run in (trained.float32, trained.mixed):
         assert len(run.losses) == 12
         assert (
             len(run.step_seconds) == 8
         )  # without three to warm up and the one in which memory is counted
-        assert run.accuracy is not None
     assert trained.mixed.losses[0] == pytest.approx(trained.float32.losses[0], rel=0.02)
     assert len(trained.mixed.scales) == (13 if dtype == "float16" else 0)
     assert trained.float32.scales == []
 
 
 def test_the_same_seed_gives_the_same_losses() -> None:
-    task, dtype, _ = demo_task("checkerboard", "cpu", size=16)
+    task, dtype, _ = demo_task("cpu", size=16)
     first, second = (train_both(task, dtype, 10).float32.losses for _ in range(2))
     assert first == second
 
 
-@pytest.mark.parametrize(("task", "steps"), [("checkerboard", 60), ("digits", 60)])
-def test_both_precisions_learn(task: str, steps: int) -> None:
-    chosen, dtype, _ = demo_task(task, "cpu", size=32)
-    trained = train_both(chosen, dtype, steps)
+def test_both_precisions_learn() -> None:
+    chosen, dtype, _ = demo_task("cpu", size=32)
+    trained = train_both(chosen, dtype, 60)
     for run in (trained.float32, trained.mixed):
-        if task == "digits":
-            assert run.accuracy is not None
-            assert run.accuracy > 0.8
-        assert run.losses[-1] < run.losses[0] / (5 if task == "digits" else 1.5)
+        assert run.losses[-1] < run.losses[0] / 1.5
 
 
 @pytest.mark.parametrize(
@@ -224,33 +186,31 @@ def test_the_table_shows_all_figures_at_each_width(width: int) -> None:
         assert part in words
 
 
-def test_accuracy_and_scale_are_in_the_table_where_there_are_some() -> None:
-    lines = text(result("digits", {"dtype": "float16", "scales": [8.0, 4.0, 4.0]}))
-    assert re.search(r"held-out accuracy +\d+\.\d% +\d+\.\d%", lines)
+def test_the_scale_is_in_the_table_where_there_is_one() -> None:
+    lines = text(result({"dtype": "float16", "scales": [8.0, 4.0, 4.0]}))
     assert re.search(r"steps skipped by scaler +- +1 +scale 4 at the end", lines)
-    assert "held-out" not in text(result())
+    assert "no scaler needed" in text(result(), 120)
 
 
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0.0199, "the same"), (0.010, "faster"), (0.040, "slower")]
 )
 def test_the_comparison_of_times_follows_from_the_medians(seconds: float, words: str) -> None:
-    assert words in text(result(mixed={"step_seconds": [seconds] * 3}))
+    assert words in text(result({"step_seconds": [seconds] * 3}))
 
 
 def test_a_loss_that_is_not_finite_is_a_failure_and_null_in_json() -> None:
-    broken = result(mixed={"losses": [0.5, math.nan]})
+    broken = result({"losses": [0.5, math.nan]})
     assert "the bfloat16 mixed run ended with loss nan" in str(display.failure(broken))
     assert display.to_dict(broken)["runs"]["mixed"]["losses"] == [0.5, None]
     assert display.failure(result()) is None
 
 
-@pytest.mark.parametrize("task", ["checkerboard", "digits"])
 @pytest.mark.parametrize("scales", [[], [8.0, 4.0]])
-def test_no_part_of_the_picture_is_blank(task: str, scales: list[float]) -> None:
+def test_no_part_of_the_picture_is_blank(scales: list[float]) -> None:
     from matplotlib.image import imread
 
-    picture = display.picture_png(result(task, {"scales": scales}))
+    picture = display.picture_png(result({"scales": scales}))
     assert picture.startswith(b"\x89PNG")
     pixels = imread(io.BytesIO(picture))
     height, width = pixels.shape[:2]
@@ -270,9 +230,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match="pip install matplotlib"):
         display.require_matplotlib()
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match="pip install scikit-learn"):
-        demo_task("digits", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -287,16 +244,15 @@ def test_a_value_that_is_not_allowed_is_refused_with_the_allowed_ones(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        demo_task("checkerboard", **arguments)
+        demo_task(**arguments)
 
 
-@given(st.sampled_from(sorted(example.TASKS)), st.integers(-5, 5000))
-def test_a_size_is_used_or_refused(name: str, size: int) -> None:
-    smallest, largest, _ = example.TASKS[name]
-    if name == "checkerboard":
-        size = min(size, 64) if size <= largest else size  # a large image takes long to make
+@given(st.integers(-5, 5000))
+def test_a_size_is_used_or_refused(size: int) -> None:
+    smallest, largest = example.SIZES
+    size = min(size, 64) if size <= largest else size  # a large image takes long to make
     if smallest <= size <= largest:
-        assert demo_task(name, "cpu", size=size)[0].size == size
+        assert demo_task("cpu", size=size)[0].size == size
     else:
         with pytest.raises(ValueError, match="expected a size"):
-            demo_task(name, "cpu", size=size)
+            demo_task("cpu", size=size)

@@ -51,7 +51,7 @@ NETWORKS = {
     "decoder": lambda: networks.decoder(64, 2, 8, layers=1),
     "convolutional": lambda: networks.convolutional(8, 4, 16),
     "mlp": lambda: networks.mlp(8, 4, layers=3),
-    "digits": lambda: networks.demo("digits", CPU),
+    "digits": lambda: networks.digits(CPU),
 }
 
 
@@ -196,7 +196,7 @@ def test_compiled_variants_compute_what_eager_ones_do() -> None:
 
 def test_what_cannot_be_compiled_is_told() -> None:
     compiled = Setting(CPU, torch.bfloat16, compiled=True, backend="eager")
-    network = networks.demo("checkerboard", CPU)
+    network = networks.checkerboard(CPU)
     rows = list(models.measure(network, INFERENCE, compiled, rounds=1))
     assert [row["kind"] for row in rows] == list(kinds(INFERENCE))
     for row in rows:

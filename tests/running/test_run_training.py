@@ -337,13 +337,13 @@ def assert_counted(done: Done, steps: tuple[int, int]) -> None:
     assert sum(row["casts"] for row in trace["rows"]) == number
 
 
-def test_the_casts_of_the_digits_demo_are_counted_right(tmp_path: Path) -> None:
+def test_the_casts_of_the_demo_are_counted_right(tmp_path: Path) -> None:
     counted_program(
         tmp_path,
         """
         from precast.cli.main import main
         with counted():
-            main(["demo", "digits", "--size", "8", "--steps", "12", "--device", "cpu"], standalone_mode=False)
+            main(["demo", "--size", "16", "--steps", "12", "--device", "cpu"], standalone_mode=False)
         """,
     )
     command = [*RUN, "--steps", "4:9", "--json", "out.json", "program.py"]

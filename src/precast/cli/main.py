@@ -97,8 +97,7 @@ main.add_command(tune_command.tune)
 
 
 @main.command(short_help="Train in float32 and in mixed precision, and compare.")
-@click.argument("task", type=click.Choice(["checkerboard", "digits"]), default="checkerboard")
-@click.option("--size", type=int, help="Pixels along a side (checkerboard), or images in a batch.")
+@click.option("--size", type=int, help="Pixels along a side.")
 @click.option("--steps", type=click.IntRange(min=10), help="Training steps of each run.")
 @device_option("cuda if there is one")
 @dtype_option
@@ -113,7 +112,6 @@ main.add_command(tune_command.tune)
 @json_option
 def demo(
     *,
-    task: str,
     size: int | None,
     steps: int | None,
     device: str | None,
@@ -124,8 +122,8 @@ def demo(
 ) -> None:
     """Train a network in float32 and in mixed precision, and compare the two.
 
-    checkerboard (the default) learns an image from its coordinates; digits learns to read
-    handwritten digits. Without --size and --steps it takes about a minute on two CPU cores.
+    The network learns the image of a checkerboard from its coordinates. Without --size and --steps
+    it takes about a minute on two CPU cores.
     """
     _require_torch()
     from rich.console import Console
@@ -136,15 +134,13 @@ def demo(
 
     display.require_matplotlib()
     with _usage_errors():
-        task_, dtype_, default_steps = example.demo_task(task, device, dtype, size, seed)
+        task, dtype_, default_steps = example.demo_task(device, dtype, size)
     steps = steps or default_steps
     _check_output(out)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        progress_task = bar.add_task(
-            f"{task}: float32 and mixed precision, alternately", total=steps
-        )
-        result = example.train_both(task_, dtype_, steps, seed, lambda: bar.advance(progress_task))
+        progress_task = bar.add_task("float32 and mixed precision, alternately", total=steps)
+        result = example.train_both(task, dtype_, steps, seed, lambda: bar.advance(progress_task))
     atomic_write.replace_own(out, display.picture_png(result))
     if as_json:
         _print_json({**display.to_dict(result), "picture": str(out)})

@@ -14,8 +14,6 @@ from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
-from torch.nn import functional as F
 
 from precast._internal.missing import missing_extra
 from precast.cli.demo.example import DemoResult, DemoRun
@@ -30,9 +28,6 @@ __all__ = ["failure", "picture_png", "render", "require_matplotlib", "to_dict"]
 _SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
 _COLORS: Final = {"float32": "#1f6feb", "mixed": "#d1570a"}
 _INK, _GRID = "#1f2328", "#d0d7de"
-_CORRECT, _WRONG = "#7ee787", "#ff7b72"
-_SIDE: Final = 6  # digits along a side of a panel
-_TILE: Final = (8 + 5, 8 + 4)  # pixels of a digit with the margin around it
 
 
 def require_matplotlib() -> None:
@@ -52,7 +47,9 @@ def title(result: DemoResult) -> str:
     threads, device = result.threads, str(result.task.device)
     if threads is not None:
         device += f" ({threads} thread{'' if threads == 1 else 's'})"
-    return f"{result.task.summary}; {result.steps} steps on {device}, seed {result.seed}"
+    size = result.task.size
+    task = f"an 8 x 8 checkerboard from the coordinates of {size} x {size} pixels"
+    return f"{task}; {result.steps} steps on {device}, seed {result.seed}"
 
 
 def failure(result: DemoResult) -> str | None:
@@ -79,8 +76,6 @@ def rows(result: DemoResult) -> list[tuple[str, str, str, str]]:
         ("peak memory of a step", _mib(float32.peak_bytes), _mib(mixed.peak_bytes), memory),
         ("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}", ""),
     ]
-    if float32.accuracy is not None and mixed.accuracy is not None:
-        table.append(("held-out accuracy", f"{float32.accuracy:.1%}", f"{mixed.accuracy:.1%}", ""))
     scale = f"scale {mixed.scales[-1]:g} at the end" if mixed.scales else "no scaler needed"
     table.append(("steps skipped by scaler", "-", str(mixed.skipped), scale))
     table.append(("computed", "native", result.machine.diagnosis, "by measured speed"))
@@ -117,7 +112,6 @@ def render(result: DemoResult) -> RenderableType:
 def to_dict(result: DemoResult) -> dict[str, Any]:
     """Return all but the picture as plain values for JSON; times are seconds, sizes are bytes."""
     return {
-        "task": result.task.name,
         "device": str(result.task.device),
         "dtype": result.mixed.dtype,
         "size": result.task.size,
@@ -139,7 +133,6 @@ def _run(run: DemoRun) -> dict[str, Any]:
         "seconds_per_step": run.seconds,
         "peak_bytes": run.peak_bytes,
         "final_loss": losses[-1],
-        "accuracy": run.accuracy,
         "skipped_steps": run.skipped,
         "losses": losses,
         "scales": run.scales[1:],
@@ -167,12 +160,16 @@ def picture_png(result: DemoResult) -> bytes:
     machine = f"{processor(result.task.device)}, PyTorch {torch.__version__}"
     figure.suptitle(f"{title(result)}\n{machine}", fontsize=10, linespacing=1.4)
     halves: Any = figure.subfigures(2, 1, height_ratios=(3, 2.4), facecolor="white")
-    draw = _draw_image if result.task.name == "checkerboard" else _draw_digits
     runs = (None, result.float32, result.mixed)
     for axes, run in zip(halves[0].subplots(1, 3), runs, strict=True):
-        draw(axes, result, run)
+        image = result.task.image.cpu() if run is None else run.output
+        axes.imshow(
+            image[0, 0].clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest"
+        )
         axes.set_axis_off()
-        axes.set_title("target" if run is None else _caption(run), fontsize=10)
+        axes.set_title(
+            "target" if run is None else f"{run.name}: loss {run.losses[-1]:.3f}", fontsize=10
+        )
     if result.mixed.scales:
         losses, scales, costs = halves[1].subplots(1, 3)
         _draw_scales(scales, result.mixed)
@@ -187,48 +184,6 @@ def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": "precast"})
     return buffer.getvalue()
-
-
-def _caption(run: DemoRun) -> str:
-    result = f"loss {run.losses[-1]:.3f}" if run.accuracy is None else f"{run.accuracy:.1%} correct"
-    return f"{run.name}: {result}"
-
-
-def _show(axes: Any, image: Tensor) -> None:
-    axes.imshow(image.numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-
-
-def _draw_image(axes: Any, result: DemoResult, run: DemoRun | None) -> None:
-    image = result.task.target.cpu() if run is None else run.output
-    _show(axes, image[0, 0].clamp(0, 1))
-
-
-def _draw_digits(axes: Any, result: DemoResult, run: DemoRun | None) -> None:
-    """Draw held-out digits with their classification. Digits that a run classifies wrongly come first."""
-    labels = result.task.target.cpu()
-    answers = [each.output.argmax(1) for each in (result.float32, result.mixed)]
-    errors = (answers[0] != labels).int() + (answers[1] != labels).int()
-    indices = errors.argsort(descending=True, stable=True)[: _SIDE**2]
-    height, width = _TILE
-    tiles = F.pad(
-        result.task.examples[indices].cpu(), (2, 2, 1, 4)
-    )  # space for the classification below a digit
-    rows = tiles.reshape(_SIDE, _SIDE, height, width).transpose(1, 2)
-    _show(axes, rows.reshape(_SIDE * height, _SIDE * width))
-    answer = labels if run is None else run.output.argmax(1)
-    for place, index in enumerate(indices.tolist()):
-        row, column = divmod(place, _SIDE)
-        correct = bool(answer[index] == labels[index])
-        axes.text(
-            (column + 0.5) * width - 0.5,
-            (row + 1) * height - 2.7,
-            str(answer[index].item()),
-            color=_CORRECT if correct else _WRONG,
-            fontweight="normal" if correct else "bold",
-            fontsize=8,
-            ha="center",
-            va="center",
-        )
 
 
 def _draw_losses(axes: Any, result: DemoResult) -> None:

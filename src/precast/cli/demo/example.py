@@ -30,14 +30,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from precast._internal.display import dtype_name
-from precast._internal.missing import missing_extra
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import DtypeReport, measure, synchronize
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.values import canonical_dtype
 
 __all__ = [
-    "TASKS",
     "DemoResult",
     "DemoRun",
     "DemoTask",
@@ -85,79 +83,58 @@ def mixed_step(
     return loss.detach()
 
 
-# --- tasks ---
+# --- the task ---
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """Data, a model and a loss.
+    """The image of a checkerboard of 8 x 8 fields, learnt from the coordinates of its pixels.
+
+    Smooth coordinates make sharp edges hard to learn, so a picture shows how far training came.
 
     Attributes:
-        name: "checkerboard" or "digits".
-        summary: one line for people.
-        device: the device of data and model.
-        size: pixels along a side of the checkerboard, or images in a batch of digits.
-        make_model: returns a new network; its weights come from PyTorch's global generator.
-        batch: returns the batch of a step.
+        size: pixels along a side; a step trains on all pixels.
+        coordinates: shape (1, 2, size, size), from -1 to 1.
+        image: shape (1, 1, size, size), of zeros and ones.
         loss: returns the loss of an output and a target.
-        examples: inputs that the trained models are shown at the end.
-        target: the image to learn, or the labels of `examples`.
     """
 
-    name: str
-    summary: str
-    device: torch.device
     size: int
-    make_model: Callable[[], nn.Module]
-    batch: Callable[[int], Batch]
-    loss: LossFunction
-    examples: Tensor
-    target: Tensor
+    coordinates: Tensor
+    image: Tensor
+    loss: LossFunction = F.mse_loss
+
+    @property
+    def device(self) -> torch.device:
+        """The device of data and model."""
+        return self.image.device
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of each step."""
+        return self.coordinates, self.image
 
     def seeded_model(self, seed: int = 0) -> nn.Module:
         """Return a model on the task's device with the weights of `seed`. The global generators do not advance."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
-            model = self.make_model().to(self.device)
+            model = _coordinate_network().to(self.device)
         # The memory layout that 16-bit convolutions are written for; float32 loses nothing by it.
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    def accuracy(self, output: Tensor) -> float | None:
-        """Return the fraction of `examples` that are classified correctly; None for an image."""
-        if self.name == "checkerboard":
-            return None
-        return (output.argmax(1) == self.target.cpu()).float().mean().item()
-
 
 def checkerboard_task(size: int, device: torch.device) -> DemoTask:
-    """A task that learns the image of a checkerboard of 8 x 8 fields from the coordinates of its pixels.
-
-    Smooth coordinates make sharp edges hard to learn, so a picture shows how far training came. The network is a
-    `torch.jit.ScriptModule` of 1x1 convolutions: older programs have such modules, and they train unchanged.
-
-    Args:
-        size: pixels along a side; a step trains on all pixels.
-        device: the device of data and model.
-    """
+    """Return the task for an image of `size` x `size` pixels."""
     axis, field_ = torch.linspace(-1, 1, size), torch.arange(size) * 8 // size
     coordinates = torch.stack(torch.meshgrid(axis, axis, indexing="ij"))[None]
     image = ((field_[:, None] + field_[None, :]) % 2).float()[None, None]
-    examples = coordinates.to(device, memory_format=torch.channels_last)
-    target = image.to(device)
     return DemoTask(
-        "checkerboard",
-        f"an 8 x 8 checkerboard from the coordinates of {size} x {size} pixels",
-        device,
-        size,
-        _coordinate_network,
-        lambda _: (examples, target),
-        F.mse_loss,
-        examples,
-        target,
+        size, coordinates.to(device, memory_format=torch.channels_last), image.to(device)
     )
 
 
 def _coordinate_network(width: int = 256) -> nn.Module:
+    """Return scripted 1x1 convolutions: older programs have such modules, and they train unchanged."""
     layers: list[nn.Module] = []
     for channels in (2, width, width):
         layers += [nn.Conv2d(channels, width, 1), nn.BatchNorm2d(width), nn.ReLU()]
@@ -169,98 +146,26 @@ def _coordinate_network(width: int = 256) -> nn.Module:
     return scripted
 
 
-DIGIT_IMAGES: Final = 1797
-"""Images in scikit-learn's digits (the test set of the UCI "Optical Recognition of Handwritten Digits" data)."""
-_HELD_OUT: Final = DIGIT_IMAGES // 5
+SIZES: Final = (16, 4096)
+"""The smallest and the largest size."""
 
-
-def digits_task(size: int, device: torch.device, seed: int) -> DemoTask:
-    """A task that learns to read real handwritten digits of 8 x 8 pixels. A fifth of them is held out for validation.
-
-    Args:
-        size: images in a batch.
-        device: the device of data and model.
-        seed: decides which images are held out, and the order of the others.
-
-    Raises:
-        MissingExtraError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise missing_extra("the task digits", "scikit-learn", "demo") from error
-    data = load_digits()
-    images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16  # pixels are 0 to 16
-    images, labels = images.contiguous(memory_format=torch.channels_last), torch.tensor(data.target)
-    generator = torch.Generator().manual_seed(seed)
-    held_out, rest = torch.randperm(len(images), generator=generator).split(
-        [_HELD_OUT, len(images) - _HELD_OUT]
-    )
-    train_images, train_labels = images[rest].to(device), labels[rest].to(device)
-    order: list[Tensor] = []  # one permutation for each epoch
-
-    def batch(step: int) -> Batch:
-        end = (step + 1) * size
-        while len(order) * len(rest) < end:
-            order.append(torch.randperm(len(rest), generator=generator))
-        indices = torch.cat(order)[end - size : end].to(device)
-        return train_images[indices], train_labels[indices]
-
-    return DemoTask(
-        "digits",
-        f"handwritten digits, {size} images a batch, {_HELD_OUT} images held out",
-        device,
-        size,
-        _digits_network,
-        batch,
-        F.cross_entropy,
-        images[held_out].to(device),
-        labels[held_out],
-    )
-
-
-def _digits_network() -> nn.Module:
-    def block(channels: int, width: int) -> tuple[nn.Module, ...]:
-        return nn.Conv2d(channels, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
-
-    first, second, third = block(1, 32), block(32, 64), block(64, 128)
-    head = (nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 2 * 2, 10))
-    return nn.Sequential(*first, *second, nn.MaxPool2d(2), *third, *head)
-
-
-TASKS: Final = {
-    "checkerboard": (16, 4096, "pixels along a side"),
-    "digits": (2, DIGIT_IMAGES - _HELD_OUT, "images in a batch"),
-}
-"""Task -> its smallest and largest size, and what a size counts. BatchNorm needs two images."""
-
-# Task -> (size, steps) on CUDA, and on a CPU in each dtype: about a minute on 2 cores. PyTorch has no fast backward
-# pass of float16 convolutions on a CPU, so that one is small.
-_DEFAULTS: Final = {
-    "checkerboard": {"cuda": (512, 500), "bfloat16": (48, 1200), "float16": (16, 300)},
-    "digits": {"cuda": (256, 500), "bfloat16": (128, 400), "float16": (16, 60)},
-}
+# (size, steps) on CUDA, and on a CPU in each dtype: about a minute on 2 cores. PyTorch has no fast backward pass of
+# float16 convolutions on a CPU, so that one is small.
+_DEFAULTS: Final = {"cuda": (512, 500), "bfloat16": (48, 1200), "float16": (16, 300)}
 
 
 def demo_task(
-    name: str,
-    device: str | None = None,
-    dtype: str | None = None,
-    size: int | None = None,
-    seed: int = 0,
+    device: str | None = None, dtype: str | None = None, size: int | None = None
 ) -> tuple[DemoTask, torch.dtype, int]:
-    """Return a task, the dtype of its mixed run, and the default number of steps.
+    """Return the task, the dtype of its mixed run, and the default number of steps.
 
     Args:
-        name: "checkerboard" or "digits".
         device: "cpu", "cuda" or "cuda:1". Default: "cuda" if there is one.
         dtype: "bfloat16" or "float16". Default: float16 on CUDA, bfloat16 on a CPU.
-        size: pixels along a side (checkerboard), or images in a batch (digits).
-        seed: decides the split and the order of digits.
+        size: pixels along a side.
 
     Raises:
         ValueError: a value is not allowed.
-        MissingExtraError: scikit-learn is not installed, for digits.
     """
     place = _device(device)
     on_cuda = place.type == "cuda"
@@ -268,15 +173,14 @@ def demo_task(
     dtype = canonical_dtype(dtype) or dtype
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"expected dtype bfloat16 or float16, got {dtype!r}")
-    default_size, steps = _DEFAULTS[name]["cuda" if on_cuda else dtype]
+    default_size, steps = _DEFAULTS["cuda" if on_cuda else dtype]
     size = default_size if size is None else size
-    smallest, largest, unit = TASKS[name]
+    smallest, largest = SIZES
     if not smallest <= size <= largest:
-        raise ValueError(f"expected a size ({unit}) from {smallest} to {largest}, got {size}")
-    task = (
-        checkerboard_task(size, place) if name == "checkerboard" else digits_task(size, place, seed)
-    )
-    return task, getattr(torch, dtype), steps
+        raise ValueError(
+            f"expected a size (pixels along a side) from {smallest} to {largest}, got {size}"
+        )
+    return checkerboard_task(size, place), getattr(torch, dtype), steps
 
 
 def _device(name: str | None) -> torch.device:
@@ -305,8 +209,7 @@ class DemoRun:
         step_seconds: the time of each step after the first ones.
         scales: the scale before the first step and after each step; empty without a scaler.
         peak_bytes: the peak of tensor memory in one step: model, optimizer state, batch, and what is allocated.
-        output: the trained model's output for the task's examples; float32, on the CPU.
-        accuracy: on held-out examples; None for an image.
+        output: the image that the trained model gives; float32, on the CPU.
     """
 
     dtype: str
@@ -315,7 +218,6 @@ class DemoRun:
     scales: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     output: Tensor = field(default_factory=lambda: torch.empty(0))
-    accuracy: float | None = None
 
     @property
     def name(self) -> str:
@@ -375,14 +277,13 @@ def train_both(
     try:
         if on_cpu and threads > 1:
             _set_faster_threads(
-                [trainer.step for trainer in _trainers(task, dtype, seed)], task.batch(0), threads
+                [trainer.step for trainer in _trainers(task, dtype, seed)], task.batch, threads
             )
         pair = _trainers(task, dtype, seed)
         for step in range(steps):
-            batch = task.batch(step)
             for trainer in pair if step % 2 else pair[::-1]:
                 trainer.train(
-                    batch, timed=_WARM_UP <= step < steps - 1, counts_memory=step == steps - 1
+                    task.batch, timed=_WARM_UP <= step < steps - 1, counts_memory=step == steps - 1
                 )
             progress()
         float32, mixed = (trainer.finish(task) for trainer in pair)
@@ -470,13 +371,12 @@ class _Trainer:
         self._record_scale()
 
     def finish(self, task: DemoTask) -> DemoRun:
-        """Run the trained model on the task's examples, and return the run."""
+        """Run the trained model on the coordinates, and return the run."""
         self.model.eval()
         with torch.no_grad(), self.region():
-            output: Tensor = self.model(task.examples)
+            output: Tensor = self.model(task.coordinates)
         self.run.losses = [loss.item() for loss in self.losses]
         self.run.output = output.float().cpu()
-        self.run.accuracy = task.accuracy(self.run.output)
         return self.run
 
     def _record_scale(self) -> None:
