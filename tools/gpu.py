@@ -181,7 +181,8 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
         "# On a GPU",
         "",
         "The parts of `python -m tools.gpu` that have run on a GPU, and their results. A ratio is the median of ratios",
-        "within a round, in which all variants take turns; below 1 is faster.",
+        "within a round, in which all variants take turns, with the interquartile range in brackets; below 1 is",
+        "faster. [The data](data/gpu.json) include all times and peaks of memory.",
         "",
         f"{machine['gpu']}, PyTorch {machine['torch']}, Python {machine['python']}, on {machine['date']}.",
         "",
@@ -191,35 +192,28 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
             [[r["unit"], r["seconds"], r["result"]] for r in rows if r["section"] == "parts"],
         ),
     ]
-    for section, columns in _COLUMNS.items():
+    for section in dict.fromkeys([*_CASES, *_COLUMNS]):
         its = [row for row in rows if row["section"] == section]
-        if its:
+        if its and section in _CASES:
+            lines += ["", f"## {section}", "", *_ratios(its, *_CASES[section])]
+        elif its:
+            columns = _COLUMNS[section]
             lines += ["", f"## {section}", "", *_table(list(columns), _cells(its, columns))]
     return "\n".join(lines) + "\n"
 
 
-_NETWORKS = {
-    "network": "case",
-    "work": "work",
-    "dtype": "dtype",
-    "variant": "kind",
-    "ms": "median_ms",
-    "to torch.autocast": "ratio",
-    "spread": "ratio_iqr",
-    "to by hand": "by_hand",
-    "peak MiB": "peak_bytes",
-}
-_FLOAT8 = {
-    "tokens": "tokens",
-    "inputs": "inputs",
-    "outputs": "outputs",
-    "rule": "kind",
-    "ms": "median_ms",
-    "bfloat16 ms": "bfloat16_ms",
-    "to bfloat16": "ratio",
-}
-_COLUMNS: Mapping[str, Mapping[str, str]] = {
+_NETWORKS = (("case", "work", "dtype"), "torch.autocast")
+_FLOAT8 = (("tokens", "inputs", "outputs"), "bfloat16")
+_CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "eager": _NETWORKS,
+    "captured": _NETWORKS,
+    "compiled": _NETWORKS,
+    "float8": _FLOAT8,
+    "float8-compiled": _FLOAT8,
+}
+"""Sections with a line for each case and a column for each variant: keys of a case, and the variant that others are
+compared with."""
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
     "optimizer": {
         "AdamW": "kind",
         "ms": "median_ms",
@@ -244,18 +238,31 @@ _COLUMNS: Mapping[str, Mapping[str, str]] = {
         "to plain": "ratio",
         "spread": "ratio_iqr",
     },
-    "captured": {
-        "network": "case",
-        "dtype": "dtype",
-        "variant": "kind",
-        "ms": "median_ms",
-        "to torch.autocast": "ratio",
-        "spread": "ratio_iqr",
-    },
-    "float8": _FLOAT8,
-    "float8-compiled": _FLOAT8,
-    "compiled": _NETWORKS,
 }
+
+
+def _ratios(rows: Rows, keys: Sequence[str], baseline: str) -> list[str]:
+    """A line for each case: the time of the baseline, and each variant's ratio to it with its spread."""
+    measured = [row for row in rows if "ratio" in row]
+    shown = [key for key in keys if any(row.get(key) is not None for row in measured)]
+    kinds = [k for k in dict.fromkeys(row["kind"] for row in measured) if k != baseline]
+    cases: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in measured:
+        case = cases.setdefault(tuple(_cell(key, row.get(key)) for key in shown), {})
+        if row["kind"] == baseline:
+            case[baseline] = _cell("median_ms", row.get("median_ms"))
+            continue
+        if "bfloat16_ms" in row:
+            case[baseline] = _cell("bfloat16_ms", row["bfloat16_ms"])
+        spread = f" ({row['ratio_iqr']:.2g})" if "ratio_iqr" in row else ""
+        case[row["kind"]] = f"{row['ratio']:.3g}{spread}"
+    head = [*shown, f"{baseline}, ms", *kinds]
+    lines = [
+        [*case, *(cells.get(kind, "") for kind in (baseline, *kinds))]
+        for case, cells in cases.items()
+    ]
+    failed = _cells([row for row in rows if row not in measured], dict.fromkeys(head, ""))
+    return _table(head, [*lines, *failed])
 
 
 def _cells(rows: Rows, columns: Mapping[str, str]) -> list[list[Any]]:

@@ -21,8 +21,8 @@ __all__ = ["for_all_versions", "name_of", "note", "page", "row"]
 _HEAD = """\
 # Operations and their rules
 
-Printed from the policy files by `python -m tools.operations_page`; a test compares. What the rules
-mean, and how names are read, is in [policies.md](policies.md).
+Printed from the policy files by `python -m tools.operations_page`. [Policies](policies.md#names-of-operations) explains
+the names.
 
 | rule | what happens inside a region |
 |---|---|
@@ -31,25 +31,26 @@ mean, and how names are read, is in [policies.md](policies.md).
 _TORCH = """
 ## Policy `torch`
 
-{summary} An empty cell means that there is no rule: the operation runs as it does outside a region.
-A number leads to a reason below the table.
+{summary} Each row lists the operations with the same rules. An empty cell
+means that there is no rule: the operation runs as it does outside a region. A number refers to a reason below the
+table.
 
 """
 
 _DEFAULT = """
 ## Policy `default`
 
-{summary} With `mixed = "{mixed}"` that goes for every
-operation that has a rule. Its other changes against `torch` are these rows. A row `promote` for an
-operation without a rule in `torch` is followed only where the operation raises on its own.
+{summary} `mixed = "{mixed}"` does so for every
+operation with a rule. The rows below are its other changes against `torch`. A row `promote` for an operation without a
+rule in `torch` applies only where the operation raises an error.
 
 """
 
 _LEAN = """
 ## Policy `lean`
 
-{summary} Its changes against `default` are these rows;
-[policies.md](policies.md#what-lean-changes-and-why) has the measurements.
+{summary} The rows below are its changes against `default`;
+[Policies](policies.md#what-lean-changes-and-why) has the measurements.
 
 """
 
@@ -85,25 +86,34 @@ def _lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _torch_table(policy: Policy) -> Iterator[str]:
+    """Operations grouped by their rules; device types with equal rules share a column."""
     devices = [device for device in DEVICE_TYPES if policy.rules(device)]
+    keys = sorted({key for device in devices for key in policy.rules(device)})
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for device in devices:
+        entries = (policy.rules(device).get(key) for key in keys)
+        rules = tuple(entry.rule if entry else "" for entry in entries)
+        columns.setdefault(rules, []).append(device)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for key, *rules in zip(keys, *columns, strict=True):
+        groups.setdefault(tuple(rules), []).append(key)
     notes: dict[str, int] = {}
-    yield row(["operation", *devices])
-    yield "|---" * (len(devices) + 1) + "|"
-    for key in sorted({key for device in devices for key in policy.rules(device)}):
-        entries = (policy.rules(device).get(key) for device in devices)
-        yield row([name_of(key), *(_cell(entry, notes) for entry in entries)])
+    yield row([*map(", ".join, columns.values()), "operations"])
+    yield "|---" * (len(columns) + 1) + "|"
+    for rules, group in sorted(groups.items(), key=lambda item: -len(item[1])):
+        names = [name_of(key) + _numbers(policy, devices, key, notes) for key in group]
+        yield row([*rules, ", ".join(names)])
     yield ""
     yield from (f"{number}. {why}" for why, number in notes.items())
 
 
-def _cell(entry: Entry | None, notes: dict[str, int]) -> str:
-    """A rule, with the number of its reason where that is not the rule's own meaning."""
-    if entry is None:
-        return ""
-    why = note(entry)
-    if why == entry.rule.meaning:
-        return entry.rule
-    return f"{entry.rule} ({notes.setdefault(why, len(notes) + 1)})"
+def _numbers(policy: Policy, devices: list[str], key: str, notes: dict[str, int]) -> str:
+    """The numbers of an operation's reasons that say more than its rules mean; new ones are added."""
+    entries = [policy.rules(device).get(key) for device in devices]
+    reasons = {
+        note(entry): None for entry in entries if entry and note(entry) != entry.rule.meaning
+    }
+    return "".join(f" ({notes.setdefault(why, len(notes) + 1)})" for why in reasons)
 
 
 def note(entry: Entry) -> str:

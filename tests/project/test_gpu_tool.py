@@ -99,16 +99,26 @@ def test_tests_are_those_of_the_files_that_have_one_for_a_gpu() -> None:
 
 
 def test_the_page_has_every_row() -> None:
+    captured = {"section": "captured", "unit": "a", "case": "decoder", "dtype": "float16"}
+    float8 = {"section": "float8", "unit": "a", "tokens": 8, "inputs": 16, "outputs": 32}
     rows = [
         {"section": "parts", "unit": "tests", "seconds": 40, "result": "9 passed"},
-        {"section": "captured", "unit": "a", "case": "decoder", "kind": "attached", "ratio": 0.5},
+        captured | {"kind": "torch.autocast", "ratio": 1.0, "ratio_iqr": 0.0, "median_ms": 2.5},
+        captured | {"kind": "attached", "ratio": 0.5, "ratio_iqr": 0.012},
         {"section": "captured", "unit": "b", "error": "RuntimeError: no\nmore"},
+        float8 | {"kind": "float8", "ratio": 0.9, "bfloat16_ms": 3.0},
+        float8 | {"kind": "float8_rowwise", "ratio": 1.1, "bfloat16_ms": 3.0},
+        {"section": "scaler", "unit": "c", "case": "Adam", "parameters": 9, "ratio": 1.2},
     ]
     page = gpu.page(MACHINE, rows)
     assert "A GPU, PyTorch 2.13.0" in page
     assert "| tests | 40 | 9 passed |" in page
-    assert "| decoder |  | attached |  | 0.5 |  |" in page
+    assert "| case | dtype | torch.autocast, ms | attached |" in page
+    assert "| decoder | float16 | 2.5 | 0.5 (0.012) |" in page
     assert "| b: RuntimeError: no |  |" in page
+    assert "| tokens | inputs | outputs | bfloat16, ms | float8 | float8_rowwise |" in page
+    assert "| 8 | 16 | 32 | 3 | 0.9 | 1.1 |" in page
+    assert "| Adam | 9 |  | 1.2 |" in page
 
 
 def test_a_section_is_measured_once_and_again_after_an_error(
