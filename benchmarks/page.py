@@ -14,7 +14,7 @@ from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
 from benchmarks.targets import MET, NOT_MET, summary, written
-from benchmarks.variants import ACCUMULATION, BASELINE, TRAINING, kinds
+from benchmarks.variants import ACCUMULATION, BASELINE, LEAN, TRAINING, kinds
 from precast._internal.atomic_write import replace
 
 __all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
@@ -29,7 +29,9 @@ BEGIN = "<!-- made by `python -m benchmarks render`: begin -->"
 END = "<!-- made by `python -m benchmarks render`: end -->"
 
 Row = dict[str, Any]
-_KINDS = kinds(TRAINING)
+_KINDS = [kind for kind in kinds(TRAINING) if kind != LEAN]
+"""On a CPU, `lean` changes no operation of the networks."""
+_CASTING = (BASELINE, "attached")
 _MIB = 2**20
 
 
@@ -84,7 +86,8 @@ def render(data: dict[str, Any]) -> str:
             "",
             "### Memory and casts of one step",
             "",
-            "Peak of tensor memory, MiB; number of casts and the MiB they write.",
+            "Peak of tensor memory in MiB, then the number of casts, with the MiB that they write in brackets. Without",
+            "`attach`, precast makes the casts of `torch.autocast`.",
             "",
             *_needs(rows),
             "",
@@ -115,18 +118,15 @@ def _failed(rows: Sequence[Row]) -> Iterator[str]:
 def _calls(rows: Sequence[Row], engine: str | None) -> Iterator[str]:
     """The calls of the run's engine; beside them what the reference engine adds, which is measured apart."""
     others = {_call(row): row for row in rows if row.get("engine", engine) != engine}
-    headings = ["kind", "call", "policy", BASELINE, "precast", "difference", "spread"]
+    headings = ["kind", "call", "policy", BASELINE, "difference (spread)"]
     if others:
         headings.append("with the reference engine")
     yield _line(headings)
     yield "|---" * len(headings) + "|"
     for row in rows:
         if row.get("engine", engine) == engine:
-            cells = [
-                *_call(row),
-                *(f"{row[name]['median_us']:.2f}" for name in ("torch", "precast")),
-            ]
-            cells += [f"{row['difference_us']:+.2f}", f"{row['difference_us_iqr']:.2f}"]
+            cells = [*_call(row), f"{row['torch']['median_us']:.2f}"]
+            cells.append(f"{row['difference_us']:+.2f} ({row['difference_us_iqr']:.2f})")
             other = others.get(_call(row))
             yield _line([*cells, *([f"{other['difference_us']:+.2f}"] if other else [])])
 
@@ -144,33 +144,31 @@ def _calls_growth(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield ""
-    yield "What stays in the process's memory after many regions, each of which casts a weight:"
-    yield ""
-    yield _line(["regions of", "engine", "regions", "bytes"])
-    yield "|---|---|---|---|"
+    if rows:
+        yield ""
+        yield "Bytes by which the process grew over many regions, each of which casts a weight:"
+        yield ""
     for row in rows:
-        grown = "not told" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
-        yield _line([row["case"], row["engine"], f"{row['regions']:,}", grown])
+        grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
+        yield f"- {row['regions']:,} of {row['case']}, {row['engine']} engine: {grown}"
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         yield "None was judged."
         return
-    yield f"{summary(rows)}. Those that are not met or not judged, with the spread in brackets:"
+    yield f"{summary(rows)}. Not met, with the spread in brackets:"
     yield ""
-    yield "| work | case | | is | at most | verdict |"
-    yield "|---|---|---|---|---|---|"
+    yield "| work | case | | measured | at most |"
+    yield "|---|---|---|---|---|"
     for row in rows:
-        if row["verdict"] == MET:
-            continue
-        verdict = f"**{NOT_MET}**" if row["verdict"] == NOT_MET else row["verdict"]
-        told = f"{verdict}: {row['reason']}" if row["reason"] else verdict
-        figures = row["figure"], written(row, "value"), written(row, "limit")
-        yield _line([row["work"], row["case"], *figures, told])
+        if row["verdict"] == NOT_MET:
+            figures = row["figure"], written(row, "value"), written(row, "limit")
+            yield _line([row["work"], row["case"], *figures])
+    yield ""
+    for row in rows:
+        if row["verdict"] not in {MET, NOT_MET}:
+            yield f"Not judged: {row['work']}, {row['case']}, {row['figure']}: {row['reason']}."
 
 
 def _clients(rows: Sequence[Row]) -> Iterator[str]:
@@ -198,7 +196,7 @@ def _clients(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:
-    others = [kind for kind in kinds(ACCUMULATION) if kind != BASELINE]
+    others = [kind for kind in kinds(ACCUMULATION) if kind not in {BASELINE, LEAN}]
     yield _line(["network", "work", f"`{BASELINE}`, ms", *others])
     yield "|---|---|" + "---|" * (len(others) + 1)
     for network, work, found in _groups(rows):
@@ -209,11 +207,13 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _needs(rows: Sequence[Row]) -> Iterator[str]:
-    yield _line(["network", "work", *_KINDS])
-    yield "|---|---|" + "---|" * len(_KINDS)
-    for network, work, found in _groups(rows):
-        if found:
-            yield _line([network, work, *(_need(found.get(kind)) for kind in _KINDS)])
+    yield _line(["network", "work", *_KINDS, *(f"casts, {kind}" for kind in _CASTING)])
+    yield "|---|---|" + "---|" * (len(_KINDS) + len(_CASTING))
+    for network, work, by_kind in _groups(rows):
+        if by_kind:
+            peaks = (_peak(by_kind.get(kind)) for kind in _KINDS)
+            casts = (_casts(by_kind.get(kind)) for kind in _CASTING)
+            yield _line([network, work, *peaks, *casts])
 
 
 def _watching(rows: Sequence[Row]) -> Iterator[str]:
@@ -257,13 +257,15 @@ def _figure(row: Row | None, figure: str) -> str:
     return "" if row is None else f"{row[figure]:.3f} ({row[f'{figure}_iqr']:.3f})"
 
 
-def _need(row: Row | None) -> str:
+def _peak(row: Row | None) -> str:
     if row is None:
         return ""
-    casts = f"{row['casts']} / {row['cast_bytes'] / _MIB:.1f}" if row["casts"] else "none"
-    # The profiler can lose an allocation and report its release: the sum is then below zero, and says nothing.
-    peak = f"{row['peak_bytes'] / _MIB:.1f}" if row["peak_bytes"] >= 0 else "not measured"
-    return f"{peak}; {casts}"
+    # The profiler can lose an allocation and report its release: the sum is then negative and means nothing.
+    return f"{row['peak_bytes'] / _MIB:.1f}" if row["peak_bytes"] >= 0 else "not measured"
+
+
+def _casts(row: Row | None) -> str:
+    return "" if row is None else f"{row['casts']} ({row['cast_bytes'] / _MIB:.1f})"
 
 
 def _measured(data: dict[str, Any]) -> list[Row]:

@@ -1,8 +1,8 @@
-"""Writes the tables of `docs/report-data.md` that say what a document holds, from the classes that read and write it.
+"""Writes the lists of keys in `docs/report-data.md` from the classes that read and write a document.
 
     python -m tools.report_schema
 
-Invariants: the tables stand between two marks and are written whole; what a key means is the docstring below its field;
+Invariants: the generated part of the page is between two marks; the meaning of a key is the docstring below its field;
 not part of the package.
 """
 
@@ -23,31 +23,31 @@ from precast._internal import events
 from precast._internal.records import keys_of
 from precast.report import health_schema, schema
 
-__all__ = ["PAGE", "tables", "with_tables"]
+__all__ = ["PAGE", "sections", "with_sections"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "report-data.md"
 _MARKED = re.compile(r"(<!-- python -m tools.report_schema -->\n).*?(<!-- end -->)", re.S)
 _WORDS = {
-    str: "text",
-    int: "whole number",
+    str: "string",
+    int: "integer",
     float: "number",
-    bool: "true or false",
+    bool: "boolean",
     NoneType: "null",
-    Any: "anything",
+    Any: "any",
 }
 
 
-def tables() -> str:
-    """A section for each type, those that are inside another after it."""
+def sections() -> str:
+    """Return a section for each type; the types of its keys follow it."""
     seen: list[Any] = []
     _collect(schema.RunDocument, seen)
     _collect(schema.MergedDocument, seen)
     return "\n".join(_section(kind) for kind in seen)
 
 
-def with_tables(page: str) -> str:
-    """A page with its tables made anew."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{tables()}\n{found[2]}", page)
+def with_sections(page: str) -> str:
+    """Return the page with its generated part written again."""
+    return _MARKED.sub(lambda match: f"{match[1]}\n{sections()}\n{match[2]}", page)
 
 
 def _collect(kind: Any, seen: list[Any]) -> None:
@@ -55,27 +55,28 @@ def _collect(kind: Any, seen: list[Any]) -> None:
         if kind in seen:
             return
         seen.append(kind)
-        known: Any = kind
-        for key in keys_of(known):
+        document: Any = kind
+        for key in keys_of(document):
             _collect(key.type, seen)
     for inner in get_args(kind) if get_origin(kind) is not Literal else ():
         _collect(inner, seen)
 
 
 def _section(kind: Any) -> str:
-    meaning = [line.strip() for line in kind.__doc__.strip().splitlines()]
-    rows = [f"### {kind.__name__}", "", *meaning, "", "| key | is | meaning |", "|---|---|---|"]
+    summary = [line.strip() for line in kind.__doc__.strip().splitlines()]
+    lines = [f"### {kind.__name__}", "", *summary, ""]
     for key in keys_of(kind):
-        missing = "; may be missing" if key.may_be_missing else ""
         null = " or null" if key.is_left_out else ""
-        said = _meanings()[kind.__name__][key.field]
-        rows.append(f"| `{key.name}` | {_word(key.type).removesuffix(null)}{missing} | {said} |")
-    return "\n".join([*rows, ""])
+        optional = ", optional" if key.may_be_missing else ""
+        meaning = _meanings()[kind.__name__][key.field].removeprefix("The ")
+        word = _word(key.type).removesuffix(null)
+        lines.append(f"- `{key.name}` ({word}{optional}): {meaning[0].upper()}{meaning[1:]}")
+    return "\n".join([*lines, ""])
 
 
 @cache
 def _meanings() -> dict[str, dict[str, str]]:
-    """Class -> field -> its docstring, which Python does not keep: read from the source."""
+    """Return the docstring of each field by class and field, from the source because Python does not keep them."""
     classes = [
         node
         for module in (schema, health_schema, events)
@@ -87,10 +88,10 @@ def _meanings() -> dict[str, dict[str, str]]:
 
 def _fields(body: list[ast.stmt]) -> list[tuple[str, str]]:
     return [
-        (item.target.id, " ".join(str(said.value.value).split()))
-        for item, said in itertools.pairwise(body)
+        (item.target.id, " ".join(str(doc.value.value).split()))
+        for item, doc in itertools.pairwise(body)
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
     ]
 
 
@@ -102,13 +103,13 @@ def _word(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(_word, inner))
     if origin is Literal:
-        return " or ".join(f"`{json.dumps(each)}`" for each in inner)
+        return ", ".join(f"`{json.dumps(each)}`" for each in inner)
     if origin in (list, tuple):
         return f"list of {_word(inner[0])}"
     if origin is dict:
-        return f"object, name to {_word(inner[1])}"
+        return f"object of {_word(inner[1])}"
     return _WORDS[kind]
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_sections(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -205,14 +205,14 @@ def test_a_document_is_strict_json(tmp_path: Path) -> None:
 
 def test_the_page_says_what_the_types_say() -> None:
     page = report_schema.PAGE.read_text(encoding="utf-8")
-    assert page == report_schema.with_tables(page), "run: python -m tools.report_schema"
-    assert "| `cast_seconds` | number |" in page
+    assert page == report_schema.with_sections(page), "run: python -m tools.report_schema"
+    assert "- `cast_seconds` (number): " in page
 
 
 def test_the_made_documents_have_every_key_of_the_schema() -> None:
     """So that what is tested with them is all there is."""
     made = json.dumps(document()) + json.dumps(report.merge(ranks(0, 1)))
-    keys = set(re.findall(r"^\| `(\w+)` \| (?!.*may be missing)", report_schema.tables(), re.M))
+    keys = set(re.findall(r"^- `(\w+)` \((?!.*, optional\):)", report_schema.sections(), re.M))
     of_summaries = {"level", "headline", "precision", "problems", "notes", "text", "gain", "first"}
     of_summaries |= {"eps", "optimizer"}  # of `BrokenState`, which `test_cures.py` makes
     assert not {key for key in keys - of_summaries if f'"{key}": ' not in made}

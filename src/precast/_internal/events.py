@@ -72,9 +72,9 @@ class TensorRange:
     minimum: float | None
     """The smallest value; null if some were not finite."""
     nonfinite: int
-    """0, or 1 if some values were not finite: they are not counted."""
+    """1 if some values were not finite, else 0."""
     of: str | None = may_be_missing(is_left_out=True)
-    """The source of the tensor, such as "the output of `encoder`"."""
+    """The source, such as "the output of `encoder`"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +98,21 @@ class NonfiniteOrigin:
     """The first tensor that became infinite or NaN in a training step, found by `precast.monitor`."""
 
     step: int
-    """The number of the step, from 0: the scaler's number if a scaler reports it, else the monitor's."""
+    """The number of the step, from 0; the scaler's if a scaler reports it, else the monitor's."""
     kind: Literal["output", "input", "gradient", "parameter"]
-    """A module's output, an input that no module produced, the gradient of an output, or a parameter's gradient."""
+    """The tensor: a module's output, an input that no module produced, or a gradient of an output or parameter."""
     name: str
     """The module's or the parameter's name in the model."""
     what: Literal["inf", "nan"]
     """Infinity or NaN."""
     inputs: tuple[TensorRange, ...]
-    """The tensors that it was computed from."""
+    """The tensors that the module received."""
     message: str
     """All of this in a sentence."""
     doubts: tuple[str, ...] = may_be_missing((), is_left_out=True)
-    """Modules in which it may have begun earlier: their tensors were written in place before they were examined."""
+    """Modules in which it may have begun earlier, because their tensors were written in place before they were read."""
     state: BrokenState | None = may_be_missing(is_left_out=True)
-    """The parameter or buffer of the module that was not finite before the step."""
+    """The module's parameter or buffer that was not finite before the step."""
 
     def with_step(self, step: int) -> NonfiniteOrigin:
         """Return the same origin with another step number."""
@@ -188,12 +188,12 @@ class StepEvent:
 
 @dataclass(frozen=True, slots=True)
 class ScalerDiagnosis:
-    """A gradient scaler's report that neither a lower scale nor the next batch helps."""
+    """A gradient scaler's report that neither a lower scale nor the next batch can help."""
 
     reason: Literal["weights", "loss", "floor", "skips"]
     """Parameters or buffers are not finite; the loss is not; the scale does not fall; a limit on skips was passed."""
     step: int
-    """The number of iterations that this scaler had completed; in a document, the number of the run's step."""
+    """The number of completed iterations of the scaler; in a document, the run's step."""
     scale: float
     """The scale of the gradients."""
     names: tuple[str, ...]
@@ -201,7 +201,7 @@ class ScalerDiagnosis:
     message: str = may_be_missing("", is_left_out=True)
     """The observation, and advice on where to look."""
     first: NonfiniteOrigin | None = may_be_missing(is_left_out=True)
-    """The first tensor that was not finite, if a `precast.monitor` watched the step."""
+    """The first tensor that was not finite, if a monitor ran."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class LossShares:
 
 @dataclass(slots=True)
 class FormatLoss:
-    """The loss of a tensor's values in another format in all steps, without a scale and with the best power of two."""
+    """The loss of a tensor's values in another format, without a scale and with the best power of two."""
 
     underflow: float
     """The share of values that would become zero."""

@@ -54,41 +54,41 @@ class OperationRow:
     """The calls of one operation in one place with inputs of one kind."""
 
     module: str | None
-    """The path of the module that it ran in, "" for the model itself; null outside of all modules."""
+    """The path of its module, "" for the model; null outside of all modules."""
     op: str
-    """The operation, as a policy spells it, without "aten::"."""
+    """The operation, as a policy spells it."""
     phase: Phase
-    """The phase of a training step; "other" is outside of modules, backward and optimizers."""
+    """The phase of a training step."""
     source: str | None
-    """The innermost line of the program, as "train.py:12 in loss"; for backward, that of the forward operation."""
+    """The innermost line of the program, as "train.py:12 in loss"; in backward, that of the forward operation."""
     inputs: list[str]
-    """The dtypes of its tensors, in the order of the arguments."""
+    """The dtypes of its tensor arguments."""
     output: list[str]
-    """The dtypes of the tensors that it returned."""
+    """The dtypes of its results."""
     rule: str | None
-    """Its rule; null without one."""
+    """Its rule."""
     reason: str | None
-    """The line of the policy with the rule, or the reason why there is no rule."""
+    """The line of the policy with the rule, or why there is none."""
     region: str | None
-    """The line that opened the region around it; null outside of all regions."""
+    """The line that opened the region."""
     module_rule: str | None
-    """The rule for modules that applied, as `encoder.** = float16`."""
+    """The rule for modules, as `encoder.** = float16`."""
     device_type: str = may_be_missing("cpu")
     """The device type that it ran on."""
     calls: int = 0
     """The number of calls."""
     casts: int = 0
-    """The number of casts for it; explicit casts of the program have their own rows."""
+    """The casts of its arguments; explicit casts of the program have their own rows."""
     cast_bytes: int = 0
     """The bytes that these casts wrote."""
     cached: int = 0
-    """The number of casts that the weight cache, or held weights, saved."""
+    """The casts that the weight cache, or held weights, saved."""
     seconds: float = 0.0
-    """Time in its kernels, casts included, as the host sees it."""
+    """Time in its kernels, casts included, on the host."""
     cast_seconds: float = 0.0
     """Time in these casts."""
     order: int | None = may_be_missing(is_left_out=True)
-    """Its place among all rows in the order of their first calls, from 0."""
+    """Its place in the order of first calls, from 0."""
 
 
 @dataclass(slots=True)
@@ -104,11 +104,11 @@ class TraceTotals:
     cast_bytes: int = 0
     """The bytes that they wrote."""
     cached: int = 0
-    """The number of casts that the weight cache, or held weights, saved."""
+    """The casts that the weight cache, or held weights, saved."""
     calls: int = 0
     """The number of operations."""
     steps: int = 0
-    """In a trace, steps of optimizers; in a document, steps of the run that ended during the trace, skipped or not."""
+    """Steps of optimizers; in a document, the steps of the run that ended during the trace."""
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ class TracedModule:
 
 @dataclass(slots=True)
 class RuleCount:
-    """The applications of one rule to one operation, in full trace and in counting mode."""
+    """The applications of one rule to one operation."""
 
     op: str
     """The operation, as a policy spells it."""
@@ -148,14 +148,14 @@ class RuleCount:
     rule: str | None
     """The rule."""
     calls: int = 0
-    """The number of calls under it."""
+    """The number of calls."""
     casts: int = 0
-    """The number of casts for these calls."""
+    """The number of casts."""
 
 
 @dataclass(slots=True)
 class FindingCost:
-    """The cost of a finding, or the saving of its advice, in all traced operations; null if unknown."""
+    """The cost of a finding, or the saving of its advice."""
 
     seconds: float | None = None
     """The time."""
@@ -164,9 +164,9 @@ class FindingCost:
     share: float | None = None
     """The share of the traced time."""
     low: float | None = may_be_missing(is_left_out=True)
-    """The smallest share of the time of one traced step, or in one run of a trial that was not interrupted."""
+    """The smallest share in one step, or in one run of a trial."""
     high: float | None = may_be_missing(is_left_out=True)
-    """The largest such share."""
+    """The largest share."""
 
 
 @dataclass(slots=True)
@@ -195,13 +195,13 @@ class Finding:
     cost: FindingCost
     """Its cost."""
     suggestion: str
-    """The advice; empty for an observation, for which no change is known to save time."""
+    """The advice; empty if no change is known to help."""
     policy: str | None
-    """A complete policy file that follows the advice; null if no policy can."""
+    """A complete policy file that follows the advice, if one can."""
     where: FindingLocation
     """Its place."""
     severity: Literal["error", "warning", "information"] | None = may_be_missing(is_left_out=True)
-    """The severity of a mistake in the program's code; missing for findings on values and costs."""
+    """The severity of a mistake in the program's code."""
 
 
 @dataclass(slots=True)
@@ -209,18 +209,17 @@ class TraceData:
     """The operations that ran while a trace was open."""
 
     rows: list[OperationRow] = field(default_factory=list)
-    """One for each operation, place and kind of inputs; the slowest come first."""
+    """A row for each operation, place and kind of inputs; the slowest first."""
     totals: TraceTotals = field(default_factory=TraceTotals)
     """The sums."""
     flow: list[CastFlow] = field(default_factory=list)
     """Casts from each dtype to each other."""
     saved: dict[str, int] = field(default_factory=dict)
-    """Bytes of forward's results, by dtype, that existed when backward began, in the largest pass: memory does not
-    add up over steps."""
+    """The bytes of forward's results by dtype at the start of backward, in the largest pass."""
     modules: list[TracedModule] = field(default_factory=list)
-    """The modules in which something ran, and those around them."""
+    """The modules that ran, and those around them."""
     dropped: int = 0
-    """The number of calls without a row, because there were too many kinds of calls; the totals include them."""
+    """The calls without a row, because there were too many kinds; the totals include them."""
     findings: list[Finding] = field(default_factory=list)
     """Possible improvements, the most expensive first."""
     counts: list[RuleCount] = may_be_missing(factory=list)
@@ -273,12 +272,12 @@ class ModuleRuleEffects:
 
 @dataclass(slots=True)
 class NonfiniteState:
-    """A parameter or a buffer that holds infinity or NaN."""
+    """A parameter or buffer that holds infinity or NaN."""
 
     name: str
     """Its name in the model."""
     kind: Literal["parameter", "buffer"]
-    """A parameter or a buffer."""
+    """The kind of state."""
     what: Literal["inf", "nan"]
     """Infinity or NaN."""
 
@@ -290,7 +289,7 @@ class RunInfo:
     command: list[str]
     """The arguments for `python` that run the same program."""
     ended: Literal["ended", "exit", "exception", "interrupted"]
-    """The way in which it ended."""
+    """How the process ended."""
     code: int | None
     """The exit code."""
     message: str | None
@@ -298,7 +297,7 @@ class RunInfo:
     seconds: float
     """Its duration."""
     rank: int | None
-    """The rank of the process; null if there is only one process."""
+    """The rank; null if there is only one process."""
     world_size: int
     """The number of processes."""
     torch: str
@@ -314,34 +313,33 @@ class RunInfo:
     steps: int
     """The number of finished steps."""
     traced: list[int] | None
-    """The first traced step, and the first one after the trace."""
+    """The first traced step, and the one after the last."""
     to_trace: list[int] | None = may_be_missing(is_left_out=True)
-    """The range of `--steps`: the first step, and the first one after the last."""
+    """The range of `--steps`: the first step, and the one after the last."""
     skipped: int | None = may_be_missing(is_left_out=True)
-    """The number of skipped steps, including those that are not in `steps` of the document."""
+    """The number of skipped steps, in the document or not."""
     nonfinite_losses: int = may_be_missing(0)
-    """The steps that were not skipped and whose loss was infinite or NaN."""
+    """The number of steps with an infinite or NaN loss that were not skipped."""
     first_nonfinite_loss: int | None = may_be_missing()
-    """The first of these."""
+    """The first of these steps."""
     skipped_losses: int = may_be_missing(0)
-    """The skipped steps whose loss was infinite or NaN before it was scaled."""
+    """The number of skipped steps whose unscaled loss was infinite or NaN."""
     elsewhere: int = may_be_missing(0)
-    """Steps that ended in other threads than the one that loaded PyTorch: `counts` and `trace` do not include them."""
+    """Steps in other threads than the one that loaded PyTorch, which `counts` and `trace` do not include."""
     module_rules: ModuleRuleEffects | None = may_be_missing(is_left_out=True)
-    """The effect of the policy's rules for modules, if it has some."""
+    """The effect of the policy's rules for modules."""
     compiled: bool = may_be_missing(default=False)
-    """True if there are functions of `torch.compile`, in which nothing is counted."""
+    """True if functions were compiled; nothing is counted in them."""
     nonfinite: list[NonfiniteState] = may_be_missing(factory=list)
-    """The parameters and buffers of the called models that held infinity or NaN at the end, and did not at the first
-    call."""
+    """The parameters and buffers that held infinity or NaN at the end, but not at the first call."""
     evaluations: int = may_be_missing(0)
-    """Calls of models without gradients, as in validation and inference."""
+    """Calls of models without gradients."""
     nonfinite_outputs: int = may_be_missing(0)
-    """The number of these calls that returned infinity or NaN."""
+    """The number of these that returned infinity or NaN."""
     first_nonfinite_output: str | None = may_be_missing()
-    """The class of the module of the first such call."""
+    """The class of the module in the first of these calls."""
     speeds: dict[str, float] = may_be_missing(factory=dict)
-    """The CPU's speed relative to float32 in the 16-bit dtypes that ran on it, and in those that could replace them."""
+    """The CPU's speed in 16-bit dtypes relative to float32."""
 
 
 @dataclass(slots=True)
@@ -361,7 +359,7 @@ class StepData:
     seconds: float | None = None
     """Its duration."""
     first: NonfiniteOrigin | None = None
-    """The first tensor that became infinite or NaN, if a monitor watched the step."""
+    """The first tensor that became infinite or NaN, if a monitor ran."""
 
 
 @dataclass(slots=True)
@@ -409,15 +407,15 @@ class RunDocument:
     steps: list[StepData]
     """Its steps; of a long run, some of them."""
     counts: list[RuleCount]
-    """Calls of each operation with a rule in the whole run, traced or not."""
+    """Calls of each operation with a rule, traced or not."""
     trace: TraceData | None
     """The trace."""
     health: Health | None
     """The results of a monitor."""
     findings: list[Finding]
-    """All findings, those of `trace` and of `precast-lint` included. In files of earlier versions, those on numbers."""
+    """All findings, those of `trace` and `precast-lint` included."""
     diagnoses: list[ScalerDiagnosis] = may_be_missing(factory=list)
-    """The steps at which neither a lower scale nor the next batch helped."""
+    """The steps at which a lower scale could not help."""
     summary: RunSummary | None = may_be_missing(is_left_out=True)
     """The run in sentences, written anew whenever the document is saved."""
 
