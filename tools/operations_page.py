@@ -14,18 +14,15 @@ from collections.abc import Iterable, Iterator
 
 from precast._internal import torch_versions
 from precast.policy import toml_file
-from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule
+from precast.policy.policy import DEVICE_TYPES, Entry, Policy
 
 __all__ = ["for_all_versions", "name_of", "note", "page", "row"]
 
 _HEAD = """\
 # Operations and their rules
 
-Printed from the policy files by `python -m tools.operations_page`. [Policies](policies.md#names-of-operations) explains
-the names.
-
-| rule | what happens inside a region |
-|---|---|
+Printed from the policy files by `python -m tools.operations_page`. [Policies](policies.md#rules) explains the
+names and the rules.
 """
 
 _TORCH = """
@@ -60,7 +57,6 @@ def page() -> str:
     torch, default, lean = map(for_all_versions, ("torch", "default", "lean"))
     parts = [
         _HEAD,
-        *(f"| `{rule}` | {rule.meaning} |\n" for rule in Rule),
         _TORCH.format(summary=torch.summary),
         *_lines(_torch_table(torch)),
         _DEFAULT.format(summary=default.summary, mixed=default.mixed),
