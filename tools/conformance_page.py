@@ -19,12 +19,12 @@ Results = Mapping[str, Any]
 _HEAD = """\
 # Conformance
 
-What ran on PyTorch's autocast and on precast with the policy `torch`, in one process, and was compared to the last
-bit: results, gradients, dtypes. Four ways to run on precast: its own regions (`precast.autocast`) and PyTorch's while
-precast is installed (`precast.install()`), each on the {engine} and on the reference engine.
+Programs that ran on PyTorch's autocast and on precast with the policy `torch`, in one process. Results, gradients and
+dtypes were compared bit for bit. Each ran on precast in four ways: in its own regions (`precast.autocast`) and in
+PyTorch's while precast is installed (`precast.install()`), each on the {engine} and on the reference engine.
 
 `make conformance` runs all of it and writes this page and its data. This run was on {date}, with PyTorch {torch},
-Python {python}, on the CPU ({cpu}). `make conformance-nightly` runs random programs alone, from another seed.
+Python {python}, on the CPU ({cpu}).
 
 """
 
@@ -32,10 +32,10 @@ _TESTS = """\
 ## Tests
 
 The files of `tests/conformance/`. A case is one comparison with PyTorch, or one behaviour that PyTorch does not have.
-`test_fake_devices.py` proves that precast decides as torch.autocast does on cuda, xpu, mps and mtia: operations, dtypes
-and errors of the forward pass, without values. `test_pretended_device.py` runs the tests marked `gpu` on a CUDA device
-whose memory and kernels are the CPU's: that proves which kernels run, their dtypes and order, waits and captures.
-Both prove nothing about streams that run at the same time, cuDNN, Triton, NCCL or speed.
+`test_fake_devices.py` compares decisions with those of torch.autocast on cuda, xpu, mps and mtia: operations, dtypes and
+errors of the forward pass, without values. `test_pretended_device.py` runs the tests marked `gpu` on a CUDA device whose
+memory and kernels are the CPU's: that proves which kernels run, their dtypes and order, waits and captures. Neither
+proves anything about concurrent streams, cuDNN, Triton, NCCL or speed.
 
 """
 
@@ -43,12 +43,10 @@ _PROGRAMS = """\
 ## Random programs
 
 {count} programs, drawn with seed {seed}: {steps} steps, among them operations with and without a rule, modules, nested
-regions of several devices, dtypes and cache settings, grad modes, writes in place and through views, hooks, exceptions,
-and backward passes, some of them twice. A program is *equal* where all that it computes is the same to the bit. It is
-*explained* where PyTorch and precast differ as the list below says, and are equal once PyTorch's cache is emptied at
-just those points. A program that comes by such a point must be equal with the cache emptied there, also where PyTorch
-happened to be right. Not compared is what a backward pass that raises an error has added to `.grad` before: nodes of
-which none needs another have no fixed order.
+regions of several devices, dtypes and cache settings, grad modes, writes in place and through views, hooks, exceptions
+and backward passes. A program is *equal* if all results are the same bit for bit. It is *explained* if results differ
+only at the points in the list below, and are equal after PyTorch's cache is emptied there. Gradients of a backward pass
+that raises an error are not compared, because the order of independent nodes is not fixed.
 
 """
 
@@ -56,7 +54,7 @@ _DIFFERENCES = """\
 
 ## Intended differences
 
-How many of the {count} programs each explains, on the {engine} engine; some programs need two.
+Number of programs that each difference explains, on the {engine} engine; some programs need two.
 
 """
 
@@ -64,8 +62,8 @@ _CLIENTS = """\
 
 ## Programs of other libraries
 
-`make test-clients`: each ran with PyTorch alone and, unmodified, with precast installed, on both engines, and all that
-it computed was compared.
+`make test-clients`: each ran unmodified with PyTorch alone and with precast installed, on both engines, and all results
+were compared.
 
 """
 
@@ -73,7 +71,7 @@ _VERSIONS = """\
 
 ## Versions
 
-`make test-versions`: all tests, those of this page among them.
+`make test-versions`: all tests, including those of this page.
 
 """
 
@@ -104,13 +102,13 @@ def render(results: Results) -> str:
 
 
 def _tests(sections: Iterable[Results]) -> Iterator[str]:
-    yield from _header("file", "what", "cases", "equal", "skipped")
-    total = dict.fromkeys(("cases", "equal", "skipped"), 0)
+    yield from _header("file", "contents", "equal, of cases")
+    total = dict.fromkeys(("cases", "equal"), 0)
     for section in sections:
-        numbers = [section[key] for key in total]
-        yield _row(f"`{section['file']}`", section["title"], *numbers)
+        name = section["file"].removeprefix("tests/conformance/")
+        yield _row(f"`{name}`", section["title"], f"{section['equal']}/{section['cases']}")
         total = {key: total[key] + section[key] for key in total}
-    yield _row("", "all", *total.values())
+    yield _row("", "all", f"{total['equal']}/{total['cases']}")
 
 
 def _skipped(sections: Iterable[Results]) -> Iterator[str]:
@@ -120,7 +118,7 @@ def _skipped(sections: Iterable[Results]) -> Iterator[str]:
             reasons[reason] = reasons.get(reason, 0) + count
     if reasons:
         listed = "; ".join(f"{count}: {reason}" for reason, count in sorted(reasons.items()))
-        yield f"\nSkipped, and why: {listed}.\n"
+        yield f"\nSkipped: {listed}.\n"
 
 
 def _systems(programs: Results) -> Iterator[str]:
@@ -139,7 +137,7 @@ def _engine(programs: Results) -> str:
 def _differences(programs: Results) -> Iterator[str]:
     engine = _engine(programs)
     first = [s for s in programs["systems"] if s["name"].endswith(engine)]
-    yield from _header("difference", "what", *(s["name"].partition(",")[0] for s in first))
+    yield from _header("difference", "description", *(s["name"].partition(",")[0] for s in first))
     for difference in DIFFERENCES:
         link = f"[{difference.name}](differences.md#{difference.anchor})"
         counts = (_explained_by(difference.point, system) for system in first)
