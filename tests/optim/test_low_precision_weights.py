@@ -26,7 +26,6 @@ from torch.optim.swa_utils import (
 import precast
 from precast.errors import AttachError, PrecastWarning
 from precast.optim import bfloat16_weights, compiled_step, step_program
-from precast.optim.partial_steps import set_gradient
 from tests.optim.optimizers import ELEMENTWISE, NOT_ELEMENTWISE, Make, groups
 
 BF16 = torch.bfloat16
@@ -377,20 +376,6 @@ def test_after_remove_the_optimizer_steps_bfloat16_itself(programs: Any) -> None
     assert "rounded_away" not in optimizer.state[model[0].weight]
 
 
-def test_copies_of_the_model_and_its_optimizer_are_their_own(programs: Any) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    bfloat16_weights(model, optimizer, masters="kahan")
-    train(model, optimizer, 2)
-    twin, its = copy.deepcopy((model, optimizer))
-    bfloat16_weights(twin, its, masters="kahan")
-    before = [p.detach().clone() for p in model.parameters()]
-    train(twin, its, 1, first=2)
-    assert all(map(torch.equal, before, model.parameters()))
-    train(model, optimizer, 1, first=2)
-    assert all(map(torch.equal, twin.parameters(), model.parameters()))
-
-
 def refused(match: str, make: Any = None, model: Any = None, **options: Any) -> None:
     model = net() if model is None else model
     optimizer = (make or AdamW)(model.parameters())
@@ -489,66 +474,6 @@ def test_states_of_another_dtype_are_one_clear_error(how: Any, dtype: torch.dtyp
     assert its.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_clipping_in_the_compiled_step_multiplies_once_in_float32(
-    max_norm: float, programs: Any
-) -> None:
-    """The result has the bits of float32 gradients that are multiplied before the step."""
-    model, other = net(), net()
-    optimizers = [AdamW(m.parameters(), lr=0.01) for m in (model, other)]
-    handle, _ = (bfloat16_weights(m, o) for m, o in zip((model, other), optimizers, strict=True))
-    for step in range(4):
-        for p in other.parameters():
-            p.grad, p.grad_dtype = None, p.dtype
-        for each in (model, other):
-            give_gradients(each, step)
-        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        norm = handle.clip_grad_norm_(max_norm)
-        expected = torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients]))
-        torch.testing.assert_close(norm.double(), expected, rtol=2.0**-7, atol=0)
-        factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        for p, g in zip(other.parameters(), gradients, strict=True):
-            # The first step is the optimizer's own: there clipping multiplies the gradients in place.
-            set_gradient(p, g.float() * factor if step else g.mul(factor))
-        for optimizer in optimizers:
-            optimizer.step()
-        assert all(map(torch.equal, model.parameters(), other.parameters())), step
-        if step:
-            assert torch.equal(model[0].weight.grad, gradients[0])
-    assert programs
-
-
-def test_clipping_reaches_weights_that_are_not_compiled() -> None:
-    for make in (lambda p: SGD(p, lr=0.1), torch.optim.Adafactor):
-        model, plain = net(), net()
-        optimizer, other = make(model.parameters()), make(plain.parameters())
-        handle = bfloat16_weights(model, optimizer, masters="float32")
-        for each in (model, plain):
-            give_gradients(each, 0)
-        handle.clip_grad_norm_(0.5)
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        other.step()
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_a_gradient_that_is_written_after_clipping_is_an_error(programs: Any) -> None:
-    model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    handle = bfloat16_weights(model, optimizer)
-    train(model, optimizer, 2)
-    give_gradients(model, 2)
-    before = [p.clone() for p in model.parameters()]
-    handle.clip_grad_norm_(0.1)
-    model[0].weight.grad.add_(1.0)
-    with pytest.raises(AttachError, match="written between"):
-        optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
-    give_gradients(model, 1)  # new gradients are not clipped
-    optimizer.step()
-    assert (before[0].float() - model[0].weight).abs().max() > 0.1
-
-
 def test_clipping_after_the_optimizer_is_deleted_is_an_error() -> None:
     model = net()
     handle = bfloat16_weights(model, AdamW(model.parameters()))
@@ -594,40 +519,6 @@ def test_a_compiled_step_gives_what_its_operations_give(how: Any) -> None:
             with_rest(optimizer, mine), with_rest(its, others), rtol=2.0**-7, atol=1e-4
         )
         assert (with_rest(optimizer, mine) == with_rest(its, others)).float().mean() > 0.98
-
-
-def test_what_was_rounded_away_goes_when_somebody_writes_the_weight(programs: Any) -> None:
-    layer = nn.Linear(WIDTH, WIDTH, bias=False)
-    optimizer = SGD(layer.parameters(), lr=0.0)
-    bfloat16_weights(layer, optimizer, masters="kahan")
-    for _ in range(2):
-        layer.weight.grad = torch.ones_like(layer.weight)
-        optimizer.step()
-    assert optimizer.state[layer.weight]["rounded_away"].any()
-    with torch.no_grad():
-        layer.weight.fill_(0.5)
-    optimizer.step()
-    assert torch.equal(with_rest(optimizer, layer.weight), torch.full((WIDTH, WIDTH), 0.5))
-
-
-@pytest.mark.parametrize("weights_first", [True, False])
-def test_weights_and_states_are_loaded_in_any_order(weights_first: bool, programs: Any) -> None:
-    model = net()
-    optimizer = AdamW(model.parameters(), lr=0.01)
-    bfloat16_weights(model, optimizer, masters="kahan")
-    train(model, optimizer, 3)
-    other = net()
-    its = AdamW(other.parameters(), lr=0.01)
-    bfloat16_weights(other, its, masters="kahan")
-    saved = copy.deepcopy(optimizer.state_dict())
-    loads: list[Any] = [lambda: other.load_state_dict(model.state_dict())]
-    loads.insert(int(weights_first), lambda: its.load_state_dict(saved))
-    for load in loads:
-        load()
-    train(model, optimizer, 1, first=3)
-    train(other, its, 1, first=3)
-    for mine, others in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(with_rest(optimizer, mine), with_rest(its, others))
 
 
 def averaged(model: nn.Module, optimizer: Optimizer, average: Any, steps: int) -> Tensor:

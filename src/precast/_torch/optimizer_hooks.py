@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from precast._internal.locks import survives_fork
 
-__all__ = ["on_optimizer_step"]
+__all__ = ["on_optimizer_step", "run_next_to_step"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,6 +58,22 @@ def on_optimizer_step(
             _set_listeners(*(each for each in _listeners if each is not listener))
 
     return end
+
+
+def run_next_to_step(optimizer: Optimizer, before: Any, after: Any) -> None:
+    """Move two hooks of an optimizer so that no other hook runs between them and the step.
+
+    Hooks run in the order of a dict, whose iteration starts after the global hooks have run (2.13).
+
+    Args:
+        optimizer: the optimizer, in a call from a listener of `on_optimizer_step`.
+        before: the handle of the hook to call last before the step.
+        after: the handle of the hook to call first after it.
+    """
+    hooks_before: Any = optimizer._optimizer_step_pre_hooks
+    hooks_before.move_to_end(before.id)
+    hooks_after: Any = optimizer._optimizer_step_post_hooks
+    hooks_after.move_to_end(after.id, last=False)
 
 
 def _set_listeners(*listeners: _StepListener) -> None:

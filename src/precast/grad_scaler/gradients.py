@@ -24,7 +24,7 @@ from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
 from precast.optim.partial_steps import parameters_of
-from precast.optim.total_norm import total_norm
+from precast.optim.total_norm import clip_to_norm, total_norm
 
 __all__ = [
     "FoundInf",
@@ -156,11 +156,7 @@ def clipped(
     for flag in found_inf.values():
         bad = bad | (moved(flag, norm.device) != 0)
     divisor = torch.where(bad, 0.0, norm)  # finite gradients with an infinite norm become 0
-    for sharded in (False, True):  # PyTorch's function takes either plain gradients or sharded ones
-        same_kind = [
-            p for p in parameters if p.grad is not None and _torch.is_dtensor(p.grad) is sharded
-        ]
-        torch.nn.utils.clip_grads_with_norm_(same_kind, max_norm, divisor, foreach)
+    clip_to_norm(parameters, max_norm, divisor, foreach)
     return norm
 
 

@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,7 +24,6 @@ from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast._torch import dispatch_modes, is_dtensor, step_without_hooks
 from precast.errors import AttachError, PrecastWarning
-from precast.optim.clipping import Clipping
 from precast.optim.low_precision_weights import MIN_ELEMENTS, LowPrecisionWeights
 from precast.optim.partial_steps import (
     closure_of,
@@ -36,7 +35,7 @@ from precast.optim.partial_steps import (
 from precast.optim.rounding import REST, seeds
 from precast.optim.step_program import ProgramKey, StepProgram, program, row
 from precast.optim.step_recorder import NotElementwiseError
-from precast.optim.step_recording import Recording, alike, has_states
+from precast.optim.step_recording import Recording, alike
 from precast.weights.view_cache import is_dense
 
 __all__ = ["CompiledStep"]
@@ -54,53 +53,27 @@ class CompiledStep:
     def __init__(self, optimizer: Optimizer, weights: LowPrecisionWeights) -> None:
         self._name = type(optimizer).__name__
         self._weights = weights
-        self._stepped_once: set[int] = set()
-        """``id`` of weights that the optimizer itself has stepped, so their states exist."""
         self._refused: set[int] = set()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters that were stepped, and their gradients, during a step."""
-        self._clipping = Clipping()
         self._warns = True
-
-    def clip(
-        self, optimizer: Optimizer, max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """Clip all gradients of the optimizer. Those that the compiled step reads are multiplied by that step.
-
-        Returns:
-            The norm before clipping, shape ().
-        """
-        parameters = parameters_of(optimizer)
-        later = {
-            id(p)
-            for p in parameters
-            if self._is_compiled(p) and p.grad is not None and _obstacle(p, p.grad) is None
-        }
-        return self._clipping.clip(parameters, later, max_norm, norm_type, error_if_nonfinite)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Step all weights that can be compiled, and remove their gradients until `after_step`."""
         self._gradients = []  # an earlier step may have raised
-        self._weights.forget_if_written(optimizer)
+        self._weights.check_writes(optimizer)
         parameters = parameters_of(optimizer)
-        clipped = self._clipping.take(parameters)
         if closure_of(args, kwargs) is not None:
             self._warn("a closure computes the gradients during the step")
-            _multiply(parameters, clipped)
             return
         if self._has_sparse_gradient(parameters) or not any(map(self._is_compiled, parameters)):
-            _multiply(parameters, clipped)
             return
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and found_inf.item():
             return  # the optimizer skips this step
-        factors = dict(clipped)
-        if scale is not None:
-            inverse = 1.0 / scale.double().item()
-            for key in map(id, self._weights.parameters()):
-                factors[key] = factors.get(key, 1.0) * inverse
+        factor = None if scale is None else 1.0 / scale.double().item()
         groups, step = optimizer.param_groups, step_without_hooks(optimizer)
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
@@ -116,9 +89,7 @@ class CompiledStep:
                         optimizer.param_groups = groups
 
                 for similar in alike(optimizer, chosen):
-                    self._step(optimizer, similar, call, factors)
-            stepped = {id(parameter) for parameter, _ in self._gradients}
-            _multiply((p for p in parameters if id(p) not in stepped), clipped)
+                    self._step(optimizer, similar, call, factor)
 
     def after_step(self) -> None:
         """Restore the gradients of the weights that were stepped."""
@@ -149,8 +120,9 @@ class CompiledStep:
         gradient = parameter.grad
         if gradient is None or not self._is_compiled(parameter):
             return False
-        if id(parameter) not in self._stepped_once and not has_states(optimizer, parameter):
-            self._stepped_once.add(id(parameter))
+        if not optimizer.state.get(
+            parameter
+        ):  # also in a checkpoint: so both go on with the same bits
             return False
         reason = _obstacle(parameter, gradient)
         if reason is not None:
@@ -175,7 +147,7 @@ class CompiledStep:
         optimizer: Optimizer,
         parameters: list[Tensor],
         call: Callable[[Tensor], None],
-        factors: Mapping[int, float],
+        factor: float | None,
     ) -> None:
         """Step parameters for which the optimizer does the same. A parameter that is refused is unchanged."""
         recording: Recording | None = None
@@ -184,7 +156,7 @@ class CompiledStep:
             try:
                 if recording is None or not recording.serves_others:
                     recording, runs = Recording(optimizer, parameter, call), {}
-                self._run(optimizer, parameter, recording, factors.get(id(parameter)), runs)
+                self._run(optimizer, parameter, recording, factor, runs)
                 recording.count_for(parameter)
             except Exception as error:  # any: a compiler can raise anything
                 if recording is not None and recording.parameter is parameter:
@@ -267,13 +239,6 @@ def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
     if dispatch_modes():
         return "a dispatch mode is active"
     return None
-
-
-def _multiply(parameters: Iterable[Tensor], factors: Mapping[int, float]) -> None:
-    """Multiply gradients in place."""
-    for parameter in parameters if factors else ():
-        if parameter.grad is not None and id(parameter) in factors:
-            parameter.grad.detach().mul_(factors[id(parameter)])
 
 
 def _parts(count: int, size: int) -> Iterator[range]:

@@ -13,7 +13,8 @@ Invariants:
 - for a sharded weight all tensors are sharded alike. The optimizer gets a stand-in of the whole weight, so that a step
   that reads several elements at once computes as usual, and each process rounds its own part;
 - parameters stay the same objects and keep their hooks; a step that is skipped, or raises, changes none of them;
-- the rounding error of a weight is discarded when the program writes the weight, as its version counter shows.
+- a step starts from the weight plus its rounding error, also after the program has written the weight: an error that
+  the new value cannot have is discarded, and so are those of weights that were never stepped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from precast._torch import (
     fused_add,
@@ -53,7 +54,7 @@ __all__ = [
     "MIN_ELEMENTS",
     "Hook",
     "LowPrecisionWeights",
-    "check",
+    "active",
     "is_distributed",
     "is_worth_storing_low",
     "learns_by_rounding",
@@ -73,7 +74,7 @@ def is_worth_storing_low(parameter: Tensor) -> bool:
     return parameter.dim() > 1 and parameter.numel() >= MIN_ELEMENTS
 
 
-_living: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
+active: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
 
 
 class LowPrecisionWeights:
@@ -113,14 +114,19 @@ class LowPrecisionWeights:
             self._store(optimizer, parameter)
         reference = weakref.ref(self)
         self._versions: dict[int, tuple[int, ...]] = {}
-        """Version counters of parameters after the last write of a step; empty for loaded weights."""
+        """Version counters of parameters after the last write of a step; empty for loaded states."""
         self._record_versions()
-        _living.add(self)
+        active.add(self)
         self._hooks = [
             optimizer.register_state_dict_post_hook(Hook(reference, "_saves")),
             optimizer.register_load_state_dict_pre_hook(Hook(reference, "_loads")),
             optimizer.register_load_state_dict_post_hook(Hook(reference, "_has_loaded")),
         ]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, if it still exists."""
+        return self._optimizer()
 
     def stores(self, parameter: Tensor) -> bool:
         """Return True if a parameter is one of these weights."""
@@ -133,31 +139,34 @@ class LowPrecisionWeights:
         averages.read_in_float32(_full_value)
 
     def full_value(self, parameter: Tensor) -> Tensor:
-        """Return a weight in float32, including its rounding error unless the program has written the weight since."""
-        value = parameter.detach().float()
+        """Return a weight in float32, including its rounding error."""
         optimizer = self._optimizer()
-        states = {} if optimizer is None else optimizer.state.get(parameter, {})
-        rest = states.get(REST, self._pending.get(id(parameter), {}).get(REST))
-        is_ours = self._versions.get(id(parameter)) == versions_of(parameter)
-        return value if rest is None or not is_ours else value + rest
+        if optimizer is None:
+            return parameter.detach().float()
+        self._check_write(parameter, optimizer.state.get(parameter, {}))
+        states = optimizer.state.get(parameter) or self._pending.get(id(parameter), {})
+        value = parameter.detach().float()
+        return value + states[REST] if REST in states else value
 
     def end(self) -> None:
         """Remove the hooks: the optimizer steps the weights itself; they stay in bfloat16, as do their states."""
         for stop in (*(hook.remove for hook in self._hooks), *self._stops):
             stop()
-        _living.discard(self)
+        active.discard(self)
         optimizer = self._optimizer()
         if optimizer is None:
             return
         for parameter in self.parameters():
-            states = optimizer.state[parameter]
-            for name in OF_ROUNDING:
-                states.pop(name, None)
-            for name, value in states.items():
-                if is_large(value) and value.is_floating_point():
-                    states[name] = value.to(parameter.dtype)
-            if not states:
-                del optimizer.state[parameter]
+            # A new dict: a `state_dict` of the program shares the old one.
+            states = {
+                name: value.to(parameter.dtype)
+                if is_large(value) and value.is_floating_point()
+                else value
+                for name, value in optimizer.state.pop(parameter, {}).items()
+                if name not in OF_ROUNDING
+            }
+            if states:
+                optimizer.state[parameter] = states
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,18 +221,26 @@ class LowPrecisionWeights:
             and not any(p.is_cpu or is_dtensor(p) for p in self.parameters())
         )
 
-    def forget_if_written(self, optimizer: Optimizer) -> None:
-        """Discard the rounding errors of weights that the program has written since the last step."""
+    def check_writes(self, optimizer: Optimizer) -> None:
+        """Discard rounding errors that do not fit to what the program has written since the last step."""
         for parameter in self.parameters():
             states = optimizer.state.get(parameter)
             if states:  # they may have been set by code that does not support rounding
                 self._complete(parameter, states)
-            versions = self._versions.get(id(parameter))
-            if versions is not None and versions != versions_of(parameter):
-                self._pending.get(id(parameter), {}).pop(REST, None)
-                if states and REST in states:
-                    part_of(states[REST]).zero_()
-                self._versions[id(parameter)] = versions_of(parameter)
+            self._check_write(parameter, states or {})
+
+    def _check_write(self, parameter: Tensor, states: dict[str, Any]) -> None:
+        versions = self._versions.get(id(parameter))
+        if versions is None or versions == versions_of(parameter):
+            return
+        self._versions[id(parameter)] = versions_of(parameter)
+        self._pending.get(id(parameter), {}).pop(REST, None)
+        if REST in states:
+            with torch.no_grad():
+                weight, rest = part_of(parameter.detach()), part_of(states[REST])
+                # An error may have been rounded up to half a spacing: so it is made smaller here.
+                total = weight.float() + rest.float() * (1.0 - 2.0**-7)
+                rest.masked_fill_(total.to(weight.dtype) != weight, 0.0)
 
     def _complete(self, parameter: Tensor, states: dict[str, Any]) -> None:
         """Add the rounding error and the seed to the states of a parameter, if they are missing."""
@@ -307,6 +324,12 @@ class LowPrecisionWeights:
     ) -> None:
         """Make the optimizer step stand-ins of these weights, then round the results."""
         pairs, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
+        first_steps = [
+            p
+            for group in groups
+            for p in group["params"]
+            if id(p) in self._parameters and not optimizer.state.get(p)
+        ]
         for group in groups:
             stand_ins = self._stand_ins(optimizer, group["params"], factor)
             pairs += zip(group["params"], stand_ins, strict=True)
@@ -318,6 +341,8 @@ class LowPrecisionWeights:
             self._take_back(optimizer, [pair for pair in pairs if pair[0] is not pair[1]])
         except BaseException:
             vars(optimizer).update(counts)
+            for parameter in first_steps:
+                self._pending[id(parameter)] = optimizer.state.pop(parameter)
             raise
         finally:
             optimizer.param_groups = all_groups
@@ -452,13 +477,13 @@ def _gone() -> None:
 
 def _full_value(parameter: Tensor) -> Tensor | None:
     """Return the float32 value of a weight that learns by rounding, and None for another one."""
-    owners = (weights for weights in _living if weights.stores(parameter))
+    owners = (weights for weights in active if weights.stores(parameter))
     return next((weights.full_value(parameter) for weights in owners), None)
 
 
 def learns_by_rounding(parameter: Tensor) -> bool:
     """Return True if a weight is stored in bfloat16 alone, and still learns from small updates."""
-    return any(weights.stores(parameter) for weights in _living)
+    return any(weights.stores(parameter) for weights in active)
 
 
 def is_distributed() -> bool:
@@ -513,54 +538,3 @@ def _full(value: Any) -> Any:
     if not is_large(value):
         return value.clone() if value.is_cpu else value  # a device's count would cost two kernels
     return value.to(torch.float32) if value.is_floating_point() else value
-
-
-def check(optimizer: Optimizer, parameters: Mapping[str, Tensor], how: Rounding) -> None:
-    """Raise an error for an optimizer or a parameter that is not supported.
-
-    Raises:
-        AttachError: the optimizer or a parameter is not supported.
-    """
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, (LBFGS, SparseAdam)):
-        raise AttachError(
-            f'bfloat16_weights(masters="{how}") got a {kind}, which does not compute a step from one dense '
-            "gradient for each weight. Train with an optimizer that does, such as AdamW."
-        )
-    stored = {id(p): weights for weights in _living for p in weights.parameters()}
-    for name, parameter in parameters.items():
-        theirs = stored[id(parameter)]._optimizer() if id(parameter) in stored else None
-        if theirs is not None:
-            raise AttachError(
-                f'bfloat16_weights(masters="{how}"): {name} is stored without a master already, for the step of '
-                f"{'this' if theirs is optimizer else 'another'} {type(theirs).__name__}. The rounding error of a "
-                "weight can be stored for one optimizer only: give each its own parameters, or remove the other."
-            )
-        if is_dtensor(parameter):
-            _check_sharded(name, parameter, how)
-        elif type(parameter) not in (Tensor, nn.Parameter) or parameter.layout is not torch.strided:
-            raise AttachError(
-                f'bfloat16_weights(masters="{how}"): {name} is a {type(parameter).__name__} with layout '
-                f"{parameter.layout}; expected a plain, strided parameter. Leave it out of this optimizer."
-            )
-        if parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise AttachError(
-                f'bfloat16_weights(masters="{how}"): {name} is {parameter.dtype}; expected torch.float32 or '
-                "torch.bfloat16. Convert it first."
-            )
-
-
-def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
-    if parameter.dtype is not torch.bfloat16:
-        raise AttachError(
-            f'bfloat16_weights(masters="{how}"): {name} is sharded, and {parameter.dtype}: its memory is '
-            "allocated. Convert the model to torch.bfloat16 first (model.bfloat16()), and shard it then."
-        )
-    placements: Any = parameter.placements  # type: ignore[attr-defined]
-    is_sum = any(placement.is_partial() for placement in placements)
-    if is_sum or type(part_of(parameter)) is not Tensor:
-        raise AttachError(
-            f'bfloat16_weights(masters="{how}"): {name} is sharded as {placements}, '
-            f"and the part in a process is a {type(part_of(parameter)).__name__}; expected plain parts, "
-            "and no sums of parts. Leave it out of this optimizer."
-        )

@@ -19,19 +19,20 @@ from torch.optim import Optimizer
 
 from precast._internal import cures
 from precast._torch import is_dtensor
-from precast._torch.optimizer_hooks import on_optimizer_step
+from precast._torch.optimizer_hooks import on_optimizer_step, run_next_to_step
 from precast.errors import AttachError
-from precast.optim.clipping import Clipping
+from precast.optim.checks import check, refuse_copy
 from precast.optim.compiled_step import CompiledStep
 from precast.optim.low_precision_weights import (
     Hook,
     LowPrecisionWeights,
-    check,
     is_distributed,
     is_worth_storing_low,
 )
 from precast.optim.partial_steps import is_large, parameters_of
-from precast.policy.module_names import named_parameters
+from precast.optim.shards import part_of
+from precast.optim.total_norm import clip_to_norm, total_norm
+from precast.policy.module_names import named_parameters, named_tensors
 
 __all__ = ["Bfloat16Weights", "bfloat16_weights"]
 
@@ -66,8 +67,8 @@ def bfloat16_weights(
         A handle that clips gradients, and removes the hooks. It lasts as long as the optimizer.
 
     Raises:
-        AttachError: an argument has the wrong type; the optimizer trains no parameter of the model; or the optimizer,
-            one of its states or one of the parameters is not supported.
+        AttachError: an argument has the wrong type; the optimizer trains no parameter of the model; the optimizer, one
+            of its states or one of the parameters is not supported; or two parameters share memory.
 
     Examples:
         >>> import precast.optim
@@ -81,6 +82,7 @@ def bfloat16_weights(
     _check_types(model, optimizer, masters, states)
     chosen = dict(_chosen(model, optimizer, masters))
     _check_wrappers(model, chosen, masters)
+    _check_memory(model, chosen)
     if masters == "float32":
         for parameter in chosen.values():
             parameter.data = parameter.detach().float()
@@ -103,14 +105,17 @@ class Bfloat16Weights:
     def __init__(self, optimizer: Optimizer, weights: LowPrecisionWeights | None) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._weights = weights
-        self._compiled: CompiledStep | None = None
         self._removals: list[Callable[[], object]] = []
         if weights is None:
             return
         self._compiled = CompiledStep(optimizer, weights)
+        self._hooks = (
+            optimizer.register_step_pre_hook(Hook(weakref.ref(self), "_before_step")),
+            optimizer.register_step_post_hook(Hook(weakref.ref(self), "_after_step")),
+        )
         self._removals = [
-            optimizer.register_step_pre_hook(Hook(weakref.ref(self), "_before_step")).remove,
-            on_optimizer_step(after=self._after_step),
+            *(hook.remove for hook in self._hooks),
+            on_optimizer_step(before=self._before_hooks),
             weights.end,
         ]
         weakref.finalize(optimizer, self.remove).atexit = False
@@ -120,8 +125,7 @@ class Bfloat16Weights:
     ) -> Tensor:
         """Clip the norm of the gradients that the optimizer reads, as `torch.nn.utils.clip_grad_norm_` does.
 
-        Gradients that a compiled step reads are multiplied in that step: their `.grad` is unchanged until then, and the
-        multiplication is in float32. Call it after the last backward and after `scaler.unscale_`, just before the step.
+        Gradients may be plain or sharded, also over several meshes. Call it after `scaler.unscale_`.
 
         Args:
             max_norm: largest norm that is not reduced.
@@ -137,11 +141,11 @@ class Bfloat16Weights:
         optimizer = self._optimizer()
         if optimizer is None:
             raise AttachError("clip_grad_norm_: the optimizer of these weights was deleted.")
-        if self._compiled is not None and self._removals:
-            return self._compiled.clip(optimizer, max_norm, norm_type, error_if_nonfinite)
-        return Clipping().clip(
-            parameters_of(optimizer), set(), max_norm, norm_type, error_if_nonfinite
-        )
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = total_norm(gradients, norm_type, error_if_nonfinite)
+        clip_to_norm(parameters, max_norm, norm)
+        return norm
 
     def remove(self) -> None:
         """Remove the hooks. Weights and states stay in bfloat16, and the optimizer steps them itself."""
@@ -154,17 +158,27 @@ class Bfloat16Weights:
             "with the copy of the model and the optimizer."
         )
 
+    def _before_hooks(self, optimizer: Optimizer) -> None:
+        """Let hooks of the program, such as one that clips, run before the weights are stepped."""
+        if optimizer is self._optimizer():
+            run_next_to_step(optimizer, *self._hooks)
+        else:
+            refuse_copy(optimizer)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Step the weights in bfloat16, and remove their gradients until the optimizer's own step has run."""
-        assert self._compiled is not None
         assert self._weights is not None
-        self._compiled.before_step(optimizer, args, kwargs)
-        return self._weights.before_step(optimizer, args, kwargs)
+        try:
+            self._compiled.before_step(optimizer, args, kwargs)
+            return self._weights.before_step(optimizer, args, kwargs)
+        except BaseException:
+            self._after_step(optimizer, args, kwargs)  # PyTorch calls no hook after an error
+            raise
 
-    def _after_step(self, optimizer: Optimizer) -> None:
-        if optimizer is self._optimizer() and self._compiled and self._weights:
-            self._compiled.after_step()
-            self._weights.after_step()
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        assert self._weights is not None
+        self._compiled.after_step()
+        self._weights.after_step()
 
 
 def _check_types(model: object, optimizer: object, masters: object, states: object) -> None:
@@ -227,6 +241,31 @@ def _check_wrappers(model: nn.Module, chosen: dict[str, Tensor], masters: str) -
                 f'{_NAME}: masters="float32", but {name} is sharded, and {parameter.dtype}. Shard a float32 model, '
                 "with MixedPrecisionPolicy(param_dtype=torch.bfloat16): its shards are masters."
             )
+
+
+def _check_memory(model: nn.Module, chosen: dict[str, Tensor]) -> None:
+    """Refuse parameters whose memory another tensor of the model uses: each is converted and stepped by itself."""
+    tensors = {id(t): (name, t) for name, t in reversed(named_tensors(model))}
+    spans = sorted(
+        (part.data_ptr(), part.data_ptr() + part.itemsize * _extent(part), name)
+        for name, part in ((name, part_of(t.detach())) for name, t in tensors.values())
+        if type(part) is Tensor and part.layout is torch.strided and part.numel()
+    )
+    names, end, last = {tensors[id(p)][0] for p in chosen.values()}, 0, ""
+    for start, stop, name in spans:
+        if start < end and not names.isdisjoint((name, last)):
+            raise AttachError(
+                f"{_NAME}: {last} and {name} are two tensors in the same memory, and would be stepped one without the "
+                "other. Make them one parameter, or clone one of them."
+            )
+        if stop > end:
+            end, last = stop, name
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements between the first and the last one of a tensor, inclusive."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)
 
 
 def _check_states(model: nn.Module, optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ from precast.optim.partial_steps import PLAIN, counts_of, is_large
 from precast.optim.rounding import OF_ROUNDING
 from precast.optim.step_recorder import NotElementwiseError, RecordedStep, StepRecorder
 
-__all__ = ["Recording", "alike", "has_states"]
+__all__ = ["Recording", "alike"]
 
 
 def alike(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -35,11 +35,6 @@ def alike(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
     for parameter in parameters:
         by_likeness.setdefault(_likeness(optimizer, parameter), []).append(parameter)
     return list(by_likeness.values())
-
-
-def has_states(optimizer: Optimizer, parameter: Tensor) -> bool:
-    """Return True if an optimizer has created the states of a parameter."""
-    return any(name not in OF_ROUNDING for name in optimizer.state.get(parameter, {}))
 
 
 def _likeness(optimizer: Optimizer, parameter: Tensor) -> Any:

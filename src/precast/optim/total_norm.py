@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from precast._torch import is_dtensor
 from precast.optim.shards import largest_over, part_of
 
-__all__ = ["total_norm"]
+__all__ = ["clip_to_norm", "total_norm"]
 
 
 def total_norm(
@@ -45,6 +45,20 @@ def total_norm(
             "error_if_nonfinite=False to multiply them by the resulting factor."
         )
     return norm
+
+
+def clip_to_norm(
+    parameters: Sequence[Tensor], max_norm: float, norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Multiply gradients so that their norm, which is `norm` now, is at most `max_norm`."""
+    for is_sharded in (
+        False,
+        True,
+    ):  # PyTorch's function takes either plain gradients or sharded ones
+        same_kind = [
+            p for p in parameters if p.grad is not None and is_dtensor(p.grad) is is_sharded
+        ]
+        clip_grads_with_norm_(same_kind, max_norm, norm, foreach)
 
 
 def _norm_over(gradients: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
