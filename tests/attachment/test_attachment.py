@@ -525,37 +525,6 @@ def test_an_optimizer_that_is_copied_renews_nothing() -> None:
         assert held.held_parameters[id(model.weight)].copies[BF16].writes == written
 
 
-def test_an_optimizer_that_writes_unseen_is_followed() -> None:
-    class Old(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.mul_(-1)
-
-    model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
-    optimizer = Old(model.parameters(), lr=0.1)
-    with precast.attach(model), torch.no_grad():
-        with region():
-            before = model(x)
-        optimizer.step()
-        for _ in range(3):
-            with region():
-                assert torch.equal(model(x), -before)
-
-
-def test_a_fused_optimizer_which_moves_no_version_counter_is_followed() -> None:
-    ours, theirs = pair()
-    x = tokens()
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, fused=True) for m in (ours, theirs)]
-    with precast.attach(ours):
-        for _ in range(3):
-            assert_same(outcome(ours, x), outcome(theirs, x))
-            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-                for parameter in model.parameters():
-                    parameter.grad = torch.ones_like(parameter)
-                optimizer.step()
-
-
 class TestGuard:
     """Writes that no version counter sees."""
 
@@ -904,29 +873,6 @@ class TestGradients:
         assert_same(*found)
 
 
-def test_threads_share_a_model() -> None:
-    model, x = Net(), tokens()
-    expected = outcome(model, x)
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(5):
-                assert_same(outcome(model, x), expected)
-                with torch.inference_mode(), region():
-                    assert torch.equal(model(x), expected[0])
-        except BaseException as error:
-            failures.append(error)
-
-    with precast.attach(model):
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert failures == []
-
-
 def test_detaching_ends_what_other_threads_keep() -> None:
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     attachment = precast.attach(model)
@@ -1037,15 +983,6 @@ class TestPolicy:
             )
         with region("cpu"):
             assert call(x).dtype is BF16
-
-    def test_its_modules_follow_their_rules(self) -> None:
-        model, x = self.network()
-        policy = precast.Policy.load("default").replace(modules={"2": "fp32"})
-        with precast.attach(model, policy) as attachment, precast.autocast("cpu"):
-            assert model[0](x).dtype is BF16
-            assert model(x).dtype is torch.float32
-            assert attachment._plan is not None
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
     def test_a_preset_and_a_file_go_by_name(self, tmp_path: Path) -> None:
         model, x = self.network()

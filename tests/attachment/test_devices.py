@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from benchmarks.cuda_graphs import graph_of
 from precast import _torch
 from precast.attachment import attachment as attachments
 from precast.weights import held, unversioned_writes, weight_cache
@@ -263,35 +261,6 @@ class TestOnGpu:
                 attachment.refresh()
             graph.replay()
             assert torch.equal(result, self.run(model, x))
-
-    def test_a_captured_training_step_is_that_of_torch_autocast(self) -> None:
-        ours = nn.Linear(256, 256, device="cuda")
-        theirs = copy.deepcopy(ours)
-        x = torch.randn(8, 256, device="cuda")
-
-        def trained(
-            model: nn.Module, opened: type[precast.autocast] | type[torch.autocast]
-        ) -> None:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            def step() -> None:
-                optimizer.zero_grad(set_to_none=True)
-                with opened("cuda", dtype=BF16):
-                    loss = model(x).float().square().mean()
-                loss.backward()
-                optimizer.step()
-
-            graph = graph_of(step)
-            for _ in range(5):
-                graph.replay()
-            torch.cuda.synchronize()
-
-        with precast.attach(ours):
-            trained(ours, precast.autocast)
-            inside = self.run(ours, x)
-        trained(theirs, torch.autocast)
-        assert torch.equal(ours.weight, theirs.weight)
-        assert torch.equal(inside, self.run(ours, x))
 
     @pytest.mark.parametrize(
         "dtype",

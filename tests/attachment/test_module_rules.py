@@ -322,15 +322,6 @@ def test_attach_carries_out_rules_and_tables(name: str, region: Region) -> None:
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
 
 
-def test_installed_policies_are_followed_too() -> None:
-    model = net()
-    ruled(model, {"encoder": {"ops": {"softmax": "fp32"}}, "head": "fp32"})
-    with precast.install(TORCH.replace(name="mine", ops={"linear": "fp32"})):
-        with torch.autocast("cpu"):
-            model(X)
-        assert seen(model) == [(FULL, FULL)] * 3
-
-
 def test_where_the_program_switches_autocast_off_it_stays_off(region: Region) -> None:
     model = net()
     ruled(model, {"": "fp32", "encoder.**": "lower"})

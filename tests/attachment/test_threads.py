@@ -447,37 +447,6 @@ sys.exit(os.waitstatus_to_exitcode(status) if pid else 1)
     assert done.returncode == 7
 
 
-def test_training_by_many_threads_at_once_meets_no_error_and_no_old_weight() -> None:
-    model, x = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        torch.randn(2, WIDTH),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    turn = Lock()
-
-    def train() -> None:
-        for _ in range(20):
-            _, *gradients = trained(model, x)
-            with turn:
-                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter.grad = gradient
-                optimizer.step()
-
-    def evaluate() -> None:
-        for _ in range(40):
-            result = answer(model, x)
-            assert result.dtype is BF16
-            assert result.isfinite().all()
-
-    with precast.attach(model) as attachment, ThreadPoolExecutor(8) as threads:
-        work = [threads.submit(act) for act in (train, train, train, train, evaluate, evaluate)]
-        again = [threads.submit(attachment.refresh) for _ in range(20)]
-        for job in (*work, *again):
-            job.result()
-        found = answer(model, x)
-    assert torch.equal(found, answer(model, x))
-
-
 def test_threads_that_attach_and_detach_change_no_result_of_others() -> None:
     model, x = (
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),

@@ -100,7 +100,6 @@ COMPOSITES: dict[str, Make] = {
     "bilinear": of(F.bilinear, (2, 3), (2, 4), (5, 3, 4), (5,)),
     "bilinear without bias": of(F.bilinear, (2, 3), (2, 4), (5, 3, 4)),
     "matmul of many": of(torch.matmul, (2, 1, 3, 4), (5, 4, 2)),
-    "matmul of vectors": of(torch.matmul, (3,), (3,)),
     "matrix_power": of(lambda a: torch.linalg.matrix_power(a, 5), (3, 3)),
     "matrix_power below zero": of(
         lambda a: torch.linalg.matrix_power(a + 5 * torch.eye(3), -2), (3, 3)
@@ -108,20 +107,10 @@ COMPOSITES: dict[str, Make] = {
     "kron": of(torch.kron, (2, 2), (2, 3)),
     "inner": of(torch.inner, (2, 3), (4, 3)),
     "outer": of(torch.outer, (2,), (3,)),
-    "vecdot": of(torch.linalg.vecdot, (2, 3), (2, 3)),
-    "addr": of(torch.addr, (2, 3), (2,), (3,)),
-    "addmv": of(torch.addmv, (2,), (2, 3), (3,)),
-    "addbmm": of(torch.addbmm, (3, 3), (2, 3, 3), (2, 3, 3)),
-    "baddbmm": of(torch.baddbmm, (2, 3, 3), (2, 3, 3), (2, 3, 3)),
     "cov": of(torch.cov, (3, 4)),
     "corrcoef": of(torch.corrcoef, (3, 4)),
-    "cdist": of(torch.cdist, (3, 4), (5, 4)),
     "cosine_similarity": of(lambda a, b: F.cosine_similarity(a @ b, b), (3, 3), (3, 3)),
-    "conv1d": of(F.conv1d, (2, 3, 5), (4, 3, 3), (4,)),
     "conv2d, same": of(lambda *a: F.conv2d(*a, padding="same"), (1, 2, 5, 5), (4, 2, 3, 3), (4,)),
-    "conv3d": of(F.conv3d, (1, 2, 3, 3, 3), (2, 2, 2, 2, 2)),
-    "conv_transpose2d": of(F.conv_transpose2d, (1, 2, 4, 4), (2, 3, 3, 3), (3,)),
-    "conv_tbc": of(torch.conv_tbc, (5, 2, 3), (2, 3, 4), (4,)),
     "convolution by groups": of(
         lambda *a: F.conv2d(*a, groups=2, stride=2, dilation=2), (1, 4, 7, 7), (4, 2, 3, 3)
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,20 +71,6 @@ def clipped(t: Training) -> None:
         t.scaler.step(t.optimizer)
         t.scaler.update()
         t.note(loss, norm, t.scaler.get_scale())
-
-
-def accumulated(t: Training) -> None:
-    for step, (x, target) in enumerate(t.batches()):
-        with t.autocast():
-            loss = F.mse_loss(t.model(x), target) / 2
-        t.scaler.scale(loss).backward()
-        if step % 2:
-            t.scaler.unscale_(t.optimizer)
-            nn.utils.clip_grad_value_(t.model.parameters(), 0.05)
-            t.scaler.step(t.optimizer)
-            t.scaler.update()
-            t.optimizer.zero_grad()
-        t.note(loss, t.scaler.get_scale())
 
 
 def accumulated_in_one_region(t: Training) -> None:
@@ -165,24 +150,6 @@ def adversarial(t: Training) -> None:
         t.scaler.update()
         t.note(gain, loss, t.scaler.get_scale())
     t.note(*(p.sum() for p in critic.parameters()))
-
-
-def resumed(t: Training) -> None:
-    """From a checkpoint of all three, half way through."""
-    for step, (x, target) in enumerate(t.batches()):
-        if step == STEPS // 2:
-            state = [copy.deepcopy(p.state_dict()) for p in (t.model, t.optimizer, t.scaler)]
-            new = Training(t.region, t.dtype, t.make_optimizer)
-            for part, saved in zip((new.model, new.optimizer, new.scaler), state, strict=True):
-                part.load_state_dict(saved)
-            t.model, t.optimizer, t.scaler = new.model, new.optimizer, new.scaler
-        t.optimizer.zero_grad()
-        with t.autocast():
-            loss = F.mse_loss(t.model(x), target)
-        t.scaler.scale(loss).backward()
-        t.scaler.step(t.optimizer)
-        t.scaler.update()
-        t.note(loss, t.scaler.get_scale())
 
 
 def evaluated(t: Training) -> None:
@@ -280,12 +247,10 @@ RECIPES = {
     for recipe in (
         typical,
         clipped,
-        accumulated,
         accumulated_in_one_region,
         penalised,
         several,
         adversarial,
-        resumed,
         evaluated,
         by_threads,
         with_custom_functions,
@@ -307,7 +272,7 @@ def test_recipes(system: System, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"SGD"}))
-@pytest.mark.parametrize("name", ["typical", "clipped", "several", "resumed"])
+@pytest.mark.parametrize("name", ["typical", "clipped", "several"])
 @on_all_systems
 def test_optimizers(system: System, name: str, optimizer: str) -> None:
     assert_same(system, _trained, name, optimizer, torch.float16)

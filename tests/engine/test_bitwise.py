@@ -56,26 +56,6 @@ def test_an_operation_gives_the_bits_of_torch_autocast(name: str, lower: torch.d
                     )
 
 
-@pytest.mark.parametrize("engine_name", registration.ENGINES)
-def test_one_tensor_in_several_places_has_pytorchs_gradient(engine_name: str) -> None:
-    """Its casts are made in PyTorch's order, which is the order in which their gradients are added."""
-
-    values = torch.randn(16, 16)
-
-    def gradient(region: Any) -> Tensor:
-        weight = values.clone().requires_grad_()
-        with region:
-            result = torch.addmm(weight, weight, weight)
-        (result.float() * weight).square().sum().backward()
-        assert weight.grad is not None
-        return weight.grad
-
-    theirs = gradient(torch.autocast("cpu", cache_enabled=False))
-    with registration.use_engine(engine_name):
-        ours = gradient(precast.autocast("cpu", cache_enabled=False, policy=TORCH))
-    assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("name", _listed(LIKE_CUDA))
 def test_the_cuda_table_on_cpu_tensors_equals_casting_by_hand(name: str) -> None:
     rule = expanded_rules(LIKE_CUDA, "cpu")[0][name].rule

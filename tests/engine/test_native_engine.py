@@ -190,32 +190,6 @@ def test_what_is_not_common_is_handed_to_the_reference(name: str) -> None:
         assert "entry" in python_calls(STRANGE[name])
 
 
-PROMOTED: dict[str, Callable[[], Tensor]] = {
-    "mm": lambda: torch.mm(torch.ones(2, 2).double(), torch.ones(2, 2)),
-    "put": lambda: torch.put(torch.ones(3).bfloat16(), torch.tensor([0]), torch.ones(1).half()),
-    "index_add": lambda: torch.index_add(
-        torch.ones(3).bfloat16(), 0, torch.tensor([0]), torch.full((1,), 0.1)
-    ),
-    "index_put": lambda: torch.index_put(
-        torch.ones(3).bfloat16(), (torch.tensor([0]),), torch.full((1,), 0.1)
-    ),
-    "in place": lambda: (
-        torch.ones(3).bfloat16().index_add_(0, torch.tensor([0]), torch.ones(1) / 3)
-    ),
-    "dot": lambda: torch.dot(torch.ones(3).bfloat16(), torch.full((3,), 0.1)),
-}
-
-
-@pytest.mark.parametrize("name", PROMOTED)
-def test_what_is_promoted_is_what_the_reference_promotes(name: str) -> None:
-    results = []
-    for engine in registration.ENGINES:
-        with registration.use_engine(engine), precast.autocast("cpu"):
-            results.append(PROMOTED[name]())
-    assert results[0].dtype is results[1].dtype
-    assert torch.equal(*results)
-
-
 def test_what_pool_threads_inherit_has_one_name() -> None:
     header = Path(library.__file__).with_name("state.h").read_text(encoding="utf-8")
     assert f'"{compile_guards._TLS_KEY}"' in header
@@ -316,40 +290,6 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(in_a_new_thread).result()
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_eight_threads_on_one_attached_model_that_is_written(mode: Any) -> None:
-    """Each forward sees one value of the weight, never an older one than before, and the last write at the end."""
-    model, x = nn.Linear(WIDTH, WIDTH, bias=False), torch.ones(1, WIDTH)
-    model.weight.requires_grad_(mode is torch.enable_grad)
-    stop, wrong = threading.Event(), []
-
-    def serve() -> None:
-        last = 0.0
-        while not stop.is_set():
-            with mode(), precast.autocast("cpu"):
-                values = model(x).detach().float()
-            low, high = values.min().item(), values.max().item()
-            # A write while the copy is made may be seen by halves, but never anything that was not there.
-            if low < last or high > WIDTH * 64:
-                wrong.append((last, low, high))
-            last = low
-
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    with precast.attach(model), ThreadPoolExecutor(8) as threads:
-        served = [threads.submit(serve) for _ in range(8)]
-        for value in range(2, 65):
-            with torch.no_grad():
-                model.weight.fill_(float(value))
-            stop.wait(0.002)
-        stop.set()
-        for each in served:
-            each.result()
-        with mode(), precast.autocast("cpu"):
-            assert (model(x) == 64.0 * WIDTH).all()
-    assert wrong == []
 
 
 def test_threads_that_start_together_load_one_library_and_each_runs_its_policy() -> None:

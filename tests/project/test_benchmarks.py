@@ -16,7 +16,6 @@ from torch.optim import SGD
 
 from benchmarks import (
     by_hand,
-    chart,
     elsewhere,
     models,
     networks,
@@ -73,31 +72,6 @@ def _ready(
 # --- networks ---
 
 
-def test_a_network_and_its_batches_come_from_the_seed_alone(network: Network) -> None:
-    torch.manual_seed(1)
-    model, batches = network.seeded(CPU, networks.MOST_BATCHES)
-    state = torch.get_rng_state()
-    torch.manual_seed(2)
-    again, same = network.seeded(CPU, networks.MOST_BATCHES)
-    torch.manual_seed(1)
-    assert torch.equal(state, torch.get_rng_state()), "the caller's generator moved"
-    for (name, mine), other in zip(
-        model.state_dict().items(), again.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, other), name
-    for mine, other in zip(batches, same, strict=True):
-        assert torch.equal(mine[0], other[0])
-        assert torch.equal(mine[1], other[1])
-    assert not torch.equal(batches[0][0], batches[1][0]), "batches differ from each other"
-
-
-def test_no_network_draws_numbers_while_it_runs(network: Network) -> None:
-    model, [(inputs, _)] = network.seeded(CPU, 1)
-    before = torch.get_rng_state()
-    model.train()(inputs)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 # --- variants ---
 
 
@@ -116,14 +90,6 @@ def test_variants_compute_the_same_within_16_bits(network: Network, work: str) -
         assert torch.equal(found[kind], found[BASELINE]), kind
     if work != INFERENCE:
         assert (found["float32"][0] != found["float32"][-1]).all(), "it trains"
-
-
-def test_inference_gives_what_no_grad_gives(network: Network) -> None:
-    for kind, prepared in _ready(network, INFERENCE):
-        output = prepared.work()
-        assert not output.requires_grad, kind
-        assert not output.is_inference(), kind
-        assert output.dtype == (torch.float32 if kind == "float32" else torch.bfloat16), kind
 
 
 @pytest.mark.parametrize(
@@ -167,40 +133,6 @@ def test_accumulation_is_one_step_on_the_mean_of_the_batches() -> None:
     first, second = prepared.work(), prepared.work()
     torch.testing.assert_close(first.double(), losses[-1].detach(), rtol=1e-5, atol=0)
     torch.testing.assert_close(second.double(), expected.detach(), rtol=1e-5, atol=0)
-
-
-def test_float16_trains_with_a_scaler() -> None:
-    setting = Setting(CPU, torch.float16)
-    network = networks.mlp(8, 4, layers=2)
-    found = {}
-    for kind in kinds(TRAINING):
-        prepared = prepare(kind, network, TRAINING, setting)
-        found[kind] = torch.stack([prepared.work().float() for _ in range(5)])
-        prepared.close()
-    for kind, losses in found.items():
-        # A scale of 65536 overflows float16 here at first: steps are skipped until the scaler has backed off.
-        assert losses.isfinite().all(), kind
-    for kind in ("precast", "attached"):
-        assert torch.equal(found[kind], found[BASELINE]), kind
-
-
-def test_compiled_variants_compute_what_eager_ones_do() -> None:
-    network = networks.mlp(8, 4, layers=2)
-    compiled = Setting(CPU, torch.bfloat16, compiled=True, backend="eager")
-    for kind in ("float32", BASELINE, "precast", "attached", BY_HAND):
-        pair = [prepare(kind, network, TRAINING, setting) for setting in (SETTING, compiled)]
-        for _ in range(2):
-            eager, other = (prepared.work() for prepared in pair)
-            assert torch.equal(eager, other), kind
-
-
-def test_what_cannot_be_compiled_is_told() -> None:
-    compiled = Setting(CPU, torch.bfloat16, compiled=True, backend="eager")
-    network = networks.checkerboard(CPU)
-    rows = list(models.measure(network, INFERENCE, compiled, rounds=1))
-    assert [row["kind"] for row in rows] == list(kinds(INFERENCE))
-    for row in rows:
-        assert "scripted" in row["skipped"].lower()
 
 
 # --- by hand ---
@@ -275,23 +207,6 @@ def test_a_cast_is_a_copy_between_floating_dtypes_whoever_asks() -> None:
 
     found = _observed(make)
     assert (found.casts, found.cast_bytes) == (4, 1200)
-
-
-def test_autocast_casts_weights_and_inputs_of_each_layer() -> None:
-    network = Network(
-        "two layers",
-        lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)),
-        lambda _: (torch.randn(4, 16), torch.randn(4, 8)),
-        nn.functional.mse_loss,
-    )
-    cast = (16 * 32 + 32 + 32 * 8 + 8 + 4 * 16) * 2  # the second layer's input is bfloat16 already
-    for kind in (BASELINE, "precast"):
-        found = _observed(lambda kind=kind: prepare(kind, network, INFERENCE, SETTING))
-        assert (found.casts, found.cast_bytes) == (5, cast), kind
-    assert _observed(lambda: prepare(BY_HAND, network, INFERENCE, SETTING)).casts == 0
-    attached = _observed(lambda: prepare("attached", network, INFERENCE, SETTING))
-    assert attached.casts <= 2, "the input, and the part of a weight that the guard compares"
-    assert 4 * 16 * 2 <= attached.cast_bytes <= (4 * 16 + 16 * 32) * 2
 
 
 # --- turns ---
@@ -592,19 +507,6 @@ def test_the_page_says_what_the_rows_say() -> None:
     assert "| training | decoder | of torch.autocast" not in text
 
 
-def test_the_chart_says_what_it_was_measured_on_and_which_side_is_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    said: list[str] = []
-    from matplotlib.axes import Axes
-
-    monkeypatch.setattr(Axes, "set_xlabel", lambda _, text, **__: said.append(text))
-    rows = [row for row in DATA["rows"] if row["benchmark"] == "models" and "ratio" in row]
-    chart.png(rows, DATA["machine"] | {"amx_bf16": True, "threads": 2})
-    assert "left of 1 is faster" in said[0]
-    assert said[0].splitlines()[-1] == "A CPU (AVX512, AMX), 2 threads, PyTorch 2.13.0, 2026-01-02"
-
-
 def test_writing_leaves_the_rest_of_the_page_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -700,22 +602,8 @@ def test_what_others_measured_is_kept_when_one_measurement_fails(
     assert "Not all measured: observing: RuntimeError: no more." in page.render(written)
 
 
-def test_lines_are_all_that_a_child_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observing, "run", lambda **_: iter([DATA["rows"][0]]))
-    result = CliRunner().invoke(main, ["observing", "--lines"], catch_exceptions=False)
-    assert [json.loads(line) for line in result.stdout.splitlines()] == [DATA["rows"][0]]
-
-
 def test_a_device_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(main, ["models", "--device", "cuda"])
     assert result.exit_code == 2
     assert "PyTorch sees no CUDA device here" in result.output
-
-
-def test_only_chooses_cases_by_words() -> None:
-    assert models.comparisons(("1024, 8x128",), CPU) == 1
-    assert models.comparisons(("512, 8x128",), CPU) == 2
-    assert models.comparisons(("digits", "checkerboard"), CPU) == 6
-    assert models.comparisons(("digits",), torch.device("cuda")) == 12
-    assert models.comparisons(("no such",), CPU) == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import tarfile
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from PIL import Image
 from showing import mixed, plain
 from sklearn.datasets import load_sample_image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 FOLDER: ModuleType = importlib.import_module("06_image_folder")
 TAR: ModuleType = importlib.import_module("06_tar_stream")
@@ -61,33 +60,6 @@ def test_the_tiles_are_learnt_alike(tiles: Path, region: object) -> None:
     assert outputs.dtype == (torch.bfloat16 if region is mixed else torch.float32)
 
 
-def test_what_a_division_loses() -> None:
-    pixels = np.arange(256)
-    in_float16 = (pixels.astype(np.float16) / np.float16(255)).astype(np.float64) * 255
-    assert FOLDER.largest_error(torch.float16) == np.abs(in_float16 - pixels).max()
-    assert FOLDER.largest_error(torch.float32) < 1e-4
-    assert 0.1 < FOLDER.largest_error(torch.bfloat16) <= 255 * 2**-9
-
-
-class Product(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(2, 2) @ torch.ones(2, 2)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_region_around_the_loop_reaches_the_dataset(workers: int) -> None:
-    context = "fork" if workers else None
-    loader = DataLoader(Product(), num_workers=workers, multiprocessing_context=context)
-    with mixed():
-        assert {batch.dtype for batch in loader} == {torch.bfloat16}
-    for batch in loader:
-        with mixed():
-            assert batch.dtype == torch.float32
-
-
 # --- the stream ---
 
 
@@ -107,37 +79,11 @@ def test_shares_cure_duplicates(tar_file: Path, ranks: int, workers: int) -> Non
     assert TAR.times_seen(tar_file, ranks, workers, shard=True) == Counter(names)
 
 
-def test_sharding_over_workers_alone_leaves_ranks_with_the_same(tar_file: Path) -> None:
-    seen: Counter[str] = Counter()
-    for _ in range(2):  # two ranks that do not say so
-        seen.update(name for name, _ in TAR.TarStream(tar_file))
-    assert set(seen.values()) == {2}
-
-
 def test_a_stream_holds_no_members(tar_file: Path) -> None:
     with tarfile.open(tar_file, "r|") as tar:
         held = [len(tar.members) for _ in TAR.members(tar)]
     assert len(held) == 23
     assert max(held) <= 1
-
-
-def test_a_stream_needs_no_seeking(tar_file: Path) -> None:
-    class Pipe(io.RawIOBase):
-        def __init__(self) -> None:
-            self.file = tar_file.open("rb")
-
-        def read(self, size: int = -1) -> bytes:
-            return self.file.read(size)
-
-        def close(self) -> None:
-            self.file.close()
-            super().close()
-
-    with Pipe() as pipe, tarfile.open(fileobj=pipe, mode="r|") as tar:
-        images = [TAR.read(tar, member) for member in TAR.members(tar)]
-    expected = [image for _, image in TAR.TarStream(tar_file)]
-    assert len(images) == 23
-    assert all(map(torch.equal, images, expected))
 
 
 def test_members_that_are_no_images_are_skipped_with_a_message(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -266,28 +265,6 @@ def test_pytorch_gives_a_real_weight_the_copy_of_a_tracer() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             F.linear(fake.from_tensor(x), weight)
         assert type(F.linear(x, weight)) is not Tensor
-
-
-def test_threads_share_a_model_and_no_copies() -> None:
-    weight, x = ones(), torch.ones(2, 3)
-    results: list[Tensor] = []
-
-    def work() -> None:
-        with precast.autocast("cpu"):
-            result = F.linear(x, weight).sum()
-            result.backward()
-            results.append(result.detach())
-            assert len(regions.cache) == 1
-        assert len(regions.cache) == 0
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [float(r) for r in results] == [18.0] * 8
-    assert weight.grad is not None
-    assert (weight.grad == 16).all()
 
 
 @pytest.mark.usefixtures("_engine")
