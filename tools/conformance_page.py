@@ -32,10 +32,10 @@ _TESTS = """\
 ## Tests
 
 The files of `tests/conformance/`. A case is one comparison with PyTorch, or one behaviour that PyTorch does not have.
-`test_fake_devices.py` compares decisions with those of torch.autocast on cuda, xpu, mps and mtia: operations, dtypes and
-errors of the forward pass, without values. `test_pretended_device.py` runs the tests marked `gpu` on a CUDA device whose
-memory and kernels are the CPU's: that proves which kernels run, their dtypes and order, waits and captures. Neither
-proves anything about concurrent streams, cuDNN, Triton, NCCL or speed.
+`test_fake_devices.py` compares decisions with those of torch.autocast on cuda, xpu, mps and mtia: operations, dtypes
+and errors of the forward pass, without values. `test_pretended_device.py` runs the tests marked `gpu` on a CUDA device
+whose memory and kernels are the CPU's: that proves which kernels run, their dtypes and order, waits and captures.
+Neither proves anything about concurrent streams, cuDNN, Triton, NCCL or speed.
 
 """
 
