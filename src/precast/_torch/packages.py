@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from precast._torch.patches import replace_names
+from precast._torch.tensors import SIXTEEN_BIT
 
 __all__ = ["compile_package", "load_package", "prefer_torch_kernels"]
 
 _aten: Final = torch.ops.aten
 _WIDE: Final = (torch.float32, torch.float64)
-_LOW: Final = (torch.bfloat16, torch.float16)
 
 
 def _overloads(names: str) -> frozenset[Any]:
@@ -165,7 +165,7 @@ def _uses_torch_kernel(operation: Any, values: Iterable[Any], kwargs: Mapping[st
     if operation in _BATCH_NORMS:
         return len(dtypes) == 1
     return not dtypes.isdisjoint(
-        _WIDE if operation in _IN_WIDE else _LOW if operation in _IN_LOW else ()
+        _WIDE if operation in _IN_WIDE else tuple(SIXTEEN_BIT) if operation in _IN_LOW else ()
     )
 
 
@@ -207,7 +207,7 @@ def _with_rounded_number(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Round a Python number that is combined with a 16-bit CPU tensor; other arguments are returned unchanged."""
     if len(args) < 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], float):
         return args
-    if args[0].dtype not in _LOW or args[0].device.type != "cpu":
+    if args[0].dtype not in SIXTEEN_BIT or args[0].device.type != "cpu":
         return args
     number = float(torch.tensor(args[1], dtype=args[0].dtype))
     return args if number == args[1] or math.isnan(number) else (args[0], number, *args[2:])

@@ -18,6 +18,7 @@ import torch
 from precast._torch.modes import isolated
 
 __all__ = [
+    "SIXTEEN_BIT",
     "base_of",
     "counts_versions",
     "fused_add",
@@ -32,8 +33,12 @@ __all__ = [
     "local_tensor_of",
     "sparse_values",
     "stored_bytes",
+    "version_if_counted",
     "version_of",
 ]
+
+SIXTEEN_BIT: Final = frozenset({torch.bfloat16, torch.float16})
+"""The floating-point dtypes of 16 bits."""
 
 # Tensor attributes without a public name.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -44,12 +49,17 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 
 
 def counts_versions(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor has a version counter. Inference tensors have none, even after `p.data = q`."""
+    """Return True if the tensor has a version counter."""
+    return version_if_counted(tensor) is not None
+
+
+def version_if_counted(tensor: torch.Tensor) -> int | None:
+    """Return the version of a tensor; None without a counter: inference tensors have none, even after `p.data = q`."""
     try:
-        version_of(tensor)
+        version = version_of(tensor)
     except RuntimeError:
-        return False
-    return not tensor.is_inference()
+        return None
+    return None if tensor.is_inference() else version
 
 
 is_in_graph_tree: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cached_tensor")  # noqa: B009 -- no stub

@@ -44,7 +44,6 @@ __all__ = [
 UncastDtypes = Mapping[str, torch.dtype | None]
 """Device type -> the 16-bit dtype whose weights are not cast; None if both are cast."""
 
-_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 _GETTERS: Final = (
     *("shape", "device", "requires_grad", "layout", "ndim", "is_leaf", "names", "grad", "grad_fn"),
@@ -175,7 +174,7 @@ class _WeightCast:
 def _is_cast(tensor: Tensor, uncast: UncastDtypes) -> bool:
     """Return True if a weight has a 16-bit dtype that `uncast` does not name."""
     dtype = tensor.dtype
-    if dtype not in _LOW:
+    if dtype not in _torch.SIXTEEN_BIT:
         return False
     device = tensor.device.type
     return device in uncast and uncast[device] is not dtype

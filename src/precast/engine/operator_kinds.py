@@ -25,7 +25,6 @@ _COMPUTES_IN_FLOAT32: Final = frozenset(
 """Operations whose kernels, on some devices, convert 16-bit values to float32 and back."""
 _DEPENDS_ON_MODES: Final = frozenset({"linalg_eigvals", "linalg_eigvalsh", "linalg_svdvals"})
 """Composites that compute vectors, too, while any dispatch mode is on, with other last bits of the values (2.13)."""
-_LOW: Final = frozenset({torch.float16, torch.bfloat16})
 
 
 class Cast(NamedTuple):
@@ -89,7 +88,9 @@ class Kind:
         ):
             return True
         dtypes = {t.dtype for t in tensors if t.dtype.is_floating_point}
-        return len(dtypes) > 1 or (self.base in _COMPUTES_IN_FLOAT32 and dtypes <= _LOW)
+        return len(dtypes) > 1 or (
+            self.base in _COMPUTES_IN_FLOAT32 and dtypes <= _torch.SIXTEEN_BIT
+        )
 
     def can_open(self, args: tuple[Any, ...]) -> bool:
         """Return True if a mode can see the operations inside a call.

@@ -89,7 +89,7 @@ class BufferGuard:
             for name, buffer in _torch.own_buffers(owner).items():
                 if buffer is None or is_lazy(buffer):
                     continue
-                saved, version = self._saved.get((place, name)), _version(buffer)
+                saved, version = self._saved.get((place, name)), _torch.version_if_counted(buffer)
                 if (
                     saved is None
                     or saved.buffer is not buffer
@@ -118,7 +118,9 @@ class BufferGuard:
             values = torch.where(
                 moved(skipped, current.device) != 0, moved(values, current.device), current
             )
-        is_unwritten = current is saved.buffer and saved.version == _version(current)
+        is_unwritten = current is saved.buffer and saved.version == _torch.version_if_counted(
+            current
+        )
         # Only writes through `.data` can be undone then: they do not increment the version counter either.
         (current.data if is_unwritten else current.detach()).copy_(values)
 
@@ -150,7 +152,3 @@ def _calling(method: Any) -> Any:
             callback(module)
 
     return hook
-
-
-def _version(tensor: Tensor) -> int | None:
-    return _torch.version_of(tensor) if _torch.counts_versions(tensor) else None

@@ -109,7 +109,11 @@ class _CheckedClosure:
     def call(self) -> Any:
         """Run the closure and check its gradients; raise `_AbortError` if the scale may be too high for them."""
         unscaled = self._parameters if self._called else []
-        before = [(p, p.grad, _version(p.grad)) for p in unscaled if p.grad is not None]
+        before = [
+            (p, p.grad, _torch.version_if_counted(p.grad) or 0)
+            for p in unscaled
+            if p.grad is not None
+        ]
         watch = BackwardWatch(parameter for parameter, _, _ in before)
         try:
             loss = self._closure()
@@ -143,7 +147,7 @@ def _is_unchanged(parameter: Tensor, gradient: Tensor, version: int, watch: Back
     """
     if parameter.grad is not gradient:
         return False
-    writes = _version(gradient) - version
+    writes = (_torch.version_if_counted(gradient) or 0) - version
     if writes == watch.added[id(parameter)] > 0:
         raise ScalerError(_NOT_ZEROED)
     return not writes
@@ -192,7 +196,3 @@ def _is_sound(optimizer: Optimizer) -> bool:
 
 def _is_finite(loss: Any) -> bool:
     return math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss))
-
-
-def _version(tensor: Tensor) -> int:
-    return _torch.version_of(tensor) if _torch.counts_versions(tensor) else 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast._internal import cures
-from precast._torch import is_dtensor
+from precast._torch import SIXTEEN_BIT, is_dtensor
 from precast._torch.optimizer_hooks import on_optimizer_step, run_next_to_step
 from precast.errors import AttachError
 from precast.optim.checks import check, refuse_copy
@@ -216,7 +216,7 @@ def _chosen(model: nn.Module, optimizer: Optimizer, masters: str) -> Iterator[tu
     for name, parameter in named_parameters(model):
         if id(parameter) not in trained:
             continue
-        is_low = parameter.dtype in (torch.bfloat16, torch.float16)
+        is_low = parameter.dtype in SIXTEEN_BIT
         becomes_low = masters != "float32" and parameter.dtype is torch.float32
         if is_low or (becomes_low and is_worth_storing_low(parameter)):
             yield name, parameter

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.pytree import tensors_in
-from precast.diagnostics.numerics.tally import NARROW, countable
+from precast.diagnostics.numerics.tally import comparable, countable
 from precast.policy.module_names import name_of_each, named_parameters
 from precast.report.schema import NonfiniteState, RunInfo
 
@@ -156,7 +156,7 @@ def _memory(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]
     for name, tensor in named:
         memory = countable(tensor) if _torch.is_plain(type(tensor)) else None
         if memory is not None and memory.numel():
-            yield name, memory.float() if memory.dtype in NARROW else memory
+            yield name, comparable(memory)
 
 
 class NonfiniteOutputs:
@@ -202,6 +202,6 @@ def _is_bad(tensor: Tensor) -> Iterator[Tensor]:
     memory = countable(tensor.detach())
     if memory is None or not memory.numel() or _torch.is_captured(memory):
         return
-    memory = memory.float() if memory.dtype in NARROW else memory
+    memory = comparable(memory)
     peak = memory.abs() if memory.numel() == 1 else memory
     yield ~(peak.amax() < math.inf)  # NaN is not below it either

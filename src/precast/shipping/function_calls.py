@@ -29,7 +29,6 @@ from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
-    "LOW",
     "WeightUses",
     "address",
     "casts_by_rule",
@@ -42,7 +41,6 @@ __all__ = [
     "region_dtype",
 ]
 
-LOW: Final = frozenset({torch.bfloat16, torch.float16})
 """The dtypes that weights are stored in instead of float32."""
 
 _BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -169,7 +167,11 @@ def _classify(uses: WeightUses, func: Any, tensor: Tensor, out: Any) -> None:
     kind = kind_of(func)
     if kind.is_view:
         return
-    if kind.base == "_to_copy" and out.dtype in LOW and out.stride() == tensor.stride():
+    if (
+        kind.base == "_to_copy"
+        and out.dtype in _torch.SIXTEEN_BIT
+        and out.stride() == tensor.stride()
+    ):
         uses.dtypes.add(out.dtype)
     else:
         uses.add_computed(kind.name)

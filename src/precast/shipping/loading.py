@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
-from precast._torch import SkipMetaRandom
+from precast._torch import SIXTEEN_BIT, SkipMetaRandom
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError
 from precast.policy.module_names import named_tensors
@@ -31,7 +31,6 @@ from precast.policy.policy import Policy, as_policy
 from precast.shipping.checkpoint_files import read_checkpoint
 from precast.shipping.conversion import Conversion, StoredAs
 from precast.shipping.converted import convert, finish, store
-from precast.shipping.function_calls import LOW
 from precast.shipping.observed_weights import weights_of
 
 __all__ = ["load_converted"]
@@ -155,7 +154,7 @@ def _fitting(
 def _like(source: Tensor, value: Tensor, upcast: bool) -> Tensor:
     """Return a tensor of the file as the model's."""
     dtypes = {source.dtype, value.dtype}
-    is_stored = not upcast and torch.float32 in dtypes and not LOW.isdisjoint(dtypes)
+    is_stored = not upcast and torch.float32 in dtypes and not SIXTEEN_BIT.isdisjoint(dtypes)
     if not is_stored:
         source = source.to(value.dtype)
     return nn.Parameter(source, requires_grad=False) if isinstance(value, nn.Parameter) else source
@@ -190,7 +189,7 @@ def _stored_as_loaded(
     planned = plan(model, policy)
     rows = []
     for weight in weights_of(model):
-        is_low = weight.dtype in LOW
+        is_low = weight.dtype in SIXTEEN_BIT
         row = StoredAs(
             weight.name,
             dtype_name(weight.dtype),

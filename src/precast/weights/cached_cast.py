@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from precast._torch import counts_versions, version_of
+from precast._torch import counts_versions, version_if_counted, version_of
 from precast.weights.freshness import has_same_memory, is_valid
 from precast.weights.held_copy import CopyHandle
 
@@ -41,7 +41,7 @@ class CachedCast:
         self.cast: Tensor | None = None
         self.is_plain_tensor = is_plain_tensor
         self.handle = handle
-        self.version = version_of(source) if counts_versions(source) else 0
+        self.version = version_if_counted(source) or 0
         self.pointer = source.data_ptr() if is_plain_tensor else 0
         self.shape, self.stride = source.shape, source.stride()
         if handle is not None:  # the copy was made earlier

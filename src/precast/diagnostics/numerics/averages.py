@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast.diagnostics.numerics.host_transfer import HostTransfer, on_host
-from precast.diagnostics.numerics.lost_updates import NARROW, sample
+from precast.diagnostics.numerics.host_transfer import on_host
+from precast.diagnostics.numerics.lost_updates import sample
 from precast.optim.partial_steps import parameters_of
 
 __all__ = ["Averages"]
@@ -42,7 +42,7 @@ class _Candidate(NamedTuple):
     parameter: weakref.ref[Tensor]
     values: Tensor
     """A sample of its values."""
-    version: int
+    version: int | None
 
 
 class Averages:
@@ -50,14 +50,17 @@ class Averages:
 
     def __init__(self) -> None:
         self._candidates: list[_Candidate] = []
-        self._sums: list[tuple[str, Tensor]] = []
+        self.sums: dict[tuple[str, int], Tensor] = {}
+        """Maps a parameter and the number of an average to the numbers of values that differ, and that stayed."""
 
     def before(self, parameters: Mapping[str, Tensor]) -> None:
         """Record the tensors that may be averages of `parameters`, by name."""
         self._candidates = []
         for name, tensor in _candidates(parameters):
             references = weakref.ref(tensor), weakref.ref(parameters[name])
-            candidate = _Candidate(name, *references, sample(tensor).clone(), _version(tensor))
+            candidate = _Candidate(
+                name, *references, sample(tensor).clone(), _torch.version_if_counted(tensor)
+            )
             self._candidates.append(candidate)
 
     def after(self) -> None:
@@ -70,24 +73,17 @@ class Averages:
             values = sample(tensor)
             differs = sample(parameter).to(values) != each.values
             changed = values != each.values
-            is_written = changed.any() | (_version(tensor) != each.version)
+            is_written = changed.any() | (_torch.version_if_counted(tensor) != each.version)
             stays = differs & ~changed & is_written
             # A tensor that equals the parameter in most of its values is a cast of it.
             is_average = differs.sum() * 2 > differs.numel()
-            self._sums.append((each.name, torch.stack([differs.sum(), stays.sum() * is_average])))
-
-    def move_to_host(self, transfer: HostTransfer) -> None:
-        """Let a transfer move the sums to the CPU, so that `read` does not wait."""
-        transfer.add([sums for _, sums in self._sums], self._set_sums)
-
-    def _set_sums(self, values: list[Tensor]) -> None:
-        self._sums = [(name, value) for (name, _), value in zip(self._sums, values, strict=True)]
+            counts = torch.stack([differs.sum(), stays.sum() * is_average])
+            self.sums[each.name, len(self.sums)] = counts
 
     def read(self) -> dict[str, float]:
         """Return for each parameter the share of an average's values that stayed. Waits for the device."""
-        sums, self._sums = self._sums, []
         shares: dict[str, float] = {}
-        for name, counts in sums:
+        for (name, _), counts in self.sums.items():
             differing, stayed = counts.tolist()
             if stayed:
                 shares[name] = max(stayed / differing, shares.get(name, 0.0))
@@ -128,7 +124,11 @@ def _tensors_of_process(
     for each in gc.get_objects():
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
-            if each.dtype in NARROW and each.layout is torch.strided and each.shape in shapes:
+            if (
+                each.dtype in _torch.SIXTEEN_BIT
+                and each.layout is torch.strided
+                and each.shape in shapes
+            ):
                 tensors[each.shape].append(each)
         elif issubclass(kind, Optimizer):
             of_optimizers.update(map(id, parameters_of(each)))
@@ -140,7 +140,3 @@ def _tensors_of_process(
 def _head(tensor: Tensor) -> Tensor:
     """Return the first values of a sample of a tensor."""
     return sample(tensor)[:_HEAD].float()
-
-
-def _version(tensor: Tensor) -> int:
-    return _torch.version_of(tensor) if _torch.counts_versions(tensor) else 0

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast._internal.events import BrokenState, NonfiniteOrigin
 from precast._internal.records import as_json
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.host_transfer import HostTransfer
+from precast.diagnostics.numerics.host_transfer import move_to_host
 from precast.diagnostics.numerics.nonfinite_origin import bad_slots, first_of, of_parameter
 from precast.diagnostics.numerics.record import Extremes, StepRecord, TensorSlot, is_finite, read
 from precast.diagnostics.numerics.tally import TensorKey, countable
@@ -64,11 +64,8 @@ class StepResults:
 
     def move_to_host(self, record: StepRecord) -> None:
         """Copy the values of all unread steps and the counts of one of them to the CPU. Waits once for each device."""
-        transfer = HostTransfer()
-        record.move_counts_to_host(transfer)
-        for step in self.unread:
-            step.move_to_host(transfer)
-        transfer.run()
+        values = (group for step in self.unread for group in step.values())
+        move_to_host([*record.count_values(), *values])
 
     def read(self) -> None:
         """Examine the steps that were added since the last call."""

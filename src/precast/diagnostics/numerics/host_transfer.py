@@ -6,32 +6,21 @@ Invariant: the copies have the bits of the tensors.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["HostTransfer", "on_host"]
+__all__ = ["move_to_host", "on_host"]
 
 
-class HostTransfer:
-    """Requests for tensors on the CPU, which `run` fulfills together."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._requests: list[tuple[int, Callable[[list[Tensor]], None]]] = []
-
-    def add(self, tensors: Iterable[Tensor], store: Callable[[list[Tensor]], None]) -> None:
-        """Request tensors. `run` calls `store` with them on the CPU, in the same order."""
-        start = len(self._tensors)
-        self._tensors += tensors
-        self._requests.append((len(self._tensors) - start, store))
-
-    def run(self) -> None:
-        """Copy all tensors that were requested. Waits once for each device."""
-        tensors = iter(on_host(self._tensors))
-        for number, store in self._requests:
-            store([next(tensors) for _ in range(number)])
+def move_to_host(groups: Iterable[dict[Any, Any]]) -> None:
+    """Replace the tensors among the values of dictionaries by copies on the CPU. Waits once for each device."""
+    places = [(group, key) for group in groups for key in group if isinstance(group[key], Tensor)]
+    copies = on_host(group[key] for group, key in places)
+    for (group, key), copy in zip(places, copies, strict=True):
+        group[key] = copy
 
 
 def on_host(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -11,17 +11,15 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from precast._torch import step_without_hooks
-from precast.diagnostics.numerics.host_transfer import HostTransfer
+from precast._torch import SIXTEEN_BIT, step_without_hooks
 from precast.optim import rounding
 from precast.optim.low_precision_weights import learns_by_rounding
 from precast.optim.partial_steps import (
@@ -31,15 +29,12 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 
-__all__ = ["NARROW", "NOTHING_LOST", "SAMPLE", "LostUpdates", "UpdateLoss", "sample"]
+__all__ = ["NOTHING_LOST", "SAMPLE", "LostUpdates", "UpdateLoss", "sample"]
 
-NARROW: Final = frozenset({torch.bfloat16, torch.float16})
-"""The dtypes in which an update may round to nothing."""
 SAMPLE: Final = 1 << 16
 """The approximate maximum of values of an optimizer's state, or of an average, that are compared."""
 _SMALLEST_MOVE: Final = 1 / 128
 """A share of the distance between two 16-bit values: a state that should move by less has converged."""
-_NO_STATES: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 class UpdateLoss(NamedTuple):
@@ -51,11 +46,11 @@ class UpdateLoss(NamedTuple):
     """Their share in the size of the whole update, the sum of all distances."""
     with_kahan: float
     """The share of values that would have stayed with `precast.optim.bfloat16_weights`."""
-    states: Mapping[str, float] = _NO_STATES
+    states: Mapping[str, float]
     """Maps each optimizer state in 16 bits to the share of its values that should move and stayed."""
 
 
-NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0)
+NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0, {})
 
 
 class _StateSample(NamedTuple):
@@ -73,11 +68,11 @@ class LostUpdates:
     """Compares parameters and optimizer states before and after a step of an optimizer."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """Maps a name to the parameter, its values before the step, and the exact new values in float32."""
-        self._states: dict[str, list[_StateSample]] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._sums_of_states: dict[tuple[str, str], Tensor] = {}
+        self._before: dict[str, tuple[Tensor, Tensor, Tensor, list[_StateSample]]] = {}
+        """Maps a name to the parameter, its values before the step, the exact new values in float32, and its states."""
+        self.sums: dict[str, Tensor] = {}
+        """Maps a name to the results of `_compare`."""
+        self.state_sums: dict[tuple[str, str], Tensor] = {}
         """Maps parameter and state to the numbers of values that should move, and that stayed."""
         self._lose_nothing: set[str] = set()
 
@@ -99,54 +94,35 @@ class LostUpdates:
                     optimizer.param_groups = [{**group, "params": [copy]}]
                     try:
                         step_without_hooks(optimizer)()
-                        self._states[name] = _states(optimizer, parameter, copy)
+                        states = _states(optimizer, parameter, copy)
                     finally:
                         optimizer.param_groups = groups
                         optimizer.state.pop(copy, None)
                     previous = parameter.detach().clone()
-                    self._before[name] = parameter, previous, copy.detach()
+                    self._before[name] = parameter, previous, copy.detach(), states
 
     def after(self) -> None:
         """Compare the values after the step."""
         before, self._before = self._before, {}
-        for name, (parameter, previous, exact) in before.items():
-            self._sums[name] = _compare(previous, parameter.detach(), exact)
-        states, self._states = self._states, {}
-        for name, of_parameter in states.items():
-            for state in of_parameter:
-                self._sums_of_states[name, state.name] = _count_stuck(state)
-
-    def move_to_host(self, transfer: HostTransfer) -> None:
-        """Let a transfer move the sums to the CPU, so that `read` does not wait."""
-        for sums in (self._sums, self._sums_of_states):
-            transfer.add(sums.values(), functools.partial(_replace_values, sums))
+        for name, (parameter, previous, exact, states) in before.items():
+            self.sums[name] = _compare(previous, parameter.detach(), exact)
+            for state in states:
+                self.state_sums[name, state.name] = _count_stuck(state)
 
     def read(self) -> dict[str, UpdateLoss]:
-        """Return the losses since the last call, by name. Waits for the device."""
-        sums_by_name, self._sums = self._sums, {}
+        """Return the losses by name. Waits for the device."""
         losses = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
-        self._lose_nothing.clear()
-        states = self._read_states()
-        for name, sums in sums_by_name.items():
-            moving, stayed, size, lost, with_kahan = sums.tolist()
-            if moving:
-                of_states = states.get(name, _NO_STATES)
-                part = lost / size if size else 0.0
-                losses[name] = UpdateLoss(stayed / moving, part, with_kahan / moving, of_states)
-        return losses
-
-    def _read_states(self) -> dict[str, dict[str, float]]:
-        shares: dict[str, dict[str, float]] = {}
-        for (name, state), sums in self._sums_of_states.items():
+        states: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for (name, state), sums in self.state_sums.items():
             moving, stayed = sums.tolist()
             if moving:
-                shares.setdefault(name, {})[state] = stayed / moving
-        self._sums_of_states = {}
-        return shares
-
-
-def _replace_values(sums: dict[Any, Tensor], values: list[Tensor]) -> None:
-    sums.update(zip(list(sums), values, strict=True))
+                states[name][state] = stayed / moving
+        for name, sums in self.sums.items():
+            moving, stayed, size, lost, with_kahan = sums.tolist()
+            if moving:
+                part = lost / size if size else 0.0
+                losses[name] = UpdateLoss(stayed / moving, part, with_kahan / moving, states[name])
+        return losses
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -164,7 +140,7 @@ def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     for parameter in parameters:
         gradient = parameter.grad
         if (
-            parameter.dtype in NARROW
+            parameter.dtype in SIXTEEN_BIT
             and type(parameter) in (Tensor, nn.Parameter)
             and gradient is not None
             and gradient.layout is torch.strided
@@ -189,7 +165,7 @@ def _copy(state: Any) -> Any:
     """Return a copy of a state; one in 16 bits, or as large as a parameter, becomes float32."""
     if not isinstance(state, Tensor):
         return state
-    is_widened = state.dtype in NARROW or (is_large(state) and state.is_floating_point())
+    is_widened = state.dtype in SIXTEEN_BIT or (is_large(state) and state.is_floating_point())
     return state.to(torch.float32, copy=True) if is_widened else state.clone()
 
 
@@ -198,7 +174,7 @@ def _states(optimizer: Optimizer, parameter: Tensor, copy: Tensor) -> list[_Stat
     return [
         _StateSample(name, value, sample(value).clone(), sample(optimizer.state[copy][name]))
         for name, value in (optimizer.state.get(parameter) or {}).items()
-        if is_large(value) and value.dtype in NARROW and type(value) is Tensor
+        if is_large(value) and value.dtype in SIXTEEN_BIT and type(value) is Tensor
     ]
 
 

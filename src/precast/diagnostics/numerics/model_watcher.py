@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -56,14 +56,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _guarded(method: Callable[P, R]) -> Callable[P, R | None]:
-    """Count an exception of a method instead of raising it in the program."""
+def _callback(
+    method: Callable[Concatenate[ModelWatcher, P], R],
+) -> Callable[Concatenate[ModelWatcher, P], R | None]:
+    """Let the program call a method: one thread at a time, unseen by its dispatch modes, and exceptions are counted."""
+    locked = synchronized(unseen_by_modes(method))
 
     @functools.wraps(method)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-        watcher = args[0]
-        assert isinstance(watcher, ModelWatcher)
-        return watcher.failures.call(method.__name__, functools.partial(method, **kwargs), *args)
+    def guarded(self: ModelWatcher, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
+        call = functools.partial(locked, self, *args, **kwargs)
+        return self.failures.call(method.__name__, call)
 
     return guarded
 
@@ -151,15 +153,13 @@ class ModelWatcher:
             f"{size(failures.total, 'call')} could not be examined, because the monitor failed: {failures.examples()}."
         ]
 
-    @_guarded
-    @synchronized
+    @_callback
     def end_step(self) -> None:
         """End the current step."""
         self._count_parameters(None, scaled=False)
         self._finish(self._running)
 
-    @_guarded
-    @synchronized
+    @_callback
     def detach(self) -> None:
         """Stop watching. The results stay; a second call does nothing."""
         self._finish_if_over()
@@ -180,16 +180,12 @@ class ModelWatcher:
         # Another thread may have ended the step.
         return None if running is None or running.is_over else running
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def on_model_start(self) -> None:
         """Handle the start of a call of the whole model."""
         self._thread.whole = None if _torch.in_backward() else self._running_now(whole=True)
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def on_model_end(self) -> None:
         """Handle the end of a call of the whole model, also by an exception."""
         running, self._thread.whole = self.running_whole, None
@@ -204,17 +200,13 @@ class ModelWatcher:
             running.is_over, self._running = True, None
             self.numbering.started = self.numbering.ended
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def on_module_start(self, name: str, args: Any, kwargs: Any) -> None:
         """Handle the start of a module that is called outside of a call of the whole model."""
         if not _torch.in_backward() and (running := self._running_now()) is not None:
             running.on_module_start(name, args, kwargs, now=True)
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def on_module_end(
         self, key: TensorKey, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
@@ -226,9 +218,7 @@ class ModelWatcher:
         elif self._running is not None:
             self._running.on_recomputed(key[1], output)
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Count the gradients of an optimizer that is about to step."""
         if self._is_mine(optimizer):
@@ -243,9 +233,7 @@ class ModelWatcher:
                 names = self.names_of(parameters_of(optimizer))
                 running.record.lost_updates.before(optimizer, names)
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Mark the current step as over, for the next forward to end it."""
         if self._is_mine(optimizer):
@@ -257,8 +245,7 @@ class ModelWatcher:
             self._over = self._trains = True
             self._stepped_by.add(id(optimizer))
 
-    @_guarded
-    @synchronized
+    @_callback
     def on_scaler_update(self, scale: Any) -> None:
         """Handle the update of a scaler of PyTorch's: if no optimizer has stepped, the step was skipped."""
         if self._running is not None:
@@ -278,9 +265,7 @@ class ModelWatcher:
         model = self._model()
         return [] if model is None else [model]
 
-    @_guarded
-    @synchronized
-    @unseen_by_modes
+    @_callback
     def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
         """Return the first tensor that was not finite in a skipped step of `optimizer`. Waits for the device."""
         running = self._running
@@ -293,8 +278,7 @@ class ModelWatcher:
             running.record.first = self._results.first_in(running.so_far(), optimizer)
         return running.record.first
 
-    @_guarded
-    @synchronized
+    @_callback
     def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:
         """Record the end of a scaler's step, skipped or not."""
         if self._running is None or not self._is_mine(optimizer):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
+from precast import _torch
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed
 from precast._internal.events import HealthEvent, NonfiniteOrigin
@@ -24,8 +25,6 @@ from precast.errors import MonitorError
 from precast.policy.module_names import named_parameters
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
-
-_LOW: Final = (torch.float16, torch.bfloat16)
 
 
 def monitor(
@@ -148,5 +147,7 @@ class Monitor(Displayed):
 
 def _low_modules(model: nn.Module) -> list[str]:
     """Return the names of the modules that have parameters in 16 bits."""
-    owners = (n.rpartition(".")[0] for n, p in named_parameters(model) if p.dtype in _LOW)
+    owners = (
+        n.rpartition(".")[0] for n, p in named_parameters(model) if p.dtype in _torch.SIXTEEN_BIT
+    )
     return list(dict.fromkeys(owners))

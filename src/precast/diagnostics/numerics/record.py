@@ -9,12 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -27,13 +26,13 @@ from precast._internal import events, pytree
 from precast._internal.display import dtype_name
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.averages import Averages
-from precast.diagnostics.numerics.host_transfer import HostTransfer
+from precast.diagnostics.numerics.host_transfer import move_to_host
 from precast.diagnostics.numerics.lost_updates import LostUpdates
 from precast.diagnostics.numerics.tally import (
-    NARROW,
     TensorCounts,
     TensorKey,
     TensorTally,
+    comparable,
     countable,
 )
 
@@ -97,8 +96,8 @@ class StepRecord:
     slots: list[TensorSlot] = field(default_factory=list)
     extremes: list[Extremes] = field(default_factory=list)
     """The extremes of each slot, after `read`."""
-    parts: list[tuple[list[int], Tensor]] = field(default_factory=list)
-    """Places of slots, and their extremes, low and high in turns."""
+    parts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Maps places of slots to their extremes, low and high in turns."""
     scale: Tensor | float | None = None
     skipped: bool | Tensor | None = None
     first: NonfiniteOrigin | None = None
@@ -119,7 +118,7 @@ class StepRecord:
         default_factory=lambda: defaultdict(list)
     )
     """Places and extremes that are not in `parts` yet, by device and dtype."""
-    _places: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(default_factory=dict)
+    _places: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = field(default_factory=dict)
     """Maps the id of a recorded tensor to the tensor, its version, and the place of its slot."""
 
     @property
@@ -142,14 +141,14 @@ class StepRecord:
         place = len(self.slots)
         if place >= _MOST:
             return None
-        low, high = torch.aminmax(memory if memory.dtype not in NARROW else memory.float())
+        low, high = torch.aminmax(comparable(memory))
         noted = self._noted[memory.device, memory.dtype]
         # A signal handler may end the step anywhere: each statement leaves it consistent.
         self.slots.append(TensorSlot(kind, name, dtype_name(memory.dtype), inputs, call))
         noted.append((place, low, high))
         if kind != "gradient":
             self._update_missed(tensor, place)
-            self._places[id(tensor)] = weakref.ref(tensor), _version(tensor), place
+            self._places[id(tensor)] = weakref.ref(tensor), _torch.version_if_counted(tensor), place
         return memory
 
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
@@ -158,7 +157,9 @@ class StepRecord:
         if entry is None:
             return None
         reference, version, place = entry
-        if reference() is not tensor or (unchanged and version != _version(tensor)):
+        if reference() is not tensor or (
+            unchanged and version != _torch.version_if_counted(tensor)
+        ):
             return None
         return place
 
@@ -177,28 +178,15 @@ class StepRecord:
         assert self.tallies is not None
         return self.tallies.setdefault(key, TensorTally())
 
-    def move_counts_to_host(self, transfer: HostTransfer) -> None:
-        """Let a transfer move all counts to the CPU, so that `counts` does not wait. Nothing is counted after that."""
+    def values(self) -> tuple[dict[Any, Any], ...]:
+        """Return dictionaries with the other values of a packed record, for `move_to_host`."""
+        return self.parts, vars(self)
+
+    def count_values(self) -> Iterator[dict[Any, Any]]:
+        """Yield dictionaries with the values of `counts`, for `move_to_host`. Nothing is counted after that."""
         for tally in (self.tallies or {}).values():
-            tally.move_to_host(transfer)
-        self.lost_updates.move_to_host(transfer)
-        self.averages.move_to_host(transfer)
-
-    def move_to_host(self, transfer: HostTransfer) -> None:
-        """Let a transfer move the other values of a packed record to the CPU."""
-        transfer.add([numbers for _, numbers in self.parts], self._set_parts)
-        for name in ("scale", "skipped"):
-            value = getattr(self, name)
-            if isinstance(value, Tensor):
-                transfer.add([value], functools.partial(self._set_only, name))
-
-    def _set_parts(self, values: list[Tensor]) -> None:
-        pairs = zip(self.parts, values, strict=True)
-        self.parts = [(places, numbers) for (places, _), numbers in pairs]
-
-    def _set_only(self, name: str, values: list[Tensor]) -> None:
-        [value] = values
-        setattr(self, name, value)
+            yield tally.sums
+        yield from (self.lost_updates.sums, self.lost_updates.state_sums, self.averages.sums)
 
     def counts(self) -> dict[TensorKey, TensorCounts]:
         """Return the counts of all tensors, of gradients without the loss scale. Waits for the device."""
@@ -221,7 +209,7 @@ class StepRecord:
         self.seconds = time.perf_counter() - self.start
         for noted in filter(None, [*self._noted.values()]):
             extremes = torch.stack([number for each in noted for number in each[1:]])
-            self.parts.append(([each[0] for each in noted], extremes))
+            self.parts[tuple(each[0] for each in noted)] = extremes
             noted.clear()
         return self
 
@@ -267,13 +255,11 @@ class StepNumbering:
 
 def read(steps: Iterable[StepRecord]) -> None:
     """Fill in the extremes of packed steps. Waits once for each device."""
-    steps, transfer = list(steps), HostTransfer()
-    for step in steps:
-        step.move_to_host(transfer)
-    transfer.run()
+    steps = list(steps)
+    move_to_host(group for step in steps for group in step.values())
     for step in steps:
         step.extremes = [(0.0, 0.0)] * len(step.slots)
-        for places, numbers in step.parts:
+        for places, numbers in step.parts.items():
             values = iter(numbers.tolist())
             for place in places:
                 step.extremes[place] = (next(values), next(values))
@@ -291,7 +277,3 @@ def tensors_in(value: Any) -> list[Tensor]:
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return [value[0]]
     return pytree.tensors_in(value)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else _torch.version_of(tensor)

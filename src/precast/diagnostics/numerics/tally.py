@@ -21,16 +21,15 @@ from torch import Tensor
 from precast import _torch
 from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.host_transfer import HostTransfer
 from precast.diagnostics.numerics.lost_updates import UpdateLoss
 from precast.grad_scaler.memory import memory_of
 
-__all__ = ["NARROW", "TensorCounts", "TensorKey", "TensorTally", "countable"]
+__all__ = ["TensorCounts", "TensorKey", "TensorTally", "comparable", "countable"]
 
 TensorKey = tuple[str, str]
 """A tensor of a model: its kind ("output", "input", "gradient" or "parameter") and its name."""
 
-NARROW: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_EIGHT_BIT: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 """The dtypes for which PyTorch has no comparisons."""
 _USUAL: Final = frozenset({torch.float32, torch.float16, torch.bfloat16})
 _LAYOUTS: Final = frozenset(
@@ -90,13 +89,13 @@ class TensorCounts:
 class TensorTally:
     """The sums over one tensor, or several."""
 
-    __slots__ = ("_lost", "_sums", "elements")
+    __slots__ = ("elements", "sums")
 
     def __init__(self) -> None:
         self.elements = 0
-        self._sums: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        """The histogram, the counts of `_special`, the sum of squares, and the maximum."""
-        self._lost: Tensor | None = None
+        self.sums: dict[str, Tensor] = {}
+        """The histogram ("bins"), the counts of `_special` ("special"), the sum of squares ("squares"), the maximum
+        ("largest") and, if it is known, the number of zeros caused by underflow ("lost")."""
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> None:
@@ -110,29 +109,18 @@ class TensorTally:
     def add_lost(self, count: Tensor | None) -> None:
         """Add the number of zeros caused by underflow, of shape (); None adds nothing."""
         if count is not None:
-            self._lost = count if self._lost is None else self._lost + count
-
-    def move_to_host(self, transfer: HostTransfer) -> None:
-        """Let a transfer move the sums to the CPU, so that `read` does not wait. Nothing may be added after that."""
-        tensors = [*(self._sums or ()), *([] if self._lost is None else [self._lost])]
-        transfer.add(tensors, self._set_sums)
-
-    def _set_sums(self, tensors: list[Tensor]) -> None:
-        if self._lost is not None:
-            self._lost = tensors.pop()
-        if self._sums is not None:
-            bins, special, squares, largest = tensors
-            self._sums = bins, special, squares, largest
+            self._add_to("lost", count)
 
     def read(self, power: int = 0) -> TensorCounts:
         """Return the counts of values in units of ``2**power``. Waits for the device."""
-        if self._sums is None:
+        sums = self.sums
+        if "bins" not in sums:
             return TensorCounts(
                 self.elements, 0, None, 0, 0, 0, 0, 0.0, Magnitudes(0, array("q"), 0.0)
             )
-        bins = self._sums[0].cpu()
-        subnormal, infinite, saturated = self._sums[1].tolist()
-        squares, largest = map(float, self._sums[2:])
+        bins = sums["bins"].cpu()
+        subnormal, infinite, saturated = sums["special"].tolist()
+        squares, largest = float(sums["squares"]), float(sums["largest"])
         used = bins[1 : BINS + 1].nonzero().flatten()
         low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         counts = array("q", bins[low + 1 : high + 1].tolist())
@@ -141,7 +129,7 @@ class TensorTally:
         return TensorCounts(
             elements=self.elements,
             zeros=int(bins[0]),
-            lost=None if self._lost is None else int(self._lost),
+            lost=int(sums["lost"]) if "lost" in sums else None,
             subnormal=subnormal,
             infinite=infinite,
             saturated=saturated,
@@ -160,12 +148,15 @@ class TensorTally:
             magnitude.nan_to_num_(0.0, 0.0, 0.0)
         largest = magnitude.amax()
         wide = magnitude.to(torch.float32 if piece.device.type == "mps" else torch.float64)
-        squares = torch.dot(wide, wide)
-        if self._sums is not None:
-            # Not in place: a sum of inference mode cannot be written outside of it.
-            bins, special = self._sums[0] + bins, self._sums[1] + special
-            squares, largest = self._sums[2] + squares, torch.maximum(self._sums[3], largest)
-        self._sums = bins, special, squares, largest
+        self._add_to("bins", bins)
+        self._add_to("special", special)
+        self._add_to("squares", torch.dot(wide, wide))
+        sums = self.sums
+        sums["largest"] = torch.maximum(sums["largest"], largest) if "largest" in sums else largest
+
+    def _add_to(self, name: str, count: Tensor) -> None:
+        # Not in place: a sum of inference mode cannot be written outside of it.
+        self.sums[name] = self.sums[name] + count if name in self.sums else count
 
 
 def countable(tensor: Tensor) -> Tensor | None:
@@ -184,6 +175,11 @@ def countable(tensor: Tensor) -> Tensor | None:
         return None
     numbers = memory_of(tensor)
     return None if numbers.dtype not in _LIMITS or numbers.is_meta else numbers
+
+
+def comparable(memory: Tensor) -> Tensor:
+    """Return values whose extremes can be computed: those of 8-bit dtypes in float32."""
+    return memory.float() if memory.dtype in _EIGHT_BIT else memory
 
 
 def _in_float32(piece: Tensor) -> Tensor:

@@ -259,9 +259,12 @@ class RecastWeights:
         if entry is None:
             return
         entry.casts += 1
-        version = _torch.version_of(weight) if _torch.counts_versions(weight) else 0
         has_memory = _torch.is_plain(type(weight)) and weight.layout is torch.strided
-        latest = version, weight.data_ptr() if has_memory else 0, self.step
+        latest = (
+            _torch.version_if_counted(weight),
+            weight.data_ptr() if has_memory else 0,
+            self.step,
+        )
         if entry.latest == latest:
             entry.again += 1
             entry.is_in_one_region |= region is not None and region == entry.region

@@ -18,6 +18,7 @@ import torch
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
+from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.lineage import CastCosts, CastSite
 from precast.diagnostics.tracing.recorder import HEAVY
@@ -38,7 +39,7 @@ __all__ = ["MOST", "findings_of"]
 
 MOST: Final = 10
 _T = TypeVar("_T")
-_LOW: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_LOW: Final = {dtype_name(dtype): dtype for dtype in SIXTEEN_BIT}
 
 
 def findings_of(
@@ -323,7 +324,7 @@ def _is_unexpected(row: OperationRow) -> bool:
 
 
 def _is_spreading(row: OperationRow) -> bool:
-    mixed = "float32" in row.inputs and {"bfloat16", "float16"} & set(row.inputs)
+    mixed = "float32" in row.inputs and not _LOW.keys().isdisjoint(row.inputs)
     if row.phase != "forward" or not mixed or row.output != ["float32"] or row.op == "_to_copy":
         return False
     return row.rule is None and row.region is not None
