@@ -21,7 +21,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from precast._internal import events
 from precast._internal.records import keys_of
-from precast.report import health_schema, schema
+from precast.report import schema
 
 __all__ = ["PAGE", "sections", "with_sections"]
 
@@ -79,7 +79,7 @@ def _meanings() -> dict[str, dict[str, str]]:
     """Return the docstring of each field by class and field, from the source because Python does not keep them."""
     classes = [
         node
-        for module in (schema, health_schema, events)
+        for module in (schema, events)
         for node in ast.parse(inspect.getsource(module)).body
         if isinstance(node, ast.ClassDef)
     ]

@@ -13,8 +13,13 @@ from precast._internal.events import (
     StepEvent,
     TensorRange,
 )
-from precast.report.explanation import Explanation, LineageStep
-from precast.report.saved_trace import SavedTrace
+from precast.report.saved_trace import (
+    ChangedOperation,
+    Explanation,
+    LineageStep,
+    SavedTrace,
+    TraceDifference,
+)
 from precast.report.schema import (
     CastFlow,
     Finding,
@@ -26,7 +31,6 @@ from precast.report.schema import (
     TracedModule,
     TraceTotals,
 )
-from precast.report.trace_difference import ChangedOperation, TraceDifference
 from precast.shipping.conversion import StoredAs
 
 __all__ = [

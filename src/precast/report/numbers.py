@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from precast._internal import cures
 from precast._internal.events import BrokenState, NonfiniteOrigin
@@ -28,6 +28,8 @@ _NORMAL_SKIP_SHARE = (
     0.1  # a smaller share of skipped steps is normal while the scale finds its limit
 )
 _MIN_STUCK_SHARE = 0.5  # a smaller share of values that an update did not change is not reported
+_Shares = list[float | None] | None
+"""A share of a tensor's values in each counted step."""
 
 
 def numeric_findings(document: RunDocument) -> list[Finding]:
@@ -220,97 +222,74 @@ def _underflow(document: RunDocument) -> Iterator[Finding]:
 class _Stuck(NamedTuple):
     """Values of one 16-bit tensor that an update did not change, in the latest counted step."""
 
+    module: HealthModule
+    """The parameter that the tensor belongs to."""
     part: float
     """Their share of the values that should change."""
     since: int
     """The first step of the latest sequence of counted steps with such values."""
     step: int
     """The latest counted step."""
-    name: str
-    """The parameter's name."""
+
+
+_STUCK_TITLES: Final = {
+    "rounded away": (
+        "{share} of the updates of `{name}` round to nothing{when}, because it is stored in 16 bits{others}."
+    ),
+    "state rounded away": (
+        "The optimizer's state `{state}` of `{name}` cannot follow the gradients: it is stored in 16 bits, and {share} "
+        "of the values that the step should change stayed the same{when}{others}."
+    ),
+    "average rounded away": (
+        "A moving average of `{name}` does not follow it: the average is stored in 16 bits, and its update did not "
+        "change {share} of the values that differ{when}{others}."
+    ),
+}
 
 
 def _rounded_away(document: RunDocument) -> Iterator[Finding]:
     """Yield findings on 16-bit parameters, optimizer states and averages whose updates round to nothing."""
-    modules = [
-        m for m in (document.health.modules if document.health else []) if m.kind == "parameter"
+    health = document.health
+    modules = [m for m in (health.modules if health else []) if m.kind == "parameter"]
+    states = dict.fromkeys(
+        name for m in modules for step in m.states_rounded_away or [] for name in step
+    )
+    series: list[tuple[str, str, list[_Shares]]] = [
+        ("rounded away", "", [m.updates_rounded_away for m in modules]),
+        *(("state rounded away", state, _shares_of(state, modules)) for state in states),
+        ("average rounded away", "", [m.average_rounded_away for m in modules]),
     ]
-    yield from _updates_rounded_away(modules)
-    yield from _states_rounded_away(modules)
-    yield from _averages_rounded_away(modules)
-
-
-def _updates_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
-    stuck = _stuck((m, m.updates_rounded_away) for m in modules)
-    if not stuck:
-        return
-    worst = stuck[0]
-    with_kahan = next(
-        _latest(m.updates_rounded_away_with_kahan) for m in modules if m.name == worst.name
-    )
-    kahan = with_kahan < worst.part / 2
-    yield _finding_on_stuck(
-        "rounded away",
-        f"{share(worst.part)} of the updates of `{worst.name}` round to nothing{_when(worst)}, because it is stored in "
-        f"16 bits{_others(stuck, 'more parameter')}.",
-        cures.KEEP_MASTERS() + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if kahan else ""),
-        worst,
-    )
-
-
-def _states_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
-    names = dict.fromkeys(
-        name for m in modules for each in m.states_rounded_away or [] for name in each
-    )
-    for state in names:
-        stuck = _stuck(
-            (m, [each.get(state) for each in m.states_rounded_away or []]) for m in modules
-        )
+    for kind, state, shares in series:
+        stuck = _stuck(zip(modules, shares, strict=True))
         if not stuck:
             continue
-        worst = stuck[0]
-        yield _finding_on_stuck(
-            "state rounded away",
-            f"The optimizer's state `{state}` of `{worst.name}` cannot follow the gradients: it is stored in 16 bits, "
-            f"and {share(worst.part)} of the values that the step should change stayed the same{_when(worst)}"
-            f"{_others(stuck, 'more parameter')}.",
-            cures.KEEP_STATES(),
-            worst,
+        worst, more = stuck[0], len(stuck) - 1
+        title = _STUCK_TITLES[kind].format(
+            state=state,
+            name=worst.module.name,
+            share=share(worst.part),
+            when=_when(worst),
+            others=f"; the same holds for {plural(more, 'more parameter')}" if more else "",
         )
+        where = FindingLocation(module_of(worst.module))
+        yield Finding(kind, title, FindingCost(), _advice_on_stuck(kind, worst), None, where)
 
 
-def _averages_rounded_away(modules: list[HealthModule]) -> Iterator[Finding]:
-    stuck = _stuck((m, m.average_rounded_away) for m in modules)
-    if not stuck:
-        return
-    worst = stuck[0]
-    yield _finding_on_stuck(
-        "average rounded away",
-        f"A moving average of `{worst.name}` does not follow it: the average is stored in 16 bits, and its update did "
-        f"not change {share(worst.part)} of the values that differ{_when(worst)}"
-        f"{_others(stuck, 'more parameter')}.",
-        cures.KEEP_AVERAGE(),
-        worst,
-    )
+def _shares_of(state: str, modules: list[HealthModule]) -> list[_Shares]:
+    return [[step.get(state) for step in m.states_rounded_away or []] for m in modules]
 
 
-def _finding_on_stuck(kind: str, title: str, suggestion: str, worst: _Stuck) -> Finding:
-    where = FindingLocation(worst.name.rpartition(".")[0])
-    return Finding(kind, title, FindingCost(), suggestion, policy=None, where=where)
-
-
-def _stuck(shares: Iterable[tuple[HealthModule, list[float | None] | None]]) -> list[_Stuck]:
+def _stuck(shares: Iterable[tuple[HealthModule, _Shares]]) -> list[_Stuck]:
     """Return the tensors of which most values did not change in the latest counted step, the worst first."""
     stuck = []
     for module, values in shares:
-        counted = [
-            (step, v) for step, v in zip(module.steps, values or [], strict=False) if v is not None
-        ]
+        steps = zip(module.steps, values or [], strict=False)
+        counted = [(step, value) for step, value in steps if value is not None]
         later = list(
             itertools.takewhile(lambda each: each[1] >= _MIN_STUCK_SHARE, reversed(counted))
         )
         if later:
-            stuck.append(_Stuck(later[0][1], later[-1][0], later[0][0], module.name))
+            stuck.append(_Stuck(module, later[0][1], later[-1][0], later[0][0]))
     return sorted(stuck, key=lambda each: -each.part)
 
 
@@ -320,12 +299,17 @@ def _when(stuck: _Stuck) -> str:
     return f" in step {stuck.step}, and more than {share(_MIN_STUCK_SHARE)} in all counted steps from {stuck.since} on"
 
 
-def _others(stuck: list[_Stuck], noun: str) -> str:
-    more = len(stuck) - 1
-    return f"; the same holds for {plural(more, noun)}" if more else ""
+def _advice_on_stuck(kind: str, worst: _Stuck) -> str:
+    if kind == "state rounded away":
+        return cures.KEEP_STATES()
+    if kind == "average rounded away":
+        return cures.KEEP_AVERAGE()
+    with_kahan = _latest(worst.module.updates_rounded_away_with_kahan)
+    helps = with_kahan < worst.part / 2
+    return cures.KEEP_MASTERS() + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if helps else "")
 
 
-def _latest(shares: list[float | None] | None) -> float:
+def _latest(shares: _Shares) -> float:
     """Return the latest share that is not None."""
     return next((each for each in reversed(shares or []) if each is not None), 0.0)
 

@@ -26,9 +26,9 @@ from precast.report.schema import MergedDocument, RunDocument
 from precast.report.tree import tree
 from precast.report.words import count, duration, plural, share, with_code
 
-__all__ = ["asset", "html", "needed", "script_json", "write"]
+__all__ = ["asset", "html", "needed", "page_of", "script_json", "write"]
 
-_SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js", "main.js")
+_SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js")
 
 
 def write(document: RunDocument | MergedDocument | dict[str, Any], path: str | Path) -> None:
@@ -44,13 +44,8 @@ def write(document: RunDocument | MergedDocument | dict[str, Any], path: str | P
 
 def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
     """Return the page of a document as text."""
-    jinja2, plotly = needed()
-    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `script_json`
-
     plain, every = checked(document)
     chosen, overall = worst(every), summary_of_ranks(every)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["marked"] = _marked
     data = {
         "document": {**plain, "summary": as_json(overall)},
         "chosen": chosen,
@@ -62,17 +57,47 @@ def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
             for each in every
         ],
     }
-    page: str = environment.from_string(asset("page.html.jinja")).render(
-        title=" ".join(every[0].run.command) or "a run",
+    command = " ".join(every[0].run.command) or "a run"
+    return page_of(
+        asset("page.html.jinja"),
+        data,
+        script=asset("main.js"),
+        title=f"{command} - precast",
+        version=version.__version__,
+        command=command,
         summary=overall,
         parts=[_part(each) for each in every],
         chosen=chosen,
-        version=version.__version__,
         made=plain["made"],
-        style=AsItIs(asset("style.css")),
+    )
+
+
+def page_of(template: str, data: object, *, script: str, style: str = "", **values: Any) -> str:
+    """Return a page with the report's styles, and its scripts for tables, trees and charts.
+
+    Args:
+        template: the text of a template that extends "base.html.jinja".
+        data: the data for the scripts, without infinity and NaN.
+        script: a script that runs after those of the report.
+        style: styles that follow those of the report.
+        values: the values of the template; "title" and "version" are those of the base.
+
+    Raises:
+        MissingExtraError: jinja2 or plotly is not installed.
+    """
+    jinja2, plotly = needed()
+    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `script_json`
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters["marked"] = _marked
+    page: str = environment.from_string(template).render(
+        style=AsItIs(asset("style.css") + style),
         data=AsItIs(script_json(data)),
         plotly=AsItIs(plotly),
-        script=AsItIs("\n".join(map(asset, _SCRIPTS))),
+        script=AsItIs("\n".join([*map(asset, _SCRIPTS), script])),
+        **values,
     )
     return page
 

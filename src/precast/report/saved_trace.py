@@ -1,10 +1,15 @@
-"""The data of a trace: rows, totals and findings, which can be saved, loaded and compared. Needs no PyTorch."""
+"""The results of a trace: its data, the difference from another trace, and the operations that led to a dtype.
+
+Invariant: nothing here needs PyTorch; dtypes are text ("bfloat16").
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +27,15 @@ from precast.report.schema import (
     TracedModule,
     TraceTotals,
 )
-from precast.report.trace_difference import TraceDifference, difference_between
 
-__all__ = ["SavedTrace", "data_of"]
+__all__ = [
+    "ChangedOperation",
+    "Explanation",
+    "LineageStep",
+    "SavedTrace",
+    "TraceDifference",
+    "data_of",
+]
 
 
 class SavedTrace(Displayed):
@@ -156,3 +167,148 @@ def _card_of_counts(counts: list[RuleCount]) -> Card:
     facts = [f"{size(calls, 'call')} with a rule", size(casts, "cast"), "only counted"]
     rows = [(c.op, c.device_type, c.rule, c.calls, c.casts) for c in counts]
     return Card("Trace", facts, ("operation", "device type", "rule", "calls", "casts"), rows)
+
+
+# --- two traces ---
+
+
+@dataclass(slots=True)
+class ChangedOperation:
+    """One operation in one place, in two traces; None for a trace without it."""
+
+    module: str | None
+    op: str
+    phase: str
+    source: str | None
+    before: OperationRow | None
+    after: OperationRow | None
+
+    def __str__(self) -> str:
+        where = "".join(f" {text}" for text in (self.module, self.source) if text)
+        return (
+            f"{self.op}{where} ({self.phase}): {_describe(self.before)} -> {_describe(self.after)}"
+        )
+
+
+@dataclass(slots=True, repr=False)
+class TraceDifference(Displayed):
+    """The difference between two traces."""
+
+    rows: list[ChangedOperation]
+    """Operations with another rule, other dtypes, or another number of casts per call."""
+    totals: TraceTotals
+    """The totals of the second trace minus those of the first."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return dataclasses.asdict(self)
+
+    def _card(self) -> Card:
+        facts = [f"{size(len(self.rows), 'operation')} changed", f"{self.totals.casts:+,} casts"]
+        rows = [
+            (each.module, each.op, each.phase, _describe(each.before), _describe(each.after))
+            for each in self.rows
+        ]
+        return Card(
+            "TraceDifference", facts, ("module", "operation", "phase", "before", "after"), rows
+        )
+
+    def __str__(self) -> str:
+        t = self.totals
+        sums = f"{t.casts:+,} casts, {t.cast_bytes:+,} bytes, {t.seconds:+.3g} s"
+        return "\n".join([sums, *map(str, self.rows)])
+
+
+def difference_between(first: TraceData, second: TraceData) -> TraceDifference:
+    """Compare two traces, the most expensive operations first; a difference in time alone does not count."""
+    before, after = _by_place(first), _by_place(second)
+    rows = [
+        ChangedOperation(*place, before.get(place), after.get(place))
+        for place in dict.fromkeys([*before, *after])
+        if _compared(before.get(place)) != _compared(after.get(place))
+    ]
+    rows.sort(key=lambda row: -max(r.seconds for r in (row.before, row.after) if r is not None))
+    old, new = dataclasses.asdict(first.totals), dataclasses.asdict(second.totals)
+    return TraceDifference(rows, TraceTotals(**{name: new[name] - old[name] for name in old}))
+
+
+_CallPlace = tuple[str | None, str, str, str | None]
+
+
+def _by_place(traced: TraceData) -> dict[_CallPlace, OperationRow]:
+    """Return one row for each place, the sum over several kinds of inputs."""
+    rows: dict[_CallPlace, OperationRow] = {}
+    for row in sorted(traced.rows, key=lambda row: (row.inputs, row.output)):
+        place = row.module, row.op, row.phase, row.source
+        rows[place] = _sum(rows[place], row) if place in rows else row
+    return rows
+
+
+def _sum(one: OperationRow, other: OperationRow) -> OperationRow:
+    sums = {
+        name: getattr(one, name) + getattr(other, name)
+        for name in ("calls", "casts", "cast_bytes", "cached", "seconds", "cast_seconds")
+    }
+    inputs, output = [*one.inputs, *other.inputs], [*one.output, *other.output]
+    return dataclasses.replace(one, inputs=inputs, output=output, **sums)
+
+
+def _compared(row: OperationRow | None) -> Any:
+    if row is None:
+        return None
+    return row.rule, row.inputs, row.output, row.casts / max(1, row.calls)
+
+
+def _describe(row: OperationRow | None) -> str:
+    if row is None:
+        return "nothing"
+    rule = row.rule or "no rule"
+    return f"{rule}, {'+'.join(row.output) or 'nothing'}, {row.casts} casts in {row.calls} calls"
+
+
+# --- the dtype of a tensor ---
+
+
+@dataclass(frozen=True, slots=True)
+class LineageStep:
+    """One of the operations that led to a tensor's dtype."""
+
+    op: str
+    module: str | None
+    source: str | None
+    inputs: list[str]
+    output: str
+    rule: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        rule = "no rule" if self.rule is None else f"rule {self.rule}"
+        where = f" in {self.module}" if self.module else ""
+        where += f" at {self.source}" if self.source else ""
+        dtypes = f"{', '.join(self.inputs)} -> {self.output}"
+        return f"{self.op} ({dtypes}){where}: {rule}, {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation(Displayed):
+    """The derivation of a tensor's dtype; as text, a line for each step."""
+
+    dtype: str
+    steps: list[LineageStep]
+    """The latest step first. The last one decided: a rule, a cast, or the first recorded operation."""
+
+    def _card(self) -> Card:
+        facts = [self.dtype, size(len(self.steps), "step") if self.steps else "not followed"]
+        rows = [
+            (s.op, s.module, s.source, ", ".join(s.inputs), s.output, s.rule, s.reason)
+            for s in self.steps
+        ]
+        columns = ("operation", "module", "source", "inputs", "output", "rule", "reason")
+        return Card("Explanation", facts, columns, rows)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            is_followed = "float" in self.dtype
+            why = "it was not created while the full trace was open"
+            return f"{self.dtype}: {why if is_followed else 'only floating-point tensors are followed'}"
+        return "\n".join([f"{self.dtype}, because of", *(f"  {step}" for step in self.steps)])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.report.explanation import LineageStep
+from precast.report.saved_trace import LineageStep
 from precast.report.schema import Phase
 
 __all__ = ["MOVES", "CastCosts", "CastSite", "Lineage", "Origin", "Upcast"]

@@ -48,7 +48,7 @@ from precast.engine.operator_kinds import (
     tensors_of,
 )
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
-from precast.report.explanation import LineageStep
+from precast.report.saved_trace import LineageStep
 from precast.report.schema import TraceTotals
 
 __all__ = ["HEAVY", "TraceRecorder"]

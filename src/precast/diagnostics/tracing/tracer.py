@@ -24,8 +24,7 @@ from precast.diagnostics.tracing.recorder import TraceRecorder
 from precast.engine.operator_kinds import dtype_of
 from precast.errors import PrecastError
 from precast.policy.module_plan import outwards
-from precast.report.explanation import Explanation
-from precast.report.saved_trace import SavedTrace
+from precast.report.saved_trace import Explanation, SavedTrace
 from precast.report.schema import TraceData, TracedModule
 
 __all__ = ["Trace", "trace"]
