@@ -13,7 +13,7 @@ from torch import nn
 
 import precast
 from precast import report
-from precast._internal.display import Card, milliseconds, size
+from precast._internal.display import Card, milliseconds, plural
 from tests.support.documents import document
 
 
@@ -66,7 +66,7 @@ def test_what_a_program_calls_its_things_is_text(text: str) -> None:
     ("count", "text"), [(0, "0 steps"), (1, "1 step"), (2, "2 steps"), (2000, "2,000 steps")]
 )
 def test_a_number_agrees_with_what_it_counts(count: int, text: str) -> None:
-    assert size(count, "step") == text
+    assert plural(count, "step") == text
 
 
 def test_times_have_units() -> None:

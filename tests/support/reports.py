@@ -7,7 +7,6 @@ from typing import Any
 
 from precast._internal.events import NonfiniteOrigin
 from precast._internal.records import as_json, from_json
-from precast.report import between as _between
 from precast.report import document, numbers, ranks, run_summary, schema
 from precast.report import tree as _tree
 from precast.running import terminal_summary
@@ -85,12 +84,12 @@ def seen(
     return made
 
 
-def between(plain: Any, first: Any, dtype: str) -> _between.CodeBetween | None:
-    return _between.between(_read(plain), from_json(NonfiniteOrigin, first), dtype)
+def between(plain: Any, first: Any, dtype: str) -> numbers.CodeBetween | None:
+    return numbers.between(_read(plain), from_json(NonfiniteOrigin, first), dtype)
 
 
 def module_before(first: Any) -> str | None:
-    return _between.module_before(from_json(NonfiniteOrigin, first))
+    return numbers.module_before(from_json(NonfiniteOrigin, first))
 
 
 def numeric_findings(plain: Any) -> Any:

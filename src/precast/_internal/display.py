@@ -16,7 +16,7 @@ from functools import cache
 from html import escape
 from typing import Any, Final, TextIO
 
-__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "size", "terminal_width"]
+__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "plural", "terminal_width"]
 
 _MOST_ROWS: Final = 10
 
@@ -70,8 +70,8 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def size(count: int, one: str, many: str = "") -> str:
-    """Return a number with its unit: "1 step", "2,000 steps"."""
+def plural(count: int, one: str, many: str = "") -> str:
+    """Return a number with its noun: "1 step", "2,000 steps"; `many` is a plural that does not end in "s"."""
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 

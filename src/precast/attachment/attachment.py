@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from precast._internal.display import Card, Displayed, size
+from precast._internal.display import Card, Displayed, plural
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.fsdp import managed_by_fsdp
@@ -204,7 +204,7 @@ class Attachment(Displayed):
         title, rules = f"Attachment of {self._name}", () if self._plan is None else self._plan.rules
         if not self._end.alive:
             return Card(title, ["ended"])
-        facts = [f"{size(len(self._held_parameters), 'parameter')} held"]
+        facts = [f"{plural(len(self._held_parameters), 'parameter')} held"]
         if self._left_alone:
             facts.append(f"{len(self._left_alone)} left alone")
         not_held = [(name, f"not held: {reason}") for name, reason in self._left_alone.items()]

@@ -151,7 +151,7 @@ def _model_and_example(
     model: str, example: str | None
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     from precast.cli.python_objects import load_example, load_object
-    from precast.diagnostics.explain.example import arguments
+    from precast.diagnostics.explain.model import arguments
 
     try:
         network = load_object(model)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from precast import _torch
+from precast._internal.display import plural
 
 __all__ = ["Failures"]
 
@@ -53,6 +54,10 @@ class Failures:
     def caller(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """Return the method to call the watcher with, for an operation with these arguments."""
         return self.call_unseen if _torch.calls_torch_function(args, kwargs) else self.call
+
+    def notes(self, noun: str, text: str) -> list[str]:
+        """Return a sentence with the commonest causes, as "3 calls were not seen: ..."; none without exceptions."""
+        return [f"{plural(self.total, noun)} {text}: {self.examples()}."] if self.total else []
 
     def examples(self) -> str:
         """Return the commonest causes as text."""

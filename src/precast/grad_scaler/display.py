@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from precast import _torch
-from precast._internal.display import Card, size
+from precast._internal.display import Card, plural
 from precast._internal.events import StepEvent
 from precast.grad_scaler.step_history import StepHistory
 
@@ -28,7 +28,7 @@ def card(
     counters = history.counters
     facts = [
         f"scale {scale_text(scale)}",
-        size(counters.steps, "step"),
+        plural(counters.steps, "step"),
         f"{counters.skipped:,} skipped",
     ]
     if searching:

@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.display import Card, Displayed, size
+from precast._internal.display import Card, Displayed, plural
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler.buffers import BufferGuard, guarded
 from precast.grad_scaler.disabled import when_disabled
@@ -197,7 +197,7 @@ class LossScalers(Displayed, Mapping[str, GradScaler]):
         columns = ("loss", "scale", "steps", "skipped", "")
         cards = [(name, *scaler._card().facts) for name, scaler in self._scalers.items()]
         rows = [(*row, *[None] * (len(columns) - len(row))) for row in cards]
-        return Card("LossScalers", [size(len(rows), "loss", "losses")], columns, rows)
+        return Card("LossScalers", [plural(len(rows), "loss", "losses")], columns, rows)
 
     def _of(self, name: str) -> _LossScaler:
         if name not in self._scalers:

@@ -21,7 +21,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from precast import _torch
-from precast._internal.display import size
+from precast._internal.display import plural
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy, expanded_rules
@@ -112,11 +112,11 @@ class PolicyDifference:
             names = operations.setdefault(f"{change.before} -> {change.after}", set())
             names.update(change.operations)
         most_first = sorted(operations.items(), key=lambda item: -len(item[1]))
-        lines = [f"{size(len(names), 'operation')}: {change}" for change, names in most_first]
+        lines = [f"{plural(len(names), 'operation')}: {change}" for change, names in most_first]
         if self.mixed:
             lines.append(f"mixed dtypes: {self.mixed[0]} -> {self.mixed[1]}")
         if self.modules:
-            lines.append(f"{size(len(self.modules), 'rule')} for modules")
+            lines.append(f"{plural(len(self.modules), 'rule')} for modules")
         return lines
 
     def render(self) -> RenderableType:

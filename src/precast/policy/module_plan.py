@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from precast._internal import cures
-from precast._internal.display import Card, Displayed, size
+from precast._internal.display import Card, Displayed, plural
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
@@ -84,11 +84,11 @@ class Plan(Displayed):
         ]
 
     def _card(self) -> Card:
-        count = size(len(self.rules), "module")
+        count = plural(len(self.rules), "module")
         facts = [f"{count} of {len(self.modules):,} with a rule"]
         if self.unmatched:
             facts.append(
-                size(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
+                plural(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
             )
         nothing = [(pattern, "matches no module") for pattern in self.unmatched]
         title = f"Plan of the policy {self.policy.name!r}"

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from precast import _torch
-from precast._internal.display import Card, Displayed, size
+from precast._internal.display import Card, Displayed, plural
 from precast.errors import PolicyError
 from precast.policy import preset_files, toml_file
 from precast.policy.measured import Measured, check_measured
@@ -148,8 +148,10 @@ class Policy(Displayed):
         return type(self), (*arguments, dict(self.measured))
 
     def _card(self) -> Card:
-        title, patterns = f"Policy {self.name!r}", size(len(self.modules), "rule")
-        facts = [f"{size(len(table), 'row')} on {device}" for device, table in self.tables.items()]
+        title, patterns = f"Policy {self.name!r}", plural(len(self.modules), "rule")
+        facts = [
+            f"{plural(len(table), 'row')} on {device}" for device, table in self.tables.items()
+        ]
         facts += [f"{patterns} for modules"] * bool(self.modules)
         counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
         rules = [

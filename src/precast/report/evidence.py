@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal
 
+from precast._internal.display import plural
 from precast.report.schema import OperationRow, RunDocument, TraceTotals
 from precast.report.tree import ran_in, seconds_by_dtype
-from precast.report.words import count, plural
+from precast.report.words import count
 
 __all__ = ["expensive_casts", "in_16_bits", "is_mixed", "lost", "of_steps", "on_casts", "ran_lower"]
 __all__ += ["rows_of", "rules_ran", "slow_dtypes", "steps_counted"]

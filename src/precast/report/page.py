@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from precast._internal import atomic_write, version
+from precast._internal.display import plural
 from precast._internal.missing import missing_extra
 from precast._internal.records import as_json
 from precast.report.document import checked
@@ -24,7 +25,7 @@ from precast.report.remedies import Remedy, cost_words, remedies
 from precast.report.run_summary import summary_of
 from precast.report.schema import MergedDocument, RunDocument
 from precast.report.tree import tree
-from precast.report.words import count, duration, plural, share, with_code
+from precast.report.words import count, duration, share, with_code
 
 __all__ = ["asset", "html", "needed", "page_of", "script_json", "write"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from precast._internal import cures
+from precast._internal.display import plural
 from precast.report.evidence import (
     expensive_casts,
     is_mixed,
@@ -48,7 +49,6 @@ from precast.report.words import (
     count,
     duration,
     joined,
-    plural,
     sentence,
     share,
     shortened,

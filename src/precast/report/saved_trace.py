@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from precast._internal import atomic_write
-from precast._internal.display import Card, Displayed, milliseconds, size
+from precast._internal.display import Card, Displayed, milliseconds, plural
 from precast._internal.version import __version__
 from precast.errors import PrecastError
 from precast.report.schema import (
@@ -142,9 +142,9 @@ class SavedTrace(Displayed):
             return _card_of_counts(data.counts)
         t = data.totals
         facts = [
-            f"{size(t.calls, 'call')} in {milliseconds(t.seconds)}",
-            f"{size(t.casts, 'cast')} in {milliseconds(t.cast_seconds)}",
-            size(len(data.findings), "finding"),
+            f"{plural(t.calls, 'call')} in {milliseconds(t.seconds)}",
+            f"{plural(t.casts, 'cast')} in {milliseconds(t.cast_seconds)}",
+            plural(len(data.findings), "finding"),
         ]
         columns = ("module", "operation", "phase", "inputs", "output", "rule", "calls", "time")
         return Card("Trace", facts, columns, [_cells(row) for row in data.rows])
@@ -164,7 +164,7 @@ def _cells(row: OperationRow) -> tuple[object, ...]:
 def _card_of_counts(counts: list[RuleCount]) -> Card:
     """Return the display of a trace that only counted."""
     calls, casts = sum(count.calls for count in counts), sum(count.casts for count in counts)
-    facts = [f"{size(calls, 'call')} with a rule", size(casts, "cast"), "only counted"]
+    facts = [f"{plural(calls, 'call')} with a rule", plural(casts, "cast"), "only counted"]
     rows = [(c.op, c.device_type, c.rule, c.calls, c.casts) for c in counts]
     return Card("Trace", facts, ("operation", "device type", "rule", "calls", "casts"), rows)
 
@@ -204,7 +204,7 @@ class TraceDifference(Displayed):
         return dataclasses.asdict(self)
 
     def _card(self) -> Card:
-        facts = [f"{size(len(self.rows), 'operation')} changed", f"{self.totals.casts:+,} casts"]
+        facts = [f"{plural(len(self.rows), 'operation')} changed", f"{self.totals.casts:+,} casts"]
         rows = [
             (each.module, each.op, each.phase, _describe(each.before), _describe(each.after))
             for each in self.rows
@@ -298,7 +298,7 @@ class Explanation(Displayed):
     """The latest step first. The last one decided: a rule, a cast, or the first recorded operation."""
 
     def _card(self) -> Card:
-        facts = [self.dtype, size(len(self.steps), "step") if self.steps else "not followed"]
+        facts = [self.dtype, plural(len(self.steps), "step") if self.steps else "not followed"]
         rows = [
             (s.op, s.module, s.source, ", ".join(s.inputs), s.output, s.rule, s.reason)
             for s in self.steps

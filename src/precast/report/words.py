@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-__all__ = ["be", "count", "duration", "joined", "plural", "sentence", "share", "shortened", "size"]
+__all__ = ["be", "count", "duration", "joined", "sentence", "share", "shortened", "size"]
 __all__ += ["with_code"]
 
 
@@ -64,15 +64,6 @@ def count(number: float) -> str:
     '1,234,567'
     """
     return f"{number:,.0f}"
-
-
-def plural(number: int, noun: str) -> str:
-    """Format a number with its noun, whose plural ends in "s".
-
-    >>> plural(1, "step"), plural(1200, "step"), plural(0, "cast")
-    ('1 step', '1,200 steps', '0 casts')
-    """
-    return f"{count(number)} {noun}" + ("" if number == 1 else "s")
 
 
 def be(number: int) -> str:

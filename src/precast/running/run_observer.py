@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.display import size
+from precast._internal.display import plural
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast._internal.records import from_json
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
@@ -135,7 +135,7 @@ class RunObserver:
             "the order of steps": self._order.failures,
         }
         return [
-            f"{size(failures.total, 'event')} of {name} could not be recorded: {failures.examples()}."
+            f"{plural(failures.total, 'event')} of {name} could not be recorded: {failures.examples()}."
             for name, failures in watchers.items()
             if failures.total
         ]

@@ -19,12 +19,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal import cures
+from precast._internal.display import plural
 from precast._internal.events import scaler_listeners
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import frame_above, program_line
 from precast.report.schema import Finding, FindingCost, FindingLocation
-from precast.report.words import plural
 
 __all__ = ["BACKWARD_IN_REGION", "SCALED_CLIPPING", "StepOrder"]
 

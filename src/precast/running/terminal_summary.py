@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from precast._internal.display import terminal_width
+from precast._internal.display import plural, terminal_width
 from precast.report.evidence import lost
 from precast.report.run_summary import (
     beyond_scale,
@@ -17,7 +17,7 @@ from precast.report.run_summary import (
     summary_of,
     untraced,
 )
-from precast.report.words import count, duration, plural
+from precast.report.words import count, duration
 
 if TYPE_CHECKING:
     from precast.report.schema import RunDocument

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from precast._internal.display import Card, Displayed, size
+from precast._internal.display import Card, Displayed, plural
 
 __all__ = ["Conversion", "StoredAs"]
 
@@ -71,7 +71,7 @@ class Conversion(Displayed):
         return sum(weight.bytes // 2 for weight in self.kept if weight.dtype == "float32")
 
     def _card(self) -> Card:
-        stored = size(len(self.weights) - len(self.kept), "weight")
+        stored = plural(len(self.weights) - len(self.kept), "weight")
         facts = [
             f"{stored} of {len(self.weights):,} in 16 bits",
             f"{self.bytes:,} bytes of {self.bytes_before:,}",

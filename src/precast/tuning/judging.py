@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from precast._internal.display import size
+from precast._internal.display import plural
 from precast.tuning.costs import Objective
 from precast.tuning.intervals import Interval
 from precast.tuning.proof import Proof, SetupComparison, is_time_decided
@@ -208,7 +208,7 @@ def deciding_changes(
             yield f"a budget of about {duration_text(budget)}, if times and losses vary as they did here"
     batches = proof.seeds * factor_losses
     if not task.is_training and losses and batches <= MOST_BATCHES and proof.seeds < MOST_BATCHES:
-        yield f"about {size(math.ceil(batches), 'batch', 'batches')} instead of {proof.seeds}"
+        yield f"about {plural(math.ceil(batches), 'batch', 'batches')} instead of {proof.seeds}"
     widest = max((c.difference.high for c in losses), default=math.inf)
     if widest < 1:
         yield f"a tolerance of {widest:.2%} or more, within which the {task.words.value} is that of float32"

@@ -17,7 +17,7 @@ from torch import nn
 from precast import _torch
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import frame_above
-from precast.diagnostics.tracing.mode import OperationListener
+from precast.diagnostics.tracing.listening import OperationListener
 from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, kind_of
 from precast.policy.module_names import modules_by_name, name_of_each

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from precast._internal.display import dtype_name, milliseconds, size
+from precast._internal.display import dtype_name, milliseconds, plural
 from precast.tuning.chooser import Chosen
 from precast.tuning.costs import Objective, ProgramCosts
 from precast.tuning.error_meter import PrecisionErrors
@@ -114,4 +114,4 @@ def _percent(square: float) -> str:
 
 
 def _count(sites: list[OperationSite]) -> str:
-    return f" ({size(len(sites), 'place')})" if len(sites) > 1 else ""
+    return f" ({plural(len(sites), 'place')})" if len(sites) > 1 else ""

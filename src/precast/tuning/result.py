@@ -23,7 +23,7 @@ from precast._internal.display import (
     Card,
     Displayed,
     dtype_name,
-    size,
+    plural,
     terminal_width,
 )
 from precast.errors import MissingExtraError
@@ -208,7 +208,7 @@ def is_a_result(path: Path) -> bool:
 def _extent(search: DtypeEvidence, excluded: int) -> str:
     """Return the number of operations that were measured in one dtype, and how completely."""
     count = f"{excluded} excluded" if excluded else "none excluded"
-    parts = [f"{search.dtype}: {size(len(search.sites), 'operation')} measured, {count}"]
+    parts = [f"{search.dtype}: {plural(len(search.sites), 'operation')} measured, {count}"]
     if search.shared:
         parts.append(f"{search.shared} measured only in groups")
     if search.skipped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from precast._internal.display import size
+from precast._internal.display import plural
 
 __all__ = ["INFERENCE", "TRAINING", "TaskWords", "words_for"]
 
@@ -42,7 +42,7 @@ class TaskWords:
         """Return the extent of a proof: the seeds and steps, or the batches and runs."""
         if self is TRAINING:
             return f"{pairs} seeds of {each} steps"
-        return f"{size(pairs, self.trial, self.trials)}, run {size(each, 'time')}"
+        return f"{plural(pairs, self.trial, self.trials)}, run {plural(each, 'time')}"
 
 
 TRAINING: Final = TaskWords(

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from precast._internal.missing import missing_extra
 from precast.cli.demo.example import DemoResult, DemoRun
-from precast.diagnostics.hardware.doctor import processor, report_as_dict
+from precast.diagnostics.hardware.doctor import processor
 from precast.diagnostics.hardware.machine import times
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def to_dict(result: DemoResult) -> dict[str, Any]:
         "threads": result.threads,
         "speedup": result.speedup,
         "runs": {"float32": _run(result.float32), "mixed": _run(result.mixed)},
-        "machine": report_as_dict(result.machine),
+        "machine": result.machine.to_dict(),
     }
 
 

@@ -1,28 +1,41 @@
-"""The effect of a policy on a model, as a tree (`precast explain --model`).
+"""The effect of a policy on a model, as a tree (`precast explain --model`), also in one traced call (`--example`).
 
-Invariants: nothing is printed here; the functions return a renderable object, or plain values for JSON. Numbered
-siblings that are equal, including their children, share one line.
+Invariants:
+
+- nothing is printed here; the functions return a renderable object, or plain values for JSON;
+- numbered siblings that are equal, including their children, share one line;
+- the call of an example does not change the model: no gradients or hooks remain, and training mode is restored.
+  PyTorch's random numbers continue as if there had been no call.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 from rich.tree import Tree
 from torch import nn
+from torch.backends import mha
 from torch.nn.parameter import is_lazy
 
-from precast._internal.display import size
-from precast.diagnostics.explain.example import Ran, ran_in
+from precast._internal.display import plural
+from precast.attachment.attachment import attach
+from precast.autocast_mode.region import autocast
+from precast.diagnostics.tracing.tracer import trace
+from precast.errors import PrecastError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.module_rules import ModuleContext
 from precast.policy.policy import ModuleRule, Policy, Precision
+from precast.report.schema import OperationRow
 
-__all__ = ["ModelReport", "explain_model"]
+__all__ = ["ModelReport", "arguments", "explain_model"]
 
 _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
@@ -62,6 +75,10 @@ _OPERATIONS: dict[type[nn.Module], str] = {
 """The operation that modules of exactly these types call."""
 
 
+_Ran = dict[str, dict[str, list[str]]]
+"""Maps a module's name to dtypes, and each dtype to the operations with such results, those with a rule first."""
+
+
 @dataclass(frozen=True)
 class ModelReport:
     """A plan, with the number of parameters in each module, and the dtype of the operations of PyTorch's modules."""
@@ -71,7 +88,7 @@ class ModelReport:
     operations: dict[str, dict[str, dict[str, str]]]
     """Maps a module's name to its operation, to device types, to the dtype in a region, for modules of `torch.nn`'s own
     types; the operations of others are unknown without a run."""
-    ran: Ran | None
+    ran: _Ran | None
     """The operations of an example in each module; None without an example."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +167,7 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
         for name, module in modules.items()
         if name in insides and (op := _OPERATIONS.get(type(module)))
     }
-    ran = ran_in(model, policy, *examples) if examples else None
+    ran = _ran_in(model, policy, *examples) if examples else None
     return ModelReport(planned, counts, operations, ran)
 
 
@@ -257,7 +274,7 @@ def _rule_text(rule: ModuleRule) -> str:
 def _match_line(pattern: str, names: tuple[str, ...]) -> str:
     shown = ", ".join(name or "the model" for name in names[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    return f"{pattern!r} matches {size(len(names), 'module')}: {shown}{more}"
+    return f"{pattern!r} matches {plural(len(names), 'module')}: {shown}{more}"
 
 
 def _short_count(count: int) -> str:
@@ -265,3 +282,78 @@ def _short_count(count: int) -> str:
         if count >= unit:
             return f"{count / unit:.3g}{letter}"
     return str(count)
+
+
+# --- the operations of an example ---
+
+
+def _ran_in(model: nn.Module, policy: Policy, example: Any) -> _Ran:
+    """Return the operations of each module in one call of the model, in evaluation mode, in a region with the policy.
+
+    Args:
+        model: the model; its device is that of its first parameter, or else the CPU.
+        policy: the policy of the region and of the model's modules.
+        example: the model's arguments as a tuple, its keyword arguments as a dict, or its only argument.
+
+    Raises:
+        PrecastError: the model fails on the example.
+        PolicyError: the policy's module rules cannot be carried out.
+    """
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    args, kwargs = arguments(example)
+    devices = [] if device.type in {"cpu", "meta"} else [device]
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # the report itself lists patterns without a match
+        attachment = attach(model, policy, hold=False)
+    with (
+        attachment,
+        _evaluating(model),
+        torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+        torch.no_grad(),
+        trace(model) as traced,
+        autocast(device.type, policy=policy),
+    ):
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            raise PrecastError(
+                f"the model failed on the example: {type(error).__name__}: {error}"
+            ) from error
+    return _by_module(traced.rows)
+
+
+def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example as positional and keyword arguments."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch to evaluation mode, and disable the fused kernels of transformers, which do not call modules."""
+    training = [module for module in model.modules() if module.training]
+    is_fused = mha.get_fastpath_enabled()
+    model.eval()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(is_fused)
+        for module in training:
+            module.training = True
+
+
+def _by_module(rows: list[OperationRow]) -> _Ran:
+    ran: _Ran = {}
+    for row in sorted(
+        rows, key=lambda row: (min(row.output, default=""), row.rule is None, row.op)
+    ):
+        dtype = next((each for each in row.output if "float" in each), None)
+        if row.module is None or dtype is None or not row.inputs:  # nothing was computed
+            continue
+        operations = ran.setdefault(row.module, {}).setdefault(dtype, [])
+        if row.op not in operations:
+            operations.append(row.op)
+    return ran

@@ -28,7 +28,6 @@ __all__ = [
     "processor",
     "recommend",
     "render",
-    "report_as_dict",
 ]
 
 _WORTH_IT: Final = 1.1
@@ -79,22 +78,11 @@ class MachineDiagnosis:
             "torch": self.torch,
             "python": self.python,
             "devices": [asdict(device) for device in self.devices],
-            "dtypes": [report_as_dict(report) for report in self.reports],
+            "dtypes": [report.to_dict() for report in self.reports],
             "recommendation": asdict(self.recommendation),
             "engine": asdict(self.engine),
             "float8": [report.to_dict() for report in self.float8],
         }
-
-
-def report_as_dict(report: DtypeReport) -> dict[str, Any]:
-    """Return one report as plain values for JSON."""
-    return {
-        "device": report.device,
-        "dtype": report.dtype,
-        "diagnosis": report.diagnosis,
-        "units": list(report.units),
-        "speeds": [speed.to_dict() for speed in report.speeds],
-    }
 
 
 def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnosis:

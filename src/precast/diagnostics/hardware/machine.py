@@ -119,6 +119,16 @@ class DtypeReport:
             return None
         return statistics.harmonic_mean(self.ratios.values())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "diagnosis": self.diagnosis,
+            "units": list(self.units),
+            "speeds": [speed.to_dict() for speed in self.speeds],
+        }
+
 
 def dtypes_of(device: torch.device) -> tuple[str, ...]:
     """Return the names in `DTYPES` that exist on `device`: tf32 only on CUDA devices that have it."""

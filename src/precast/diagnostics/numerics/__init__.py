@@ -1,4 +1,1 @@
-"""Numeric health of a model.
-
-Start with `monitoring.py`, then read `model_hooks.py`, `running_step.py`, `record.py`, and `samples.py` for plain data.
-"""
+"""Numeric health of a model. Start reading at `monitoring.py`, then `model_watcher.py` and `record.py`."""

@@ -1,4 +1,4 @@
-"""Updates of 16-bit parameters and 16-bit optimizer states that round to nothing.
+"""Updates that round to nothing: of 16-bit parameters, of optimizer states and of averages of parameters in 16 bits.
 
 Invariants:
 
@@ -6,32 +6,36 @@ Invariants:
   gradient and its states, before the real step, which it does not change;
 - float32 parameters, and weights that learn by rounding (`precast.optim`), lose nothing, which is reported without a
   computation. For optimizers that are not PyTorch's, and for tensor subclasses, the loss is unknown;
-- nothing waits for the device until `read`.
+- nothing waits for the device until `read`, except the search for averages.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from precast._torch import SIXTEEN_BIT, step_without_hooks
+from precast._torch import SIXTEEN_BIT, step_without_hooks, version_if_counted
+from precast.diagnostics.numerics.host_transfer import on_host
 from precast.optim import rounding
 from precast.optim.low_precision_weights import learns_by_rounding
 from precast.optim.partial_steps import (
     is_large,
     outside_autocast,
+    parameters_of,
     treats_each_parameter_by_itself,
     without_scaler,
 )
 
-__all__ = ["NOTHING_LOST", "SAMPLE", "LostUpdates", "UpdateLoss", "sample"]
+__all__ = ["Averages", "LostUpdates", "UpdateLoss"]
 
-SAMPLE: Final = 1 << 16
+_SAMPLE: Final = 1 << 16
 """The approximate maximum of values of an optimizer's state, or of an average, that are compared."""
 _SMALLEST_MOVE: Final = 1 / 128
 """A share of the distance between two 16-bit values: a state that should move by less has converged."""
@@ -50,7 +54,7 @@ class UpdateLoss(NamedTuple):
     """Maps each optimizer state in 16 bits to the share of its values that should move and stayed."""
 
 
-NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0, {})
+_NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0, {})
 
 
 class _StateSample(NamedTuple):
@@ -111,7 +115,7 @@ class LostUpdates:
 
     def read(self) -> dict[str, UpdateLoss]:
         """Return the losses by name. Waits for the device."""
-        losses = dict.fromkeys(self._lose_nothing, NOTHING_LOST)
+        losses = dict.fromkeys(self._lose_nothing, _NOTHING_LOST)
         states: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for (name, state), sums in self.state_sums.items():
             moving, stayed = sums.tolist()
@@ -125,10 +129,10 @@ class LostUpdates:
         return losses
 
 
-def sample(tensor: Tensor) -> Tensor:
-    """Return evenly spread values of a tensor: all of a small one, about `SAMPLE` of a larger one."""
+def _sample(tensor: Tensor) -> Tensor:
+    """Return evenly spread values of a tensor: all of a small one, about `_SAMPLE` of a larger one."""
     flat = tensor.detach().reshape(-1)
-    return flat[:: -(-flat.numel() // SAMPLE)]
+    return flat[:: -(-flat.numel() // _SAMPLE)]
 
 
 def _loses_nothing(parameter: Tensor) -> bool:
@@ -172,7 +176,7 @@ def _copy(state: Any) -> Any:
 def _states(optimizer: Optimizer, parameter: Tensor, copy: Tensor) -> list[_StateSample]:
     """Return the 16-bit states of a parameter, with the values of the step that `copied` has taken in float32."""
     return [
-        _StateSample(name, value, sample(value).clone(), sample(optimizer.state[copy][name]))
+        _StateSample(name, value, _sample(value).clone(), _sample(optimizer.state[copy][name]))
         for name, value in (optimizer.state.get(parameter) or {}).items()
         if is_large(value) and value.dtype in SIXTEEN_BIT and type(value) is Tensor
     ]
@@ -183,7 +187,7 @@ def _count_stuck(state: _StateSample) -> Tensor:
     previous = state.previous.float()
     least = previous.abs() * (torch.finfo(state.memory.dtype).eps * _SMALLEST_MOVE)
     moves = (state.exact - previous).abs() > least
-    stays = moves & (sample(state.memory) == state.previous)
+    stays = moves & (_sample(state.memory) == state.previous)
     return torch.stack([moves.sum(), stays.sum()])
 
 
@@ -204,3 +208,125 @@ def _compare(previous: Tensor, current: Tensor, exact: Tensor) -> Tensor:
         stays_with_kahan.sum(),
     )
     return torch.stack([each.double() for each in sums])
+
+
+# --- averages of parameters ---
+
+
+_HEAD: Final = 64
+"""The number of values that are compared to find the nearest of several parameters of one shape."""
+
+
+class _Candidate(NamedTuple):
+    """A tensor in 16 bits that may be an average of a parameter, right after a step of the optimizer."""
+
+    name: str
+    """The parameter's name."""
+    reference: weakref.ref[Tensor]
+    parameter: weakref.ref[Tensor]
+    values: Tensor
+    """A sample of its values."""
+    version: int | None
+
+
+class Averages:
+    """Compares moving averages (EMA) of parameters in 16 bits before and after their update.
+
+    An update moves an average by a small share of its distance to the parameter, often a thousandth or less, and 16
+    bits round that to nothing. PyTorch has no hook for such updates, because programs implement them by their own
+    operations. So tensors of the process are compared from one optimizer step to the next forward pass. A 16-bit tensor
+    with the shape of a parameter that was written, but whose values that differ from the parameter mostly stayed the
+    same, does not follow it.
+
+    Tensors are only read, and referenced weakly. Frozen copies, which are not written, and casts of the parameter,
+    which equal it, are not averages; nor are parameters and states of optimizers.
+    """
+
+    def __init__(self) -> None:
+        self._candidates: list[_Candidate] = []
+        self.sums: dict[tuple[str, int], Tensor] = {}
+        """Maps a parameter and the number of an average to the numbers of values that differ, and that stayed."""
+
+    def before(self, parameters: Mapping[str, Tensor]) -> None:
+        """Record the tensors that may be averages of `parameters`, by name."""
+        self._candidates = []
+        for name, tensor in _candidates(parameters):
+            references = weakref.ref(tensor), weakref.ref(parameters[name])
+            candidate = _Candidate(
+                name, *references, _sample(tensor).clone(), version_if_counted(tensor)
+            )
+            self._candidates.append(candidate)
+
+    def after(self) -> None:
+        """Compare the recorded tensors, after the program has had time to update its averages."""
+        candidates, self._candidates = self._candidates, []
+        for each in candidates:
+            tensor, parameter = each.reference(), each.parameter()
+            if tensor is None or parameter is None:
+                continue
+            values = _sample(tensor)
+            differs = _sample(parameter).to(values) != each.values
+            changed = values != each.values
+            is_written = changed.any() | (version_if_counted(tensor) != each.version)
+            stays = differs & ~changed & is_written
+            # A tensor that equals the parameter in most of its values is a cast of it.
+            is_average = differs.sum() * 2 > differs.numel()
+            counts = torch.stack([differs.sum(), stays.sum() * is_average])
+            self.sums[each.name, len(self.sums)] = counts
+
+    def read(self) -> dict[str, float]:
+        """Return for each parameter the share of an average's values that stayed. Waits for the device."""
+        shares: dict[str, float] = {}
+        for (name, _), counts in self.sums.items():
+            differing, stayed = counts.tolist()
+            if stayed:
+                shares[name] = max(stayed / differing, shares.get(name, 0.0))
+        return shares
+
+
+def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each 16-bit tensor with the shape of a parameter, and the name of the parameter that it is nearest to."""
+    by_shape: defaultdict[torch.Size, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        if type(parameter) is nn.Parameter and parameter.layout is torch.strided:
+            by_shape[parameter.shape].append(name)
+    tensors, others = _tensors_of_process(by_shape)
+    others.update(id(p.grad) for p in parameters.values() if p.grad is not None)
+    candidates = {
+        shape: [each for each in of_shape if id(each) not in others]
+        for shape, of_shape in tensors.items()
+    }
+    shapes = [shape for shape, of_shape in candidates.items() if of_shape]
+    compared = [
+        [*candidates[shape], *(parameters[name] for name in by_shape[shape])] for shape in shapes
+    ]
+    heads = iter(on_host(_head(tensor) for of_shape in compared for tensor in of_shape))
+    for shape, of_shape in zip(shapes, compared, strict=True):
+        number = len(candidates[shape])
+        values = torch.stack([next(heads) for _ in of_shape])
+        nearest = torch.cdist(values[:number], values[number:])
+        for tensor, place in zip(candidates[shape], nearest.argmin(1).tolist(), strict=True):
+            yield by_shape[shape][place], tensor
+
+
+def _tensors_of_process(
+    shapes: Collection[torch.Size],
+) -> tuple[dict[torch.Size, list[Tensor]], set[int]]:
+    """Return the 16-bit tensors of some shapes, and the ids of all tensors that belong to optimizers."""
+    tensors: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    of_optimizers: set[int] = set()
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind is Tensor or kind is nn.Parameter:
+            if each.dtype in SIXTEEN_BIT and each.layout is torch.strided and each.shape in shapes:
+                tensors[each.shape].append(each)
+        elif issubclass(kind, Optimizer):
+            of_optimizers.update(map(id, parameters_of(each)))
+            for state in each.state.values():
+                of_optimizers.update(map(id, state.values()))
+    return tensors, of_optimizers
+
+
+def _head(tensor: Tensor) -> Tensor:
+    """Return the first values of a sample of a tensor."""
+    return _sample(tensor)[:_HEAD].float()

@@ -25,9 +25,8 @@ from precast import _torch
 from precast._internal import events, pytree
 from precast._internal.display import dtype_name
 from precast._internal.events import NonfiniteOrigin
-from precast.diagnostics.numerics.averages import Averages
 from precast.diagnostics.numerics.host_transfer import move_to_host
-from precast.diagnostics.numerics.lost_updates import LostUpdates
+from precast.diagnostics.numerics.lost_updates import Averages, LostUpdates
 from precast.diagnostics.numerics.tally import (
     TensorCounts,
     TensorKey,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from precast._internal.display import Card, size
+from precast._internal.display import Card, plural
 from precast._internal.events import HealthEvent, NonfiniteOrigin
 from precast.diagnostics.numerics.bins import exponents, what_if
 from precast.diagnostics.numerics.tally import TensorCounts, TensorKey
@@ -39,7 +39,7 @@ class Samples:
 
     def card(self, steps: int, first: NonfiniteOrigin | None) -> Card:
         """Return the display of a monitor of so many steps; the table shows the latest counted step."""
-        facts = [size(steps, "step"), f"{len(self._steps):,} of them counted"]
+        facts = [plural(steps, "step"), f"{len(self._steps):,} of them counted"]
         if first is not None:
             facts.append(f"first {first.what} in step {first.step}: {first.kind} of {first.name!r}")
         if not self._steps:

@@ -16,7 +16,7 @@ from precast import _torch
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import outermost_regions
-from precast.diagnostics.tracing.mode import OperationListener
+from precast.diagnostics.tracing.listening import OperationListener
 from precast.engine.operation import Operation
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy, Rule

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from precast._internal import cures
-from precast._internal.display import dtype_name
+from precast._internal.display import dtype_name, plural
 from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.lineage import CastCosts, CastSite
@@ -33,7 +33,7 @@ from precast.report.schema import (
     OperationRow,
     TraceTotals,
 )
-from precast.report.words import duration, plural
+from precast.report.words import duration
 
 __all__ = ["MOST", "findings_of"]
 

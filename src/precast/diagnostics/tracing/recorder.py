@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +31,11 @@ from precast.diagnostics.tracing.call_sites import (
 )
 from precast.diagnostics.tracing.counting import RuleCounts
 from precast.diagnostics.tracing.error_notes import FailedCall, add_note
-from precast.diagnostics.tracing.facts import CastPatterns
-from precast.diagnostics.tracing.lineage import CastSite, Lineage, Origin, Upcast
-from precast.diagnostics.tracing.mode import OperationListener
+from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
+from precast.diagnostics.tracing.lineage import Lineage, Origin, Upcast
+from precast.diagnostics.tracing.listening import OperationListener
 from precast.diagnostics.tracing.reasons import ModuleRuleTexts, RuleDecision
-from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TraceTally
+from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TracedCall, TraceTally
 from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.annotations import take_annotation
 from precast.engine.operation import Operation, is_eligible
@@ -49,7 +48,6 @@ from precast.engine.operator_kinds import (
 )
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 from precast.report.saved_trace import LineageStep
-from precast.report.schema import TraceTotals
 
 __all__ = ["HEAVY", "TraceRecorder"]
 
@@ -64,29 +62,16 @@ _MOST_ORIGINS: Final = 8
 _MOST_NEW_NODES: Final = 64
 """The most nodes of the graph that are attributed to one operation."""
 _FP32: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
-_Texts = tuple[str, ...]
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-@dataclass(slots=True)
-class _RuleApplication:
+class _RuleApplication(NamedTuple):
     """A rule that is being applied to an operation."""
 
     op: Operation
     policy: Policy
-    decision: RuleDecision
-    place: CallPlace
-    inputs: _Texts
-    origins: list[Origin | None]
-    """The origins of its floating-point inputs."""
-    call: _Call
-    mismatched: int = 0
-    """The number of inputs whose dtype is not that of the rule."""
-    casts: int = 0
-    """The number of casts that the rule made. `sums` also counts those inside operations."""
-    sums: TraceTotals = field(default_factory=TraceTotals)
-    upcasts: list[Upcast] = field(default_factory=list)
+    record: TracedCall
 
 
 class TraceRecorder(OperationListener):
@@ -126,97 +111,71 @@ class TraceRecorder(OperationListener):
 
     def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the start of an operation with a rule."""
-        policy = reasons.policy_here(op.device_type)
-        self.policies[op.device_type] = policy
+        device = op.device_type
+        policy = self.policies[device] = reasons.policy_here(device)
         place = self._place_on_stack().forward()
         if _torch.current_node() is not None:  # a checkpoint repeats its forward
             place = CallPlace(place.module, place.source, "backward")
         tensors = tensors_of(args, kwargs)
-        origins = [self.lineage.of(t) for t in floating_in(tensors)]
-        decision = reasons.decide(policy, op.name, op.device_type)
-        inputs = tuple(map(dtype_of, tensors))
-        call = args, kwargs
-        application = _RuleApplication(op, policy, decision, place, inputs, origins, call)
-        if decision.rule == Rule.LOWER:
-            lower, device = op.lower_dtype(), op.device_type
-            application.mismatched = sum(
+        record = TracedCall(
+            TrialCall(op.overload, args, kwargs),
+            reasons.decide(policy, op.name, device),
+            place,
+            tuple(map(dtype_of, tensors)),
+            [self.lineage.of(t) for t in floating_in(tensors)],
+        )
+        if record.decision.rule == Rule.LOWER:
+            lower = op.lower_dtype()
+            record.mismatched = sum(
                 t.dtype is not lower and is_eligible(t, device) for t in tensors
             )
-        self._applications.append(application)
+        self._applications.append(_RuleApplication(op, policy, record))
 
     def end(self, result: Any) -> None:
         """Record the results of an operation with a rule."""
         application = self._applications.pop()
+        record, device = application.record, application.op.device_type
         annotation = take_annotation()
         if annotation:
-            op, rule, reason = application.decision
-            application.decision = RuleDecision(op, rule, f"{reason}; {annotation}")
-        op, rule, _ = application.decision
-        outputs = tensors_of((result,), {})
+            op, rule, reason = record.decision
+            record.decision = RuleDecision(op, rule, f"{reason}; {annotation}")
+        rule, outputs = record.decision.rule, tensors_of((result,), {})
         self._count(application, outputs)
         island = None
         if rule is None:
-            self._record_product(
-                TrialCall(application.op.overload, *application.call),
-                application.place,
-                application.inputs,
-            )
-        if application.upcasts and rule in _FP32:
-            at = CastSite(op, application.place.module, application.place.source)
+            self._record_product(record)
+        if record.upcasts and rule in _FP32:
             island = self.patterns.island(
-                at, application.op.device_type, application.policy.name, application.upcasts
+                record.site, device, application.policy.name, record.upcasts
             )
-            self.patterns.note_call(at, application.op.overload, *application.call)
-        upcast = self.patterns.carried(op, application.origins, application.upcasts)
-        if rule != Rule.LOWER and application.place.phase != "backward":
-            self.patterns.use(application.origins, upcast)
-        sets_dtype = rule in (Rule.LOWER, *_FP32)
-        for tensor in floating_in(outputs):
-            parent = None if sets_dtype else _parent(application.origins, tensor.dtype)
-            origin = self._put_origin(
-                tensor, application.decision, application.place, application.inputs, parent
-            )
-            origin.island = island
-            origin.upcast = upcast if tensor.dtype is torch.float32 else None
+            self.patterns.note_call(record.site, *record.call)
+        self._put_origins(record, outputs, island=island)
 
     def fail(self, error: BaseException) -> None:
         """Record an error of an operation with a rule. A checkpoint ends its repetition by an error, too."""
         application = self._applications.pop()
         take_annotation()  # of an inner call that did not raise
         self._count(application, [])
-        call = TrialCall(application.op.overload, *application.call)
-        attempt = FailedCall(
-            call, application.op.device_type, application.policy, is_in_region=True
-        )
-        add_note(error, application.decision, attempt, application.inputs, application.origins)
+        op, policy, record = application
+        attempt = FailedCall(record.call, op.device_type, policy, is_in_region=True)
+        add_note(error, record.decision, attempt, record.inputs, record.origins)
 
     def _count(self, application: _RuleApplication, outputs: list[Tensor]) -> None:
-        op, rule, _ = application.decision
-        cached = max(0, application.mismatched - application.casts) if outputs else 0
-        row = self.tally.row(
-            application.place,
-            application.decision,
-            application.inputs,
-            outputs,
-            self._around(application.op.device_type),
-        )
-        if row is not None:
-            row.casts += application.sums.casts
-            row.cast_bytes += application.sums.cast_bytes
-            row.cast_seconds += application.sums.cast_seconds
-            row.seconds += application.sums.seconds
-            row.cached += cached
-        self.totals.cached += cached
+        record, device = application.record, application.op.device_type
+        op, rule, _ = record.decision
+        if outputs:
+            record.sums.cached = max(0, record.mismatched - record.rule_casts)
+        self.tally.add(record, outputs, self._around(device))
         if rule is not None:
-            count = self.counts[op, application.op.device_type, rule]
+            count = self.counts[op, device, rule]
             count.calls += 1
-            count.casts += application.casts
+            count.casts += record.rule_casts
 
     # --- operations ---
 
     def casting_here(self) -> list[str]:
         """Return the device types on which autocast casts now: none inside an operation that has a rule."""
-        if self._applications and self._applications[-1].decision.rule is not None:
+        if self._applications and self._applications[-1].record.decision.rule is not None:
             return []
         return [device for device in DEVICE_TYPES if is_enabled(device)]
 
@@ -240,22 +199,19 @@ class TraceRecorder(OperationListener):
             if has_node or not kind.is_view:
                 self._record_without_rule(func, call, out, seconds, inside)
             return
-        application = self._applications[-1]
-        self.totals.seconds += seconds
-        application.sums.seconds += seconds
+        record = self._applications[-1].record
+        record.sums.seconds += seconds
         if has_node:
-            self._add_nodes(application.decision.op, application.place)
+            self._add_nodes(record.decision.op, record.place)
         for cast in kind.casts(call[0], out, seconds):
-            self.tally.cast(cast, application.sums)
-            application.casts += 1
-            upcast = self._find_patterns(cast, application.decision, application.place)
+            self.tally.add_cast(cast, record)
+            record.rule_casts += 1
+            upcast = self._find_patterns(cast, record)
             if upcast is not None:
-                application.upcasts.append(upcast)
-            self._put_origin(
-                cast.target, application.decision, application.place, (dtype_of(cast.source),), None
-            )
+                record.upcasts.append(upcast)
+            self._put_origin(cast.target, record, (dtype_of(cast.source),), None)
         for cast in inside:
-            self.tally.cast_inside(cast, application.sums)
+            self.tally.add_cast(cast, record, is_inside=True)
 
     def failed(self, func: Any, call: _Call, error: BaseException) -> None:
         """Record an error of an operation, unless a rule is being applied."""
@@ -292,7 +248,6 @@ class TraceRecorder(OperationListener):
             place = place.forward()
         if kind.is_view:
             return
-        self.totals.seconds += seconds
         casts = kind.casts(call[0], out, seconds)
         around = self._around(device)
         if reason is None and casts:
@@ -303,33 +258,32 @@ class TraceRecorder(OperationListener):
                 self.policies[device] = policy
             module_rule = around.module_rule
             _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
-        decision = RuleDecision(kind.name, None, reason)
-        inputs = tuple(map(dtype_of, tensors))
-        self._record_product(TrialCall(func, *call), place, inputs)
-        row = self.tally.row(place, decision, inputs, outputs, around)
-        if row is not None:
-            row.seconds += seconds
+        record = TracedCall(
+            TrialCall(func, *call),
+            RuleDecision(kind.name, None, reason),
+            place,
+            tuple(map(dtype_of, tensors)),
+        )
+        record.sums.seconds = seconds
+        self._record_product(record)
         for cast in inside:
-            self.tally.cast_inside(cast, row)
+            self.tally.add_cast(cast, record, is_inside=True)
         for cast in casts:
-            self.tally.cast(cast, row)
+            self.tally.add_cast(cast, record)
             if place.phase != "optimizer":
-                upcast = (
-                    self._find_patterns(cast, decision, place)
-                    if place.phase != "backward"
-                    else None
-                )
-                self._put_origin(
-                    cast.target, decision, place, (dtype_of(cast.source),), None
-                ).upcast = upcast
+                upcast = self._find_patterns(cast, record) if place.phase != "backward" else None
+                origin = self._put_origin(cast.target, record, (dtype_of(cast.source),), None)
+                origin.upcast = upcast
+        self.tally.add(record, outputs, around)
         if not casts and len(outputs) <= _MOST_ORIGINS and place.phase != "optimizer":
-            self._put_origins(decision, place, tensors, inputs, outputs)
+            record.origins = [self.lineage.of(t) for t in floating_in(tensors)]
+            self._put_origins(record, outputs, arguments=tensors)
 
-    def _record_product(self, call: TrialCall, place: CallPlace, inputs: _Texts) -> None:
+    def _record_product(self, record: TracedCall) -> None:
         """Store the description of a call in forward that may be faster in 16 bits."""
-        kind = kind_of(call.overload)
-        if place.phase == "forward" and kind.base in HEAVY and set(inputs) == {"float32"}:
-            self.patterns.note_call(CastSite(kind.name, place.module, place.source), *call)
+        is_heavy = kind_of(record.call.overload).base in HEAVY
+        if is_heavy and record.place.phase == "forward" and set(record.inputs) == {"float32"}:
+            self.patterns.note_call(record.site, *record.call)
 
     def _place_on_stack(self) -> CallPlace:
         frame = frame_above(1)
@@ -363,36 +317,38 @@ class TraceRecorder(OperationListener):
 
     def _put_origins(
         self,
-        decision: RuleDecision,
-        place: CallPlace,
-        tensors: list[Tensor],
-        inputs: _Texts,
+        record: TracedCall,
         outputs: list[Tensor],
+        *,
+        island: Float32Island | None = None,
+        arguments: Sequence[Tensor] = (),
     ) -> None:
-        """Record the origins of results."""
-        floating = floating_in(outputs)
-        origins = [self.lineage.of(t) for t in floating_in(tensors)]
-        upcast = self.patterns.carried(decision.op, origins, [])
-        if place.phase != "backward":
+        """Record the origins of results; a result that is one of `arguments` was written in place and keeps its own."""
+        (op, rule, _), origins = record.decision, record.origins
+        upcast = self.patterns.carried(op, origins, record.upcasts)
+        if rule != Rule.LOWER and record.place.phase != "backward":
             self.patterns.use(origins, upcast)
-        for tensor in floating:
-            origin = self.lineage.of(tensor) if any(tensor is each for each in tensors) else None
-            if origin is None:  # otherwise it was written in place, and its dtype is the same
-                parent = _parent(origins, tensor.dtype)
-                origin = self._put_origin(tensor, decision, place, inputs, parent)
+        sets_dtype = rule in (Rule.LOWER, *_FP32)
+        for tensor in floating_in(outputs):
+            is_argument = any(tensor is each for each in arguments)
+            origin = self.lineage.of(tensor) if is_argument else None
+            if origin is None:
+                parent = None if sets_dtype else _parent(origins, tensor.dtype)
+                origin = self._put_origin(tensor, record, record.inputs, parent)
+                origin.island = island
             origin.upcast = upcast if tensor.dtype is torch.float32 else None
 
     # --- graphs and tensors ---
 
-    def _find_patterns(self, cast: Cast, decision: RuleDecision, place: CallPlace) -> Upcast | None:
+    def _find_patterns(self, cast: Cast, record: TracedCall) -> Upcast | None:
         """Find round trips, islands and repeated casts of weights; return the cast if it is to a wider dtype."""
-        at, source = CastSite(decision.op, place.module, place.source), cast.source
+        at, rule, source = record.site, record.decision.rule, cast.source
         if source.element_size() < cast.target.element_size():
-            return Upcast(*at, cast.seconds, cast.bytes, rule=decision.rule, dtype=source.dtype)
+            return Upcast(*at, cast.seconds, cast.bytes, rule=rule, dtype=source.dtype)
         origin = self.lineage.of(source)
         if origin is not None:
             self.patterns.came_down(origin, at, cast)
-            if decision.rule == Rule.LOWER:
+            if rule == Rule.LOWER:
                 self.patterns.rounds(origin, at, cast)
         self.patterns.weights.saw(at, cast, outermost_region())
         return None
@@ -414,14 +370,9 @@ class TraceRecorder(OperationListener):
             self.saved = dict(sizes)
 
     def _put_origin(
-        self,
-        tensor: Tensor,
-        decision: RuleDecision,
-        place: CallPlace,
-        inputs: _Texts,
-        parent: Origin | None,
+        self, tensor: Tensor, record: TracedCall, inputs: tuple[str, ...], parent: Origin | None
     ) -> Origin:
-        op, rule, reason = decision
+        (op, rule, reason), place = record.decision, record.place
         dtypes = list(inputs), dtype_of(tensor)
         step = LineageStep(op, place.module, place.source, *dtypes, rule, reason)
         size = _torch.stored_bytes(tensor)

@@ -1,19 +1,22 @@
-"""The sums of a trace: rows, totals, and casts by their dtypes.
+"""The record of a call, and the sums over all calls of a trace: rows, totals, and casts by their dtypes.
 
 Invariant: there are at most `MOST_ROWS` rows; calls of further kinds are in the totals, and counted as dropped.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
+from precast.diagnostics.tracing.lineage import CastSite, Origin, Upcast
 from precast.diagnostics.tracing.reasons import RuleDecision
+from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.operator_kinds import Cast, dtype_of
 from precast.report.schema import CastFlow, OperationRow, Phase, TraceTotals
 
-__all__ = ["MOST_ROWS", "CallPlace", "Surroundings", "TraceTally"]
+__all__ = ["MOST_ROWS", "CallPlace", "Surroundings", "TraceTally", "TracedCall"]
 
 MOST_ROWS: Final = 10_000
 
@@ -36,6 +39,31 @@ class Surroundings(NamedTuple):
     region: str | None
     module_rule: str | None
     device: str
+
+
+@dataclass(slots=True)
+class TracedCall:
+    """A call of an operation: one with a rule while the rule is applied, another one after it has run."""
+
+    call: TrialCall
+    decision: RuleDecision
+    place: CallPlace
+    inputs: tuple[str, ...]
+    """The dtypes of its tensors."""
+    origins: list[Origin | None] = field(default_factory=list)
+    """The origins of its floating-point inputs."""
+    upcasts: list[Upcast] = field(default_factory=list)
+    """The casts to a wider dtype that its rule made."""
+    rule_casts: int = 0
+    """The number of casts that its rule made. `sums` also counts those inside operations."""
+    mismatched: int = 0
+    """The number of inputs whose dtype is not that of the rule."""
+    sums: TraceTotals = field(default_factory=TraceTotals)
+
+    @property
+    def site(self) -> CastSite:
+        """The operation and its place."""
+        return CastSite(self.decision.op, self.place.module, self.place.source)
 
 
 class CastFlows(dict[tuple[str, str], CastFlow]):
@@ -64,41 +92,40 @@ class TraceTally:
         """The casts inside operations, which neither a rule nor the program causes; `flow` has them, too."""
         self.dropped = 0
 
-    def row(
-        self,
-        place: CallPlace,
-        decision: RuleDecision,
-        inputs: tuple[str, ...],
-        outputs: list[Tensor],
-        around: Surroundings,
+    def add(self, call: TracedCall, outputs: list[Tensor], around: Surroundings) -> None:
+        """Add a call to the totals and to its row, unless there are too many rows."""
+        sums, row = call.sums, self._row(call, outputs, around)
+        for total in (self.totals,) if row is None else (self.totals, row):
+            total.calls += 1
+            total.casts += sums.casts
+            total.cast_bytes += sums.cast_bytes
+            total.cast_seconds += sums.cast_seconds
+            total.cached += sums.cached
+            total.seconds += sums.seconds
+
+    def add_cast(self, cast: Cast, call: TracedCall, *, is_inside: bool = False) -> None:
+        """Count a cast of a call, or one inside the operation."""
+        self.flow.add(cast)
+        if is_inside:
+            self.inside.add(cast)
+        sums = call.sums
+        sums.casts += 1
+        sums.cast_bytes += cast.bytes
+        sums.cast_seconds += cast.seconds
+
+    def _row(
+        self, call: TracedCall, outputs: list[Tensor], around: Surroundings
     ) -> OperationRow | None:
-        """Count a call in its row, and return the row; None if there are too many rows."""
-        self.totals.calls += 1
-        output = tuple(map(dtype_of, outputs))
-        key = place, decision, inputs, output, around
+        place, inputs, output = call.place, call.inputs, tuple(map(dtype_of, outputs))
+        key = place, call.decision, inputs, output, around
         row = self.rows.get(key)
         if row is None:
             if len(self.rows) >= MOST_ROWS:
                 self.dropped += 1
                 return None
-            op, rule, reason = decision
+            op, rule, reason = call.decision
             row = self.rows[key] = OperationRow(
                 place.module, op, place.phase, place.source, list(inputs), list(output), rule, reason, *around,
                 order=len(self.rows),
             )  # fmt: skip
-        row.calls += 1
         return row
-
-    def cast(self, cast: Cast, own: OperationRow | TraceTotals | None) -> None:
-        """Count a cast in the totals and in the sums of its operation."""
-        self.flow.add(cast)
-        for sums in (self.totals, own):
-            if sums is not None:
-                sums.casts += 1
-                sums.cast_bytes += cast.bytes
-                sums.cast_seconds += cast.seconds
-
-    def cast_inside(self, cast: Cast, own: OperationRow | TraceTotals | None) -> None:
-        """Count a cast inside an operation."""
-        self.cast(cast, own)
-        self.inside.add(cast)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast._internal.display import size
 from precast.attachment.attachment import attached_models
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import ModuleNames
@@ -154,12 +153,9 @@ class Trace(SavedTrace):
             notes.append(
                 "Times are the host's: for a device that works asynchronously, they are those of launching."
             )
-        failures = self._failures
-        if failures.total:
-            notes.append(
-                f"{size(failures.total, 'operation')} {'is' if failures.total == 1 else 'are'} counted without a row, "
-                f"because the trace failed to describe them: {failures.examples()}."
-            )
+        verb = "is" if self._failures.total == 1 else "are"
+        because = "because the trace failed to describe them"
+        notes += self._failures.notes("operation", f"{verb} counted without a row, {because}")
         if tally.dropped:
             notes.append(
                 f"{tally.dropped:,} calls have no row, because there were too many kinds of rows."
