@@ -340,7 +340,7 @@ def _input_origin(slot: TensorSlot, slots: Sequence[TensorSlot], before: Sequenc
 
 def _doubts(step: StepRecord, place: int) -> tuple[str, ...]:
     """Return the modules whose tensors may have been infinite or NaN before the first recorded one."""
-    missed = (one for _, one in step.missed if one.place <= place)
+    missed = (one for one in step.missed if one.place <= place)
     return tuple(one.name for one in missed if one.later_place is None or one.later_place >= place)
 
 

@@ -349,7 +349,7 @@ class ModelWatcher:
         self._trains = True
         self._running, self._over = None, False
         self.numbering = StepNumbering()
-        self.samples.clear()
+        self.samples = Samples(self.samples.keep)
         self._results = StepResults(self._model, self._mine)
 
     def _finish(self, running: RunningStep | None) -> None:

@@ -71,14 +71,16 @@ class TensorSlot(NamedTuple):
         return self.kind, self.name
 
 
-class MissedTensor(NamedTuple):
+@dataclass(slots=True)
+class MissedTensor:
     """A tensor that was written in place before it was examined, so that its earlier values are unknown."""
 
+    tensor: weakref.ref[Tensor]
     name: str
     """The module that returned or received it."""
     place: int
     """The number of slots before it."""
-    later_place: int | None
+    later_place: int | None = None
     """The place at which the tensor was recorded afterwards, if it was."""
 
 
@@ -110,7 +112,7 @@ class StepRecord:
     """The number of calls of each module."""
     assigned_number: int | None = None
     """The step number of a scaler or of a run."""
-    missed: list[tuple[weakref.ref[Tensor], MissedTensor]] = field(default_factory=list)
+    missed: list[MissedTensor] = field(default_factory=list)
     lost_updates: LostUpdates = field(default_factory=LostUpdates)
     averages: Averages = field(default_factory=Averages)
     _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
@@ -146,7 +148,9 @@ class StepRecord:
         self.slots.append(TensorSlot(kind, name, dtype_name(memory.dtype), inputs, call))
         noted.append((place, low, high))
         if kind != "gradient":
-            self._update_missed(tensor, place)
+            for missed in self.missed:
+                if missed.later_place is None and missed.tensor() is tensor:
+                    missed.later_place = place
             self._places[id(tensor)] = weakref.ref(tensor), _torch.version_if_counted(tensor), place
         return memory
 
@@ -164,13 +168,8 @@ class StepRecord:
 
     def miss(self, name: str, tensor: Tensor) -> None:
         """Record a tensor that was written in place before it was examined."""
-        if len(self.missed) < _MOST and all(ref() is not tensor for ref, _ in self.missed):
-            self.missed.append((weakref.ref(tensor), MissedTensor(name, len(self.slots), None)))
-
-    def _update_missed(self, tensor: Tensor, place: int) -> None:
-        for k, (ref, missed) in enumerate(self.missed):
-            if missed.later_place is None and ref() is tensor:
-                self.missed[k] = ref, MissedTensor(missed.name, missed.place, place)
+        if len(self.missed) < _MOST and all(each.tensor() is not tensor for each in self.missed):
+            self.missed.append(MissedTensor(weakref.ref(tensor), name, len(self.slots)))
 
     def tally(self, key: TensorKey) -> TensorTally:
         """Return the counts of a tensor in a counted step."""

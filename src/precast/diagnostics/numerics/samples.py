@@ -20,18 +20,14 @@ class Samples:
     """Counts of tensors, by step; at most `keep` steps."""
 
     def __init__(self, keep: int) -> None:
-        self._keep = keep
+        self.keep = keep
         self._steps: list[tuple[int, Mapping[TensorKey, TensorCounts]]] = []
 
     def add(self, step: int, counts: Mapping[TensorKey, TensorCounts]) -> None:
         """Store a step. If there are too many, every other one is dropped, but never the new one."""
         self._steps.append((step, counts))
-        if len(self._steps) > self._keep:
+        if len(self._steps) > self.keep:
             self._steps = [*self._steps[:-1:2], self._steps[-1]]
-
-    def clear(self) -> None:
-        """Remove all steps."""
-        self._steps = []
 
     def events(self) -> tuple[HealthEvent, ...]:
         """Return the stored steps, oldest first, as observers receive them."""

@@ -171,10 +171,9 @@ class Trace(SavedTrace):
         self.full = full
 
     def _listen(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
         if self.full:
             self._recorder.start()
-            stack.enter_context(listen(self._recorder))
-        else:
-            stack.enter_context(listen(self._counter, rules_only=True))
+        listener = self._recorder if self.full else self._counter
+        stack = contextlib.ExitStack()
+        stack.enter_context(listen(listener, rules_only=not self.full))
         return stack

@@ -123,7 +123,7 @@ def works_after_cast(call: TrialCall, dtype: torch.dtype) -> bool:
         values = dict(zip((a.name for a in arguments), call.args, strict=False)) | call.kwargs
         if any(values[name].dtype is not dtype for name in names & values.keys()):
             return False
-        args, kwargs = map_tensors((call.args, call.kwargs), lambda t: _copy(_cast(t, dtype)))
+        args, kwargs = map_tensors((call.args, call.kwargs), lambda t: _copy(t, dtype))
         with torch.no_grad():
             call.overload(*args, **kwargs)
         return True
@@ -210,12 +210,8 @@ def _is_repeatable(tensor: Tensor) -> bool:
     )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _copy(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.detach().to(dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _with_tensors(value: Any, make: Callable[[_TensorLayout], Tensor]) -> Any:
