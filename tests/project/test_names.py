@@ -20,12 +20,6 @@ PARTICIPLE = re.compile(
 # Where a participle is a variable's name today: the module in `src/precast`, and the name.
 EXCEPTIONS = {
     ("diagnostics/hardware/machine.py", "left"),  # with `right`: the operands of a product
-    ("diagnostics/numerics/history.py", "seen"),
-    ("diagnostics/numerics/record.py", "noted"),
-    ("diagnostics/numerics/samples.py", "counted"),
-    ("report/numbers.py", "counted"),
-    ("report/numbers.py", "wanted"),
-    ("report/remedies.py", "written"),
     ("report/schema.py", "made"),
 }
 

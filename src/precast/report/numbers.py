@@ -202,8 +202,8 @@ def _format(document: RunDocument, first: NonfiniteOrigin) -> str | None:
         return None
     steps = (step for step in health.ring if step.get("step") == first.step)
     worst = (one for step in steps for one in step.get("worst", []))
-    wanted = first.kind, first.name
-    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == wanted), health.format)
+    tensor = first.kind, first.name
+    return next((w["dtype"] for w in worst if (w["kind"], w["name"]) == tensor), health.format)
 
 
 def _is_scaled(document: RunDocument) -> bool:
@@ -295,10 +295,8 @@ def _stuck(shares: Iterable[tuple[HealthModule, _Shares]]) -> list[_Stuck]:
     stuck = []
     for module, values in shares:
         steps = zip(module.steps, values or [], strict=False)
-        counted = [(step, value) for step, value in steps if value is not None]
-        later = list(
-            itertools.takewhile(lambda each: each[1] >= _MIN_STUCK_SHARE, reversed(counted))
-        )
+        pairs = [(step, value) for step, value in steps if value is not None]
+        later = list(itertools.takewhile(lambda each: each[1] >= _MIN_STUCK_SHARE, reversed(pairs)))
         if later:
             stuck.append(_Stuck(module, later[0][1], later[-1][0], later[0][0]))
     return sorted(stuck, key=lambda each: -each.part)

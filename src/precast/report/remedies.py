@@ -70,8 +70,8 @@ def cost_words(cost: FindingCost) -> str:
 
     A time without a spread is omitted, because it is a single measurement.
     """
-    written = f"{size(cost.bytes)} written by casts" if cost.bytes else ""
-    return ", ".join(filter(None, (time_words(cost), written)))
+    memory = f"{size(cost.bytes)} written by casts" if cost.bytes else ""
+    return ", ".join(filter(None, (time_words(cost), memory)))
 
 
 def time_words(cost: FindingCost) -> str:

@@ -134,7 +134,7 @@ class SavedTrace(Displayed):
 
     def diff(self, other: SavedTrace) -> TraceDifference:
         """Compare with another trace: operations with other dtypes or rules there, and the difference in cost."""
-        return difference_between(self._recorded(), other._recorded())
+        return _difference(self._recorded(), other._recorded())
 
     def _card(self) -> Card:
         data = self._recorded()
@@ -219,7 +219,7 @@ class TraceDifference(Displayed):
         return "\n".join([sums, *map(str, self.rows)])
 
 
-def difference_between(first: TraceData, second: TraceData) -> TraceDifference:
+def _difference(first: TraceData, second: TraceData) -> TraceDifference:
     """Compare two traces, the most expensive operations first; a difference in time alone does not count."""
     before, after = _by_place(first), _by_place(second)
     rows = [

@@ -279,14 +279,14 @@ def _first_of(
     doubts = _doubts(step, place)
     was = f"was the first {'that was seen ' if doubts else ''}to be {_WORDS[what]}"
     module = _quoted(slot.name) + (f" in its call {slot.call} of the step" if slot.call > 1 else "")
-    seen = {
+    event = {
         "output": f" the output of {module} {was}",
         "input": f" an input of {module} {was}: {_input_origin(slot, step.slots, before)}",
         "gradient": f"{_at(step)} the gradient of the output of {module} {was} in backward",
     }[slot.kind]
     inputs, ranges = _ranges(step, before)
     message = (
-        f"In step {step.number}{seen}{ranges}.{_format_limit(slot)}{_doubt_sentence(doubts)}{hint}"
+        f"In step {step.number}{event}{ranges}.{_format_limit(slot)}{_doubt_sentence(doubts)}{hint}"
     )
     kind: Any = slot.kind
     return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts, state)
@@ -300,9 +300,9 @@ def _of_parameter(step: StepRecord, name: str, what: Literal["inf", "nan"]) -> N
     made_from = [] if gradient is None else [gradient]
     if output is not None:
         made_from += step.slots[output].inputs
-    seen = f"{_at(step)} the gradient of the parameter `{name}` was the first to be {_WORDS[what]}"
+    event = f"{_at(step)} the gradient of the parameter `{name}` was the first to be {_WORDS[what]}"
     inputs, ranges = _ranges(step, made_from)
-    message = f"In step {step.number}{seen}{ranges}."
+    message = f"In step {step.number}{event}{ranges}."
     return NonfiniteOrigin(step.number, "parameter", name, what, inputs, message)
 
 

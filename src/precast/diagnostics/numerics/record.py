@@ -115,8 +115,8 @@ class StepRecord:
     missed: list[MissedTensor] = field(default_factory=list)
     lost_updates: LostUpdates = field(default_factory=LostUpdates)
     averages: Averages = field(default_factory=Averages)
-    _noted: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = field(
-        default_factory=lambda: defaultdict(list)
+    _unpacked: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = (
+        field(default_factory=lambda: defaultdict(list))
     )
     """Places and extremes that are not in `parts` yet, by device and dtype."""
     _places: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = field(default_factory=dict)
@@ -143,10 +143,10 @@ class StepRecord:
         if place >= _MOST:
             return None
         low, high = torch.aminmax(comparable(memory))
-        noted = self._noted[memory.device, memory.dtype]
+        entries = self._unpacked[memory.device, memory.dtype]
         # A signal handler may end the step anywhere: each statement leaves it consistent.
         self.slots.append(TensorSlot(kind, name, dtype_name(memory.dtype), inputs, call))
-        noted.append((place, low, high))
+        entries.append((place, low, high))
         if kind != "gradient":
             for missed in self.missed:
                 if missed.later_place is None and missed.tensor() is tensor:
@@ -205,10 +205,10 @@ class StepRecord:
     def pack(self) -> StepRecord:
         """Combine the many recorded values into few tensors; return the record itself."""
         self.seconds = time.perf_counter() - self.start
-        for noted in filter(None, [*self._noted.values()]):
-            extremes = torch.stack([number for each in noted for number in each[1:]])
-            self.parts[tuple(each[0] for each in noted)] = extremes
-            noted.clear()
+        for entries in filter(None, [*self._unpacked.values()]):
+            extremes = torch.stack([number for each in entries for number in each[1:]])
+            self.parts[tuple(each[0] for each in entries)] = extremes
+            entries.clear()
         return self
 
     def end(self) -> StepRecord:

@@ -47,9 +47,9 @@ class Samples:
 
     def as_list(self, order: Iterable[TensorKey]) -> list[dict[str, Any]]:
         """Return an entry for each counted tensor, first those of `order`, in that order."""
-        counted = dict.fromkeys(key for _, counts in self._steps for key in counts)
-        first = dict.fromkeys(key for key in order if key in counted)
-        return [self._entry(key) for key in first | counted]
+        keys = dict.fromkeys(key for _, counts in self._steps for key in counts)
+        first = dict.fromkeys(key for key in order if key in keys)
+        return [self._entry(key) for key in first | keys]
 
     def _entry(self, key: TensorKey) -> dict[str, Any]:
         mine = [(step, counts[key]) for step, counts in self._steps if key in counts]
@@ -57,7 +57,7 @@ class Samples:
         histograms = [row.pop("exponents") for row in rows]
         low = min((e for row in histograms for e in row), default=0)
         high = max((e for row in histograms for e in row), default=-1)
-        counted = [[row.get(e, 0) for e in range(low, high + 1)] for row in histograms]
+        tables = [[row.get(e, 0) for e in range(low, high + 1)] for row in histograms]
         kind, name = key
         updates = [counts.updates for _, counts in mine]
         lost = {
@@ -71,7 +71,7 @@ class Samples:
             "name": name,
             "kind": kind,
             "steps": [step for step, _ in mine],
-            "histogram": {"low": low, "counts": counted},
+            "histogram": {"low": low, "counts": tables},
             **{column: [row[column] for row in rows] for column in rows[0]},
             "what_if": what_if([counts.magnitudes for _, counts in mine]),
             **(lost if kind == "parameter" else {}),
