@@ -305,23 +305,6 @@ def test_held_weights_do_not_change_what_rules_compute(name: str) -> None:
     attachment.detach()
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_attach_carries_out_rules_and_tables(name: str, region: Region) -> None:
-    rules, expected = PRECISIONS[name]
-    model = net()
-    with precast.attach(model, TORCH.replace(modules=rules)) as attachment:
-        assert attachment._plan is not None
-        assert attachment._plan.unmatched == ()
-        with region():
-            model(X)
-        assert seen(model) == expected
-    with precast.attach(model, TORCH.replace(ops={"linear": "fp32"}, modules={"": "keep"})):
-        with region():
-            model(X)
-        assert seen(model) == [(FULL, FULL)] * 3, "the tables hold, and nothing is cast"
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
 def test_where_the_program_switches_autocast_off_it_stays_off(region: Region) -> None:
     model = net()
     ruled(model, {"": "fp32", "encoder.**": "lower"})

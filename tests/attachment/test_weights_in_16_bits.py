@@ -215,30 +215,6 @@ def test_the_last_layer_of_a_bfloat16_model_runs_in_float32(policy: str, tied: b
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_an_attached_bfloat16_model_learns() -> None:
-    model = Language().to(BRAIN)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    with precast.attach(model, ruled({**HEAD, "norm": "fp32"})):
-        for _ in range(30):
-            with precast.autocast("cpu", dtype=BRAIN):
-                loss = F.cross_entropy(model(WORDS).flatten(0, 1), WORDS.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0]
-    assert {p.dtype for p in model.parameters()} == {BRAIN}
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode: Callable[[], Any]) -> None:
-    model = Language().to(BRAIN).eval()
-    expected = by_hand(model, WORDS)
-    with precast.attach(model, ruled(HEAD)), mode(), precast.autocast("cpu", dtype=BRAIN):
-        assert torch.equal(model(WORDS), expected)
-
-
 @pytest.mark.parametrize("rule", ["float16", "bfloat16"])
 def test_a_rule_for_the_other_16_bit_dtype(rule: str) -> None:
     """The weights act as the float32 values that they have, which the region casts to its dtype."""

@@ -42,6 +42,12 @@ class Training:
             x, target = torch.randn(6, 4), torch.randn(6, 2)
             yield x / 0 if step == BROKEN else x, target
 
+    def step(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.note(loss, self.scaler.get_scale())
+
     def note(self, *values: Any) -> None:
         """Notes numbers of a step; one that is not finite as text, for NaN equals nothing."""
         for value in values:
@@ -54,10 +60,7 @@ def typical(t: Training) -> None:
         t.optimizer.zero_grad()
         with t.autocast():
             loss = F.mse_loss(t.model(x), target)
-        t.scaler.scale(loss).backward()
-        t.scaler.step(t.optimizer)
-        t.scaler.update()
-        t.note(loss, t.scaler.get_scale())
+        t.step(loss)
 
 
 def clipped(t: Training) -> None:
@@ -99,10 +102,7 @@ def penalised(t: Training) -> None:
         with t.autocast():
             penalty = sum(gradient.square().sum() for gradient in gradients)
             loss = loss + torch.sqrt(penalty)  # type: ignore[arg-type]
-        t.scaler.scale(loss).backward()
-        t.scaler.step(t.optimizer)
-        t.scaler.update()
-        t.note(loss, t.scaler.get_scale())
+        t.step(loss)
 
 
 def several(t: Training) -> None:
@@ -194,10 +194,7 @@ def by_threads(t: Training) -> None:
         t.optimizer.zero_grad()
         with t.autocast():
             loss = F.mse_loss(torch.cat([outputs[0], outputs[1]]), target)
-        t.scaler.scale(loss).backward()
-        t.scaler.step(t.optimizer)
-        t.scaler.update()
-        t.note(loss, t.scaler.get_scale())
+        t.step(loss)
 
 
 def with_custom_functions(t: Training) -> None:
@@ -236,10 +233,7 @@ def with_custom_functions(t: Training) -> None:
         t.optimizer.zero_grad()
         with t.autocast():
             loss = F.mse_loss(Exponential.apply(-Product.apply(t.model(x), weight).abs()), target)
-        t.scaler.scale(loss).backward()
-        t.scaler.step(t.optimizer)
-        t.scaler.update()
-        t.note(loss, t.scaler.get_scale())
+        t.step(loss)
 
 
 RECIPES = {

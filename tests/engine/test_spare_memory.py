@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -159,37 +156,6 @@ def test_memory_that_somebody_reads_is_left_to_them() -> None:
     assert torch.equal(seen, expected)
 
 
-def test_gradients_are_recorded_after_a_use_without_them() -> None:
-    w = weight()
-    x = torch.randn(4, WIDTH)
-    with region():
-        with torch.no_grad():
-            without = F.linear(x, w)
-        recorded = F.linear(x, w)
-        with torch.no_grad():
-            again = F.linear(x, w)
-    assert torch.equal(without, recorded)
-    assert torch.equal(again, recorded)
-    recorded.float().sum().backward()
-    expected = w.detach().clone().requires_grad_()
-    with torch.autocast("cpu", dtype=BF16):
-        F.linear(x, expected).float().sum().backward()
-    assert w.grad is not None
-    assert expected.grad is not None
-    assert torch.equal(w.grad, expected.grad)
-
-
-def test_a_weight_lives_as_long_as_its_copy_and_no_longer() -> None:
-    w = weight()
-    gone = weakref.ref(w)
-    with torch.no_grad(), region():
-        F.linear(torch.ones(1, WIDTH), w)
-        del w
-        gc.collect()
-    gc.collect()
-    assert gone() is None
-
-
 def test_forward_derivatives_see_the_weights_tangent() -> None:
     w = torch.randn(WIDTH, WIDTH)
     tangent = torch.randn(WIDTH, WIDTH)
@@ -243,16 +209,3 @@ def test_results_are_pytorchs_whatever_came_before(steps: list[Any], layouts: li
             with region(dtype):
                 outputs = [F.linear(torch.ones(1, WIDTH), each) for each in chosen]
             same(outputs, expected_of(*chosen, dtype=dtype))
-
-
-def test_eight_threads_at_once() -> None:
-    weights = [[weight() for _ in range(4)] for _ in range(8)]
-    expected = [expected_of(*each) for each in weights]
-
-    def work(number: int) -> None:
-        for _ in range(50):
-            same(infer(*weights[number]), expected[number])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(8)))
-    assert spare_bytes() <= sum(2 * w.numel() for each in weights for w in each)

@@ -68,14 +68,6 @@ def scripted() -> tuple[torch.nn.Module, torch.jit.ScriptModule]:
     return net, torch.jit.script(net)
 
 
-@pytest.mark.parametrize("policy", ["torch", "default"])
-def test_a_scripted_module_equals_the_eager_one(policy: str) -> None:
-    net, script = scripted()
-    for theirs, ours in _runs(net, script, lambda: precast.autocast("cpu", policy=policy)):
-        assert theirs[0].dtype is torch.bfloat16
-        assert all(map(torch.equal, ours, theirs))
-
-
 @pytest.mark.parametrize(
     ("name", "way"),
     [

@@ -176,22 +176,6 @@ def test_an_unversioned_write_is_found() -> None:
             enter_often()
 
 
-def test_a_block_that_writes() -> None:
-    net, x = network(), batch()
-    with precast.attach(net) as attachment, torch.no_grad():
-        with region("float8"):
-            net(x)
-        with attachment.writing():
-            net[0].weight.data.mul_(3)
-            with region("float8"):
-                inside = net(x)
-        with region("float8"):
-            after = net(x)
-            wanted = copy.deepcopy(net)(x)
-    assert inside.equal(wanted)
-    assert after.equal(wanted)
-
-
 @rules
 def test_backward_after_the_weight_was_quantised_again_uses_what_forward_used(rule: str) -> None:
     net, x = network(), batch().requires_grad_()

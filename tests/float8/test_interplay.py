@@ -224,19 +224,3 @@ def test_rows_of_any_size_beside_each_other(rule: str) -> None:
     assert not result[:2].any()  # zeros, and what lies below the smallest scale
     for row, wanted in zip(result[2:], exact[2:], strict=True):
         assert (row - wanted).norm() < 0.08 * wanted.norm()
-
-
-def test_examples_one_by_one_have_the_gradient_of_each_alone() -> None:
-    model, (x, _) = nn.Linear(40, 24), operands()
-    weights = dict(model.named_parameters())
-
-    def loss(given: dict[str, Tensor], one: Tensor) -> Tensor:
-        out: Tensor = torch.func.functional_call(model, given, (one,))
-        return out.float().square().sum()
-
-    with region("float8_rowwise"):
-        together = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
-    exact = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
-    for name, its in together.items():
-        assert its.dtype is torch.float32
-        assert (its - exact[name]).norm() < 0.1 * exact[name].norm()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -167,22 +166,6 @@ def test_weights_stored_in_16_bits_learn(masters: Any, scaled: bool) -> None:
     plain = train("decoder", torchs(), "AdamW foreach", steps=8)
     assert found.losses[-1] < found.losses[0]
     assert abs(found.losses[-1] - plain.losses[-1]) < 0.1 * plain.losses[-1]
-
-
-@pytest.mark.parametrize("masters", ["kahan", "stochastic"])
-def test_a_step_of_weights_in_16_bits_never_waits(masters: Any) -> None:
-    model, x = network("decoder")
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bfloat16_weights(model, optimizer, masters=masters)
-        for _ in range(2):
-            with ours()():
-                loss_of(model(x)).backward()
-            optimizer.step()
-    with counted_waits() as waits:
-        optimizer.step()
-    assert waits[0] == 0
 
 
 @pytest.mark.filterwarnings("ignore:gradients are float16")

@@ -141,21 +141,6 @@ class TestOnCuda:
             scaler.update()
         assert waits == [0]
 
-    @pytest.mark.parametrize("fused", [True, False])
-    @pytest.mark.parametrize("factor", [1.0, math.inf])
-    def test_bfloat16_parameters(self, fused: bool, factor: float) -> None:
-        """CUDA's kernel that unscales does not take bfloat16 gradients."""
-        results = []
-        for device in ("cpu", "cuda"):
-            parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16, device=device))
-            optimizer = torch.optim.SGD([parameter], lr=0.5, fused=fused)
-            scaler = GradScaler(device, init_scale=3.0)
-            scaler.scale((parameter * factor).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            results.append((bits(parameter.cpu()), scaler.get_scale()))
-        assert results[0] == results[1]
-
     def test_a_verdict_that_the_device_decides_reaches_the_counters(self) -> None:
         parameter = make_parameter(device="cuda")
         optimizer = torch.optim.Adam([parameter], fused=True)

@@ -10,8 +10,3 @@ def test_each_case_has_its_time_and_more_names_take_longer() -> None:
     assert tuple(found) == importing.CASES
     assert 0 < found["import precast"] < found["from precast import *"]
     assert importing.TARGETS.keys() <= found.keys()
-
-
-def test_the_page_has_a_place_for_the_figures() -> None:
-    page = importing.PAGE.read_text(encoding="utf-8")
-    assert page.count(importing.BEGIN) == page.count(importing.END) == 1

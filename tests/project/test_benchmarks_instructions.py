@@ -37,8 +37,3 @@ def test_what_valgrind_runs_says_what_it_has_counted(
     CliRunner().invoke(instructions.main, ["--inside"], catch_exceptions=False)
     cases = len(instructions.WORKS) * len(instructions.KINDS)
     assert asked == ["--instr=on", "--dump", "--instr=off"] * cases
-
-
-def test_the_page_has_a_place_for_the_figures() -> None:
-    page = instructions.PAGE.read_text(encoding="utf-8")
-    assert page.count(instructions.BEGIN) == page.count(instructions.END) == 1

@@ -23,15 +23,6 @@ def test_a_row_of_costs_is_a_ratio_and_its_spread() -> None:
     assert all(row["ratio"] > 0 and row["ratio_iqr"] >= 0 for row in rows)
 
 
-def test_the_page_has_a_place_for_the_figures() -> None:
-    page = scaler.PAGE.read_text(encoding="utf-8")
-    assert page.count(scaler.BEGIN) == page.count(scaler.END) == 1
-    between = page.partition(scaler.BEGIN)[2].partition(scaler.END)[0]
-    if not between:
-        pytest.skip("not measured yet")
-    assert "ratio to torch's scaler" in between
-
-
 def test_a_search_counts_skipped_steps_and_those_until_the_plateau(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

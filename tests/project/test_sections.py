@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from benchmarks import importing, instructions, page, scaler
 from benchmarks.sections import put
 
 
@@ -26,3 +28,9 @@ def test_a_page_without_its_marks_stays(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="put both marks there"):
         put(page, "<!-- a -->", "<!-- end -->", "new")
     assert page.read_text() == text
+
+
+@pytest.mark.parametrize("tool", [importing, instructions, page, scaler])
+def test_a_page_has_one_place_for_its_figures(tool: ModuleType) -> None:
+    text = tool.PAGE.read_text(encoding="utf-8")
+    assert text.count(tool.BEGIN) == text.count(tool.END) == 1
