@@ -230,6 +230,37 @@ def test_lines_of_a_cell_end_where_jupyter_ends_them() -> None:
     ]
 
 
+NOTEBOOK = {
+    "a magic without a percent sign": (
+        ["cd examples\n"],
+        ["pip install x\n", *OLD.splitlines(True)],
+    ),
+    "an indented cell": ([f"    {line}" for line in OLD.splitlines(True)],),
+    "a line that is not indented": ([f"  {OLD.splitlines(True)[0]}", "x = 1\n"], OLD),
+}
+
+
+@pytest.mark.parametrize("kind", NOTEBOOK)
+def test_a_cell_that_ipython_runs_is_python(kind: str) -> None:
+    report = run_text("a.ipynb", _cells(*NOTEBOOK[kind]), LintSettings(), RunMode(fix=True))
+    assert (report.note, report.findings, report.fixed) == (None, [], ["AMP001"])
+    assert b"torch.amp.autocast" in (report.after or b"")
+
+
+def test_an_import_is_indented_as_the_first_cell() -> None:
+    cell = "  x = (q @ k).masked_fill(mask, -1e9)\n  y = x.masked_fill(mask, -1e9)\n"
+    settings = LintSettings(unsafe_fixes=True)
+    report = run_text("a.ipynb", _cells(cell), settings, RunMode(fix=True))
+    fixed = json.loads(report.after or b"")["cells"][0]["source"].splitlines()
+    assert fixed[0] == "  import torch"
+
+
+def test_outputs_of_a_notebook_are_not_searched() -> None:
+    cells = [{"cell_type": "code", "source": "x = (", "outputs": ["torch.cuda.amp.autocast"]}]
+    report = run_text("a.ipynb", json.dumps({"cells": cells}).encode(), LintSettings(), RunMode())
+    assert report.findings == []
+
+
 def test_a_notebook_keeps_its_byte_order_mark() -> None:
     mark = b"\xef\xbb\xbf"
     report = run_text("a.ipynb", mark + _cells(OLD), LintSettings(), RunMode(fix=True))

@@ -39,8 +39,11 @@ def test_a_rule_is_silent_where_nothing_is_wrong(case: Case) -> None:
 def test_a_rule_reports_each_mistake(case: Case) -> None:
     code = case.rule.code
     assert interesting(case.code.encode(), {code}), "the case has none of the rule's words"
-    messages = [f.message for f in _checked(case).findings if f.code == code]
+    findings = [f for f in _checked(case).findings if f.code == code]
+    messages = [finding.message for finding in findings]
     assert len(messages) == case.count
+    if case.severity is not None:
+        assert {finding.severity.value for finding in findings} == {case.severity}
     assert not any("{" in message for message in messages)
 
 

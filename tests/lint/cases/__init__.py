@@ -4,7 +4,7 @@
 case. The program follows; where the rule's fix changes it, it is written as a diff, with both versions in one text.
 
 Options: `count=N` findings (1 if missing), `min_torch=VERSION`, `also=AMP001,AMP002` (other rules to select), `unsafe`
-(the fix is unsafe although the rule has safe fixes).
+(the fix is unsafe although the rule has safe fixes), `severity=information` (that of all findings).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Case:
         min_torch: The oldest PyTorch that the program supports; None: any.
         codes: The rules to select.
         unsafe: True if the fix is unsafe, so that safe fixes change nothing.
+        severity: The severity of all findings; None: not tested.
     """
 
     rule: LintRule
@@ -43,6 +44,7 @@ class Case:
     min_torch: str | None
     codes: frozenset[str]
     unsafe: bool
+    severity: str | None = None
 
 
 def versions(text: str) -> tuple[str, str]:
@@ -74,7 +76,8 @@ def cases(rule: LintRule) -> list[Case]:
         count = int(options.get("count", 1)) if kind == "wrong" else 0
         also = codes | set(filter(None, options.get("also", "").split(",")))
         unsafe = is_unsafe or "unsafe" in options
-        found.append(Case(rule, before, after, count, options.get("min_torch"), also, unsafe))
+        oldest, severity = options.get("min_torch"), options.get("severity")
+        found.append(Case(rule, before, after, count, oldest, also, unsafe, severity))
     return found
 
 

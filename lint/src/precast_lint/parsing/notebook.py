@@ -19,9 +19,15 @@ from precast_lint.parsing.syntax import cst
 __all__ = ["Broken", "Notebook", "is_notebook"]
 
 _SEPARATOR = "#%%precast-cell-{}"
-_SPLIT = re.compile(r"^#%%precast-cell-(\d+)\n", re.M)
+_OPENING = "if 1:"  # before the separator of an indented cell, which IPython dedents
+_SPLIT = re.compile(r"^(?:if 1:)?#%%precast-cell-(\d+)\n", re.M)
 _HIDDEN = "pass#precast-magic:"
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|.*\?)$")
+# Magics and aliases that IPython also accepts without a percent sign, if the line is no Python.
+_AUTOMAGIC = re.compile(
+    r"^(\s*)((?:alias|bookmark|cat|cd|conda|cp|dirs|env|less|load|load_ext|ls|ll|mamba|matplotlib|mkdir|more|mv|notebook|"
+    r"pip|popd|prun|pushd|pwd|reset|rm|rmdir|run|set_env|time|timeit|uv|who|whos)(?: +[^\s=(.,].*)?)$"
+)
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
 
@@ -59,28 +65,33 @@ class Notebook:
         self.json = data.decode("utf-8")
         self.cells: list[_Cell] = []
         self.broken: list[Broken] = []
-        parts = []
+        parts, texts = [], []
         for cell in _cells(self.json):
-            shown = _shown("".join(cell.lines))
+            texts.append("".join(cell.lines))
+            shown = _shown(texts[-1])
             if isinstance(shown, Broken):
                 self.broken.append(replace(shown, cell=cell.number))
             elif shown is not None:
                 self.cells.append(cell)
-                parts += [_SEPARATOR.format(cell.number) + "\n", _ended(shown)]
+                opening = _OPENING if _is_indented(shown) else ""
+                parts += [opening, _SEPARATOR.format(cell.number) + "\n", _ended(shown)]
         self.code = "".join(parts)
+        self.sources = "".join(texts)  # of all code cells, without their outputs
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of the cell and the row in it, both from 1, of a row of `code`."""
         number, first = 1, 0
         for at, line in enumerate(self.code.split("\n")[:row], 1):
-            if result := re.fullmatch(r"#%%precast-cell-(\d+)", line):
+            if result := _SPLIT.fullmatch(line + "\n"):
                 number, first = int(result[1]), at
         return number, max(1, row - first)
 
     def with_code(self, code: str) -> bytes:
         """The file with another text in the place of `code`."""
         pieces = _SPLIT.split(code)
-        assert not pieces[0].strip(), "something was put before the first cell"
+        if pieces[0]:  # an import before the opening of an indented cell
+            indent = pieces[2][: len(pieces[2]) - len(pieces[2].lstrip())].rpartition("\n")[2]
+            pieces[2] = indent + pieces[0] + pieces[2]
         changed = dict(zip(map(int, pieces[1::2]), pieces[2::2], strict=True))
         text = self.json
         for cell in reversed(self.cells):
@@ -170,18 +181,27 @@ def _shown(source: str) -> str | Broken | None:
         return None
     if _error(source) is None:
         return source
-    hidden = "\n".join(_without_magics(source.split("\n")))
-    return _error(hidden) or hidden
+    for magic in (_MAGIC, _AUTOMAGIC):
+        source = "\n".join(_without_magics(source.split("\n"), magic))
+        if (error := _error(source)) is None:
+            return source
+    return error
 
 
-def _without_magics(lines: list[str]) -> Iterator[str]:
+def _is_indented(source: str) -> bool:
+    """Return True if the first line of code in a cell is indented."""
+    lines = (line for line in source.split("\n") if line.strip() and line.lstrip()[0] != "#")
+    return next(lines, "")[:1] in (" ", "\t")
+
+
+def _without_magics(lines: list[str], magic: re.Pattern[str]) -> Iterator[str]:
     """Lines with magics and shell commands hidden, and the lines on which these go on behind a backslash."""
     indent: str | None = None  # of a magic that continues on the next line
     for line in lines:
         if indent is not None and line.startswith(indent):
             shown = f"{indent}{_HIDDEN}{line[len(indent) :]}"
         else:
-            shown = _MAGIC.sub(rf"\g<1>{_HIDDEN}\g<2>", line)
+            shown = magic.sub(rf"\g<1>{_HIDDEN}\g<2>", line)
             indent = line[: len(line) - len(line.lstrip())] if shown != line else None
         if not line.rstrip().endswith("\\"):
             indent = None
@@ -192,10 +212,11 @@ def _error(source: str) -> Broken | None:
     """Return the syntax error of a text, if it is not Python."""
     try:
         guard(source)
-        cst.parse_module(_ended(source))
+        cst.parse_module((_OPENING + "\n" if _is_indented(source) else "") + _ended(source))
     except (cst.ParserSyntaxError, RecursionError) as error:
         rows = source.split("\n")
-        row = min(max(getattr(error, "raw_line", 1), 1), len(rows))
+        row = getattr(error, "raw_line", 1) - _is_indented(source)
+        row = min(max(row, 1), len(rows))
         reason = str(getattr(error, "message", error)).partition("\n")[0]
         return Broken(row, reason, rows[row - 1])
     return None

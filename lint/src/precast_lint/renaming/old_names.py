@@ -16,7 +16,7 @@ from precast_lint.model import LintFinding, LintRule
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst
-from precast_lint.renaming.move_fixes import Group, groups_of, share
+from precast_lint.renaming.move_fixes import Group, group_key, groups_of, share
 from precast_lint.renaming.moves import (
     OLD,
     NameUse,
@@ -42,23 +42,31 @@ def findings(source: Source, rule: LintRule) -> Iterator[LintFinding]:
 @once
 def _uses(source: Source) -> list[NameUse]:
     """Return all uses of deprecated names in a file, in the order of the text."""
-    results = [
-        _classified(source, *expression)
-        for expression in expressions(source)
-        if _counts(source, *expression[1:])
-    ]
+    every = list(expressions(source))
+    results = [_classified(source, *one) for one in every if _counts(source, *one[1:])]
     groups = groups_of(source, results)
-    imports = [use for group in groups.values() for use in _import_uses(source, group)]
+    # An import stays if the oldest supported PyTorch has a name that is read through it in the old module only.
+    old = {group_key(source, node) for node, _, origin in every if not _is_new(source, origin)}
+    imports = [
+        use
+        for key, group in groups.items()
+        if key not in old
+        for use in _import_uses(source, group)
+    ]
     share(source, results, groups)
     return sorted([*results, *imports], key=lambda use: source.span(use.place))
 
 
+def _is_new(source: Source, origin: str) -> bool:
+    """Return True if the oldest supported PyTorch has a name in `torch.amp`."""
+    return origin not in OLD or source.allows(OLD[origin].since)
+
+
 def _counts(source: Source, place: Node, origin: str) -> bool:
     """Return True if a use is one that rules report."""
-    old = OLD.get(origin)
-    if old is not None and not source.allows(old.since):
-        return False
-    return not is_listed(source, place) and not is_guarded(source, place)
+    return (
+        _is_new(source, origin) and not is_listed(source, place) and not is_guarded(source, place)
+    )
 
 
 def is_listed(source: Source, node: Node) -> bool:
@@ -138,19 +146,11 @@ def _import_uses(source: Source, group: Group) -> Iterator[NameUse]:
             continue
         if not is_in_old_module(path):  # the other one of two imports
             continue
-        if not source.allows(_since(path, group)):
-            continue
         old = OLD.get(canonical(path))
+        if not source.allows(old.since if old is not None else "1.12"):
+            continue
         code = "AMP010" if old is not None and old.code == "AMP010" else "AMP005"
         use = NameUse(binding.node, binding.node, path, "import", code, ())
         use.unsafe = not group.uses  # someone else may import it from here
         group.uses.append(use)
         yield use
-
-
-def _since(path: str, group: Group) -> str:
-    """Return the first PyTorch that has the new names of everything used through an import."""
-    if canonical(path) in OLD:
-        return OLD[canonical(path)].since
-    used = [OLD[use.origin].since for use in group.uses if use.origin in OLD]
-    return max(used, default="1.12")

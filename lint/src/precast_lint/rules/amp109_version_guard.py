@@ -119,7 +119,8 @@ def _names(source: Source, statement: Node, part: Node | None) -> list[str]:
     for node in walk(part) if part is not None else ():
         name = None
         if isinstance(node, (cst.Name, cst.Attribute)):
-            name = source.names.path(node)
+            is_put = isinstance(source.parents[node], cst.AssignTarget)  # a polyfill uses no name
+            name = None if is_put else source.names.path(node)
         elif isinstance(node, cst.ImportAlias):
             outer = source.parents.get(node)
             module = dotted(outer.module) if isinstance(outer, cst.ImportFrom) else None

@@ -14,22 +14,32 @@ from precast_lint.parsing.syntax import Node, cst, strings, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
-from precast_lint.training_step.protocol import is_off
+from precast_lint.training_step.protocol import is_off, loop_around
 
 __all__ = ["RULE"]
 
 _MODELS = ("model", "net", "network", "model_state_dict", "state_dict", "weights", "ema")
 _SCALER_NAME = re.compile(r"scal|\bamp\b", re.IGNORECASE)
+_NOT_LOADED = "the scaler's state is saved, and not loaded with the optimizer's"
 _OPTIMIZER = re.compile(r"optim|\bopt\w?$", re.IGNORECASE)
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each saved dictionary with the states of a model and an optimizer, but not the scaler's."""
+    """Yield a finding for each saved dictionary with the states of a model and an optimizer, but not the scaler's.
+
+    And one for the optimizer's state that is loaded without the scaler's, which is saved.
+    """
+    loads = [(call, owner) for call, owner, _ in source.methods("load_state_dict")]
+    resumed = [call for call, owner in loads if _is_named_optimizer(source, owner)]
     if any(
         _SCALER_NAME.search(key(source, owner) or "") and not _is_offered(source, call)
         for call, owner, _ in source.methods("state_dict")
     ):
+        is_loaded = any(_SCALER_NAME.search(key(source, owner) or "") for _, owner in loads)
+        if resumed and not is_loaded and not any(loop_around(source, call) for call, _ in loads):
+            yield source.find(RULE, resumed[0], _NOT_LOADED)
         return
+    severity = RULE.severity if resumed else Severity.INFORMATION
     for flow in flows(source):
         for call in _calls_of_save(source, flow):
             saved = _dictionary(source, call.args[0].value)
@@ -40,8 +50,9 @@ def check(source: Source) -> Iterator[LintFinding]:
             if (node is not None and not is_off(source, node) and not _is_fixed(source)) or (
                 node is None and _is_saved_for_scaler(source, flow)
             ):
-                yield source.find(RULE, place)
-        yield from _apart(source, flow)
+                yield source.find(RULE, place, severity=severity)
+        if (apart := _apart(source, flow)) is not None:
+            yield source.find(RULE, apart, severity=severity)
 
 
 def _is_offered(source: Source, call: Node) -> bool:
@@ -52,21 +63,18 @@ def _is_offered(source: Source, call: Node) -> bool:
     return is_own and isinstance(home, cst.ClassDef) and source.function(home) is not function
 
 
-def _apart(source: Source, flow: FunctionFlow) -> Iterator[LintFinding]:
-    """Yield a finding for a file with only an optimizer's state, if no file gets the scaler's."""
+def _apart(source: Source, flow: FunctionFlow) -> Node | None:
+    """Return the `torch.save` of only an optimizer's state, if no file gets the scaler's."""
     saving = _saves(source)
     saved = saving.get(flow, [])
     if len(saving) != 1 or len(saved) < 2:
-        return
-    optimizers = [owner for _, owner in saved if _is_optimizers(source, flow, owner)]
-    if len(optimizers) != 1:
-        return
+        return None
+    optimizers = [call for call, owner in saved if _is_optimizers(source, flow, owner)]
     scaler = _scaler(source, flow)
-    if scaler is None or is_off(source, scaler):
-        return
-    if _is_fixed(source) or any(_SCALER_NAME.search(key(source, o) or "") for _, o in saved):
-        return
-    yield source.find(RULE, next(call for call, owner in saved if owner is optimizers[0]))
+    if len(optimizers) != 1 or scaler is None or is_off(source, scaler):
+        return None
+    is_saved = any(_SCALER_NAME.search(key(source, o) or "") for _, o in saved)
+    return None if is_saved or _is_fixed(source) else optimizers[0]
 
 
 @once
@@ -93,11 +101,12 @@ def _state_of(value: Node) -> Node | None:
 
 
 def _is_optimizers(source: Source, flow: FunctionFlow, owner: Node) -> bool:
-    return (
-        is_optimizer(source, owner)
-        or key(source, owner) in flow.optimizers
-        or _OPTIMIZER.search(key(source, owner) or "") is not None
-    )
+    return key(source, owner) in flow.optimizers or _is_named_optimizer(source, owner)
+
+
+def _is_named_optimizer(source: Source, owner: Node) -> bool:
+    is_named = _OPTIMIZER.search(key(source, owner) or "") is not None
+    return is_named or is_optimizer(source, owner)
 
 
 def _is_fixed(source: Source) -> bool:
@@ -268,12 +277,18 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="the scaler's state is not saved with the optimizer's",
-    what="`torch.save` of a model's and an optimizer's state in code with a `GradScaler` whose state is not in it.",
+    what=(
+        "`torch.save` of a model's and an optimizer's state in code with a `GradScaler` whose state is not in it. Or a "
+        "scaler's state that is saved, and not loaded where the optimizer's is."
+    ),
     why=(
         "A training that resumes from the checkpoint starts with the default scale. It skips steps until the scale "
         "fits again, so its results differ from those of an uninterrupted training."
     ),
-    fine="Other code saves the state, or a few skipped steps do not matter.",
+    fine=(
+        "Other code saves the state, or a few skipped steps do not matter. Where the file never loads an optimizer's "
+        "state, the finding is an information."
+    ),
     words=("GradScaler torch.save state_dict", "GradScaler import save state_dict"),
     check=check,
     example="""

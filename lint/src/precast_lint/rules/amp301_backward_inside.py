@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.callers import runs_in_region
@@ -14,6 +15,8 @@ from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
 
+_TRIALS = re.compile(r"(^|[/\\_])(tests?|testing|bench|benchmarks?)([/\\_.]|$)", re.IGNORECASE)
+
 
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each backward pass inside a region."""
@@ -21,7 +24,9 @@ def check(source: Source) -> Iterator[LintFinding]:
         if not _is_backward(source, call):
             continue
         if runs_in_region(source, call):
-            yield source.find(RULE, call)
+            is_trial = _TRIALS.search(source.filename) is not None
+            severity = Severity.INFORMATION if is_trial else RULE.severity
+            yield source.find(RULE, call, severity=severity)
 
 
 def _is_backward(source: Source, call: cst.Call) -> bool:
@@ -85,7 +90,10 @@ RULE = LintRule(
         "Backward uses the dtypes of forward and needs no region. Inside a region its operations are cast too, so "
         "gradients of operations that ran in float32 on purpose are computed in lower precision."
     ),
-    fine="Nothing in the region runs in float32 on purpose, and no custom autograd Function takes part.",
+    fine=(
+        "Nothing in the region runs in float32 on purpose, and no custom autograd Function takes part. In tests and "
+        "benchmarks it is an information."
+    ),
     words=("autocast backward",),
     check=check,
     example="""

@@ -206,7 +206,8 @@ def _report(
         after = notebook.with_code(checked.text.string)
         place = type(notebook)(after).place
     findings = [reported(finding, checked.text, filename, place) for finding in checked.findings]
-    if notebook is not None and notebook.broken and "AMP900" in codes:
+    is_reported = "AMP900" in codes and notebook is not None and notebook.broken
+    if is_reported and notebook and interesting(notebook.sources.encode(), codes):
         findings.insert(0, _broken(filename, notebook.broken))
     changed = after != data and bool(checked.fixed)
     return FileReport(
