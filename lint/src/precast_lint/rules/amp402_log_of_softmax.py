@@ -40,7 +40,12 @@ _DEEP = 3  # functions that call one another
 _MANY = 6  # values, one of each call or `return`
 _LOGARITHMS = ("log", "log1p", "log2", "log10")
 _TOTALS = ("sum", "mean")
-_BETTER = {"softmax": "log_softmax", "sigmoid": "logsigmoid", **dict.fromkeys(_TOTALS, "logsumexp")}
+# Autocast runs all of them in float32, and `logsigmoid` not.
+_BETTER = {
+    "softmax": "log_softmax",
+    "sigmoid": "-softplus(-x)",
+    **dict.fromkeys(_TOTALS, "logsumexp"),
+}
 
 
 def check(source: Source) -> Iterator[LintFinding]:
@@ -79,7 +84,7 @@ def _complement(source: Source, log: TensorOperation) -> tuple[str, str] | None:
         other = node.expression if log.name == "log1p" else None
     if other is None or _probabilities(source, other) != "sigmoid":
         return None
-    return "1 - sigmoid", "logsigmoid(-x)"
+    return "1 - sigmoid", "-softplus(x)"
 
 
 def _probabilities(source: Source, node: Node, depth: int = _DEEP) -> str | None:
@@ -163,7 +168,8 @@ def _is_meant(source: Source, call: Node, better: str) -> bool:
             name = outer.name.value
         elif isinstance(outer, cst.Arg) and outer.keyword is not None:
             name = outer.keyword.value
-        if better in name or "reference" in name:
+        names = ("logsigmoid", "log_sigmoid") if "softplus" in better else (better,)
+        if any(one in name for one in (*names, "reference")):
             return True
     return False
 
@@ -211,7 +217,8 @@ RULE = LintRule(
     what="The logarithm of a softmax, of a sigmoid, of one minus a sigmoid, or of a sum or mean of exponentials.",
     why=(
         "A probability below 6e-8 is zero in float16, below 1e-45 in float32, and its logarithm -inf; gradients become "
-        "NaN. `log_softmax`, `logsigmoid` and `logsumexp` compute the same value without that."
+        "NaN. `log_softmax`, `-softplus(-x)` and `logsumexp` compute the same value without that, and in float32 in a "
+        "region; `logsigmoid` computes it in 16 bits there."
     ),
     fine="The probabilities are always far from zero.",
     words=(
