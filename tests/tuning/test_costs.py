@@ -17,7 +17,7 @@ from precast.tuning.costs import (
     measure_costs,
     time_in_turns,
 )
-from precast.tuning.recording import record
+from precast.tuning.recorder import record
 from precast.tuning.sites import TENSOR, CallRecord, OperationSite, TensorArgument, TunedProgram
 
 F32, LOW = torch.float32, torch.bfloat16

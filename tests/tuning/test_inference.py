@@ -281,7 +281,7 @@ def test_runs_end_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_ends_the_search() -> None:
     def interrupt(progress: TuningProgress) -> None:
-        if progress.text.startswith("pass 1"):
+        if progress.text.startswith("round 1"):
             raise KeyboardInterrupt
 
     found = tune(progress=interrupt)

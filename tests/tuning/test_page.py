@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from precast.errors import MissingExtraError, OutputError
+from precast.report import page as report_page
 from precast.tuning import page, tuner
 from precast.tuning.result import TuningResult
 from precast.tuning.training import TrainingTask
@@ -67,11 +68,8 @@ def test_the_page_asks_for_nothing_and_text_is_no_markup(result: TuningResult) -
 
 
 def test_a_search_that_proved_nothing_has_a_page_too() -> None:
-    def no_time(search: tuner._PolicySearch, setups: int) -> bool:
-        return False
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tuner._PolicySearch, "_has_time", no_time)
+        patched.setattr(tuner.SearchBudget, "steps_for", lambda *_: 0)
         found = tune()
     text = page.html(found._evidence, found.text)
     assert '<p class="level">Undecided</p>' in text
@@ -98,7 +96,7 @@ def test_without_the_packages_of_the_page_it_is_left_out_unless_asked_for(
     def missing() -> None:
         raise MissingExtraError("jinja2")
 
-    monkeypatch.setattr(page, "needed", missing)
+    monkeypatch.setattr(report_page, "needed", missing)
     result.save(tmp_path / "a.toml")
     assert {path.name for path in tmp_path.iterdir()} == {"a.toml", "a.json"}
     with pytest.raises(MissingExtraError):

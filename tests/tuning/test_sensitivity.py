@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.reasons import error_text
-from precast.tuning.recording import record
+from precast.tuning.recorder import record
 from precast.tuning.sensitivity import MOST_RUNS, Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
 from precast.tuning.sites import OperationSite, TunedProgram

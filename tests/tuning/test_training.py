@@ -24,7 +24,7 @@ from precast.tuning.setups import (
     Setup,
     Workload,
     preserved_random_states,
-    read_batches,
+    workload_of,
 )
 from precast.tuning.training import Training, TrainingTask
 
@@ -257,17 +257,20 @@ def test_a_loss_without_a_gradient() -> None:
 
 
 def test_batches_are_a_list_a_loader_or_a_function() -> None:
+    def first_of(given: object) -> tuple:
+        return workload_of(model(), step, given).batches
+
     known = batches(3)
     loader = torch.utils.data.DataLoader([*range(6)], batch_size=2)
-    assert read_batches(known) == tuple(known)
-    assert read_batches(lambda: iter(known)) == tuple(known)
-    assert len(read_batches(loader)) == 3
-    assert len(read_batches(itertools.count)) == 32
+    assert first_of(known) == tuple(known)
+    assert first_of(lambda: iter(known)) == tuple(known)
+    assert len(first_of(loader)) == 3
+    assert len(first_of(itertools.count)) == 32
     with pytest.raises(TuningError, match="ended before the first batch"):
-        read_batches(list)
+        first_of(list)
     for wrong in (torch.ones(3), 5, lambda: 5):
         with pytest.raises(TuningError, match="batches is"):
-            read_batches(wrong)
+            first_of(wrong)
 
 
 def test_batches_that_end_are_taken_again() -> None:

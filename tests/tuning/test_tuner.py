@@ -204,7 +204,7 @@ def test_a_budget_is_refused_after_a_second_however_long_steps_take() -> None:
 
 def test_a_budget_is_not_refused_for_the_time_of_loading_code(monkeypatch) -> None:
     """On a busy machine the first steps may take longer than the budget."""
-    monkeypatch.setattr(tuner._PolicySearch, "_elapsed", lambda _: 100.0)
+    monkeypatch.setattr(tuner.SearchBudget, "elapsed", lambda _: 100.0)
     assert tune(budget=60.0).outcome == "undecided"
 
 
@@ -224,7 +224,7 @@ def test_a_result_fits_into_the_terminal(monkeypatch) -> None:
 def test_where_measuring_leaves_no_time_to_compare_the_answer_is_undecided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuner._PolicySearch, "_has_time", lambda *_: False)
+    monkeypatch.setattr(tuner.SearchBudget, "steps_for", lambda *_: 0)
     found = tune()
     assert (found.name, found.outcome, found.is_decided) == ("float32", "undecided", False)
     assert "default" in found._evidence.undecided
@@ -257,11 +257,7 @@ def test_a_preset_that_takes_least_is_the_answer(monkeypatch, tmp_path) -> None:
 
 
 def test_what_there_is_no_time_for_is_left_out_and_said(monkeypatch) -> None:
-    monkeypatch.setattr(
-        tuner._PolicySearch,
-        "_has_time",
-        lambda _search, setups: setups <= 3,
-    )
+    monkeypatch.setattr(tuner.SearchBudget, "steps_for", lambda _, setups: 8 * (setups <= 3))
     found = tune(Padded())
     assert len(found._evidence.proof.figures) == 3
     assert found._evidence.untried[-1] == "torch"
@@ -312,7 +308,7 @@ def test_progress_is_plain_data_and_an_interrupt_keeps_the_best() -> None:
 
     def interrupt(progress: TuningProgress) -> None:
         told.append(progress)
-        if progress.text.startswith("seed 2"):
+        if progress.text.startswith("round 2"):
             raise KeyboardInterrupt
 
     found = tune(progress=interrupt)
@@ -352,7 +348,7 @@ def test_an_interrupt_before_anything_is_known() -> None:
         ({"budget": -1}, "budget is -1"),
         ({"budget": math.inf}, "budget is inf"),
         ({"candidates": ()}, r"candidates is \(\)"),
-        ({"candidates": (torch.float64,)}, "candidates is"),
+        ({"candidates": (torch.float64,)}, "candidates: torch.float64 is unknown"),
         ({"step": lambda m, b: m(b[0])}, r"returned a tensor of shape \(64, 1\)"),
         ({"step": lambda m, b: step(m, b).item()}, "it has to return the loss"),
         ({"step": lambda m, b: step(m, b).detach()}, "reaches no parameter"),

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,30 +20,30 @@ from precast.cli.exit_codes import ExitCode
 from precast.cli.options import json_option, seed_option
 
 if TYPE_CHECKING:
-    from precast.cli.tune_inputs import Inputs
+    from rich.status import Status
+
     from precast.policy.policy import Policy
     from precast.tuning.checking import CheckQuestion
     from precast.tuning.options import TuningProgress
-    from precast.tuning.result import TuningResult
 
 __all__ = ["tune"]
 
 _ARGUMENTS: Final = "precast.tune.arguments"
-_MINUTE: Final = 60.0
 _OUTCOMES: Final = {
-    "holds": "it holds here",
-    "does not hold": "it does not hold here",
-    "cannot tell": "could not tell whether it holds here",
+    "holds": ("it holds here", ExitCode.YES),
+    "does not hold": ("it does not hold here", ExitCode.NO),
+    "cannot tell": ("could not tell whether it holds here", ExitCode.UNDECIDED),
 }
 _SEARCH_CODES: Final = {
     "proven": ExitCode.YES,
     "interrupted": ExitCode.NO,
     "undecided": ExitCode.UNDECIDED,
 }
-_CHECK_CODES: Final = {
-    "holds": ExitCode.YES,
-    "does not hold": ExitCode.NO,
-    "cannot tell": ExitCode.UNDECIDED,
+_STAGES: Final = {
+    "record": "recording",
+    "errors": "measuring errors",
+    "costs": "measuring time and memory",
+    "prove": "proving",
 }
 
 
@@ -168,87 +167,86 @@ def tune(
     policy that it was made from. The exit code is 0 if it still holds, 1 if it does not, and 4 if
     that is undecided.
     """
-    _refuse(model, named)
-    is_explicit = click.get_current_context().get_parameter_source
+    _check_named(model, named)
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
+
+    if check is not None and not check.is_file():
+        raise click.UsageError(f"--check {check}: file not found")
+    paths = _output_paths(out, page) if check is None else {}
+    from rich.console import Console
+
     from precast.cli import tune_inputs
     from precast.policy.policy import as_policy
     from precast.tuning import tuner
-    from precast.tuning.options import TuningOptions
-    from precast.tuning.result import evidence_of
+    from precast.tuning.options import TuningOptions, checked_candidates
 
-    page_path = page or out.with_suffix(".html")
-    makes_page = False
-    if check is None:
-        _check_replaceable(out)
-        makes_page = _check_page(page_path, is_needed=page is not None)
-    elif not check.is_file():
-        raise click.UsageError(f"--check {check}: file not found")
     try:
         inputs = tune_inputs.inputs(model=str(model), **named)
-        settings: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tolerance": tune_inputs.tolerance(tolerance),
             "budget": tune_inputs.budget(budget),
-            "candidates": tune_inputs.candidates(candidates),
+            "candidates": checked_candidates(candidates.split(",")),
+            "objective": objective,
+            "base": base,
         }
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    context = click.get_current_context()
     if check is not None:
-        settings |= {"objective": objective, "base": base}
         explicit = {
             name: value
-            for name, value in settings.items()
-            if is_explicit(name) == ParameterSource.COMMANDLINE
+            for name, value in options.items()
+            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
         }
-        _check(check, inputs, explicit, seed, as_json)
-        return
-    with _progress_bar() as progress:
-        options = TuningOptions(
-            candidates=settings.pop("candidates"),
-            base=as_policy(base),
-            metric=inputs.metric,
+        _check(check, {**inputs, "seed": seed}, explicit, as_json)
+    with Console(stderr=True).status("") as status:
+        rare = TuningOptions(
+            candidates=options.pop("candidates"),
+            base=as_policy(options.pop("base")),
+            metric=inputs.pop("metric"),
             seed=seed,
-            progress=progress,
+            progress=_shown_on(status),
         )
-        result = tuner.tune(
-            inputs.model,
-            inputs.step,
-            inputs.batches,
-            optimizer=inputs.optimizer,
-            objective=objective,
-            options=options,
-            **settings,
+        result = tuner.tune(**inputs, **options, options=rare)
+    tuner.evidence_of(result).command = context.meta[_ARGUMENTS]
+    result.save(out, page=paths.get("page", False))
+    files = {kind: str(path) for kind, path in paths.items()}
+    if as_json:
+        click.echo(json.dumps({**result.to_dict(), **files}, indent=2))
+    else:
+        click.echo(
+            "\n".join([f"{result}\n", *(f"{kind:<8} {path}" for kind, path in files.items())])
         )
-    evidence_of(result).command = click.get_current_context().meta[_ARGUMENTS]
-    result.save(out, page=page_path if makes_page else False)
-    paths = {"policy": out, "evidence": out.with_suffix(".json")}
-    _print(result, {**paths, **({"page": page_path} if makes_page else {})}, as_json)
     sys.exit(_SEARCH_CODES[result.outcome])
 
 
-def _check(path: Path, inputs: Inputs, explicit: dict[str, Any], seed: int, as_json: bool) -> None:
+def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json: bool) -> None:
     """Measure the policy in a file again, and exit with a code that shows if it holds."""
     from rich.console import Console
 
     from precast._internal.display import terminal_width
     from precast.policy.policy import Policy
     from precast.tuning import checking
+    from precast.tuning.setups import workload_of
     from precast.tuning.tables import figures_of, table_lines, wrapped
 
     policy = Policy.load(path)
     question = _question(policy, explicit)
+    workload = workload_of(**inputs)
     with Console(stderr=True).status("measuring") as status:
-        result = checking.check(inputs.workload(seed), policy, question, status.update)
+        result = checking.check(workload, policy, question, status.update)
+    text, code = _OUTCOMES[result.outcome]
     if as_json:
         content = {"policy": str(path), "outcome": result.outcome, "because": result.because}
         click.echo(json.dumps({**content, "trials": figures_of(result.proof)}, indent=2))
     else:
         width = terminal_width(sys.__stdout__)
-        lines = [f"{path}: {_OUTCOMES[result.outcome]}"]
+        lines = [f"{path}: {text}"]
         for reason in result.because:
             lines += wrapped(reason, width, "- ", "  ")
-        click.echo("\n".join([*lines, "", *table_lines(result.proof, inputs.task, width)]))
-    sys.exit(_CHECK_CODES[result.outcome])
+        table = table_lines(result.proof, workload.task, width)
+        click.echo("\n".join([*lines, "", *table]))
+    sys.exit(code)
 
 
 def _question(policy: Policy, explicit: dict[str, Any]) -> CheckQuestion:
@@ -256,140 +254,92 @@ def _question(policy: Policy, explicit: dict[str, Any]) -> CheckQuestion:
     import torch
 
     from precast.policy.policy import as_policy
-    from precast.policy.values import canonical_dtype
     from precast.tuning.checking import CheckQuestion
 
-    measured = policy.measured
-    dtype = getattr(torch, canonical_dtype(measured.get("dtype", "bfloat16")) or "", None)
-    if "candidates" in explicit:
-        dtypes = (c for c in explicit["candidates"] if isinstance(c, torch.dtype))
-        dtype = next(dtypes, torch.bfloat16)
+    measured: dict[str, Any] = {
+        "objective": "time",
+        "tolerance": 0.01,
+        "base": "default",
+        "dtype": "bfloat16",
+    }
+    measured |= {**policy.measured, **explicit}
+    dtypes = [each for each in explicit.get("candidates", ()) if isinstance(each, torch.dtype)]
+    dtype = [*dtypes, getattr(torch, str(measured["dtype"]), None)][0]
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise click.UsageError(
             f"the policy was measured in {measured['dtype']}; allowed: float32, bfloat16, float16"
         )
     return CheckQuestion(
-        explicit.get("objective", "memory" if measured.get("objective") == "memory" else "time"),
-        float(explicit.get("tolerance", measured.get("tolerance", 0.01))),
-        explicit.get("budget", _MINUTE),
+        "memory" if measured["objective"] == "memory" else "time",
+        float(measured["tolerance"]),
+        explicit.get("budget", 60.0),
         dtype,
-        as_policy(str(explicit.get("base", measured.get("base", "default")))),
+        as_policy(str(measured["base"])),
     )
 
 
-def _refuse(model: str | None, named: dict[str, Any]) -> None:
+def _check_named(model: str | None, named: dict[str, Any]) -> None:
     """Refuse a command with missing options, before anything heavy is imported."""
+    is_trained = named["loss"] is not None or named["step"] is not None
     if model is None or named["data"] is None:
         raise click.UsageError("Name a model and its --data, such as my_model:make --data batches.")
     if named["loss"] is not None and named["step"] is not None:
         raise click.UsageError(
             "Name either a --loss of output and target, or a --step of model and batch."
         )
-    if named["loss"] is None and named["step"] is None:
-        if named["metric"] is None:
-            raise click.UsageError(
-                "Name either a --loss of output and target, or a --step of model and batch; for inference, a --metric "
-                "alone."
-            )
-        if named["optimizer"] is not None:
-            raise click.UsageError(
-                "--optimizer is for training: name a --loss or a --step, or leave it out for inference."
-            )
+    if not is_trained and named["metric"] is None:
+        raise click.UsageError(
+            "Name either a --loss of output and target, or a --step of model and batch; for inference, a --metric "
+            "alone."
+        )
+    if not is_trained and named["optimizer"] is not None:
+        raise click.UsageError(
+            "--optimizer is for training: name a --loss or a --step, or leave it out for inference."
+        )
 
 
-def _check_replaceable(out: Path) -> None:
-    """Refuse a path with another file, before minutes are spent."""
-    from precast.tuning.result import is_a_result
+def _output_paths(out: Path, page: Path | None) -> dict[str, Path]:
+    """Return the files to write, by kind. Refuse paths of other files, before minutes are spent."""
+    from precast._internal import atomic_write
+    from precast.errors import MissingExtraError
+    from precast.report.page import needed
+    from precast.tuning.result import is_replaceable
 
     if out.suffix == ".json":
         raise click.UsageError(
             f"--out {out}: expected a TOML file; the evidence next to it is the JSON file"
         )
-    for path in (out, out.with_suffix(".json")):
-        if path.is_dir() or (path.is_file() and path.stat().st_size and not is_a_result(path)):
+    paths = {"policy": out, "evidence": out.with_suffix(".json")}
+    paths["page"] = page or out.with_suffix(".html")
+    for kind, path in paths.items():
+        option = "--report" if kind == "page" else "--out"
+        if atomic_write.is_not_ours(path) if kind == "page" else not is_replaceable(path):
             raise click.UsageError(
-                f"cannot write {path}: precast tune did not write the existing file; name another file with --out"
+                f"cannot write {path}: precast tune did not write the existing file; name another file with {option}"
             )
-    if not out.parent.is_dir():
-        raise click.UsageError(f"cannot write {out}: folder {out.parent} not found")
-
-
-def _check_page(path: Path, *, is_needed: bool) -> bool:
-    """Return True if a page can be made; refuse a path with another file."""
-    from precast._internal import atomic_write
-    from precast.errors import MissingExtraError
-    from precast.report.page import needed
-
-    if atomic_write.is_not_ours(path):
-        raise click.UsageError(
-            f"cannot write {path}: {atomic_write.NOT_OURS}; name another with --report"
-        )
-    if not path.parent.is_dir():
-        raise click.UsageError(f"cannot write {path}: folder {path.parent} not found")
+        if not path.parent.is_dir():
+            raise click.UsageError(f"cannot write {path}: folder {path.parent} not found")
     try:
         needed()
     except MissingExtraError as error:
-        if is_needed:
+        if page is not None:
             raise
         click.echo(f"No page will be written: {error}", err=True)
-        return False
-    return True
+        del paths["page"]
+    return paths
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[TuningProgress], None]]:
-    """Show the progress of a search on stderr: a bar, or without a terminal a line for each part."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _shown_on(status: Status) -> Callable[[TuningProgress], None]:
+    """Return a function that shows the progress of a search; without a terminal, a line for each stage."""
+    stages: set[str] = set()
 
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        stages: set[str] = set()
+    def show(now: TuningProgress) -> None:
+        words = _STAGES.get(now.stage, "done")
+        if status.console.is_terminal:
+            time = f"{now.seconds:.0f} of {now.budget:.0f} s"
+            status.update(f"{time}  {words}: {now.text}  [bold]best: {now.best}[/bold]")
+        elif now.stage not in {*stages, "done"}:
+            stages.add(now.stage)
+            click.echo(f"{now.seconds:5.0f} s  {words}", err=True)
 
-        def line(now: TuningProgress) -> None:
-            if now.stage not in stages and now.stage != "done":
-                stages.add(now.stage)
-                click.echo(f"{now.seconds:5.0f} s  {_WORDS[now.stage]}", err=True)
-
-        yield line
-        return
-    columns = (
-        SpinnerColumn(),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        running = bar.add_task("", total=None)
-
-        def show(now: TuningProgress) -> None:
-            text = f"{_WORDS[now.stage]}: {now.text}"
-            width = max(20, console.width - 62)
-            text = text if len(text) <= width else text[: width - 1] + "…"
-            bar.update(
-                running,
-                description=f"{text}  [bold]best: {now.best}[/bold]",
-                completed=min(now.seconds, now.budget),
-                total=now.budget,
-            )
-
-        yield show
-
-
-_WORDS: Final = {
-    "record": "recording",
-    "errors": "measuring errors",
-    "costs": "measuring time and memory",
-    "prove": "proving",
-    "done": "done",
-}
-
-
-def _print(result: TuningResult, files: dict[str, Path], as_json: bool) -> None:
-    paths = {kind: str(path) for kind, path in files.items()}
-    if as_json:
-        click.echo(json.dumps({**result.to_dict(), **paths}, indent=2))
-        return
-    click.echo(f"{result}\n")
-    for kind, path in paths.items():
-        click.echo(f"{kind:<8} {path}")
+    return show

@@ -8,20 +8,18 @@ Invariants:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 
-from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning.costs import Objective
-from precast.tuning.judging import Judge, duration_text
-from precast.tuning.proof import ComparisonOutcome, Proof, SetupComparison, prove
+from precast.tuning.judging import Judge
+from precast.tuning.options import Objective
+from precast.tuning.proof import ComparisonOutcome, Proof, prove
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
-from precast.tuning.tuner import task_of
+from precast.tuning.tuner import SearchBudget, task_of
 
 __all__ = ["CheckQuestion", "PolicyCheck", "check"]
 
@@ -32,8 +30,6 @@ _OUTCOMES: Final[dict[ComparisonOutcome, Outcome]] = {
     "cannot tell": "cannot tell",
     "worse": "does not hold",
 }
-_USED: Final = 0.8
-"""The share of the budget for the first seeds."""
 
 
 @dataclass(frozen=True)
@@ -73,31 +69,22 @@ def check(
     Raises:
         TuningError: as `precast.tune`; also where the budget is too small.
     """
-    start = time.monotonic()
     task = task_of(workload)
+    budget = SearchBudget(task, question.budget)
     name, setups = _setups(policy, question)
-    least, most = task.steps
     with preserved_random_states():
         progress(f"a {task.words.run} in float32")
-        seconds = 2 * task.seconds() * task.least_pairs * (len(setups) + 1)
-        steps = int(_USED * (start + question.budget - time.monotonic()) / seconds)
-        if steps < least:
-            needed = duration_text(least * seconds / _USED + time.monotonic() - start)
-            raise TuningError(
-                f"the budget of {question.budget:g} s is too small: a comparison takes at least about {needed}. Pass a "
-                f"budget of {needed} or more"
-            )
+        budget.measure_step(len(setups) + 1)
         proof = prove(
             task,
             setups,
-            steps=min(steps, most),
+            steps=budget.steps_for(len(setups) + 1) or task.steps[0],
             tolerance=question.tolerance,
-            deadline=start + question.budget,
+            deadline=budget.share(1.0),
             timed=question.objective == "time",
             progress=progress,
         )
-    judge = Judge(question.objective, {question.base.name}, task.words)
-    clauses = list(_comparisons(judge, proof, name))
+    clauses = list(_comparisons(Judge(question.objective, proof, task), name))
     because = [text for _, text in clauses]
     if proof.ended == "interrupted":
         because.append("the check was interrupted")
@@ -119,32 +106,26 @@ def _setups(policy: Policy, question: CheckQuestion) -> tuple[str, list[Setup]]:
     return name, [*setups, Setup(name, policy, question.dtype)]
 
 
-def _comparisons(judge: Judge, proof: Proof, name: str) -> Iterator[tuple[Outcome | None, str]]:
+def _comparisons(judge: Judge, name: str) -> Iterator[tuple[Outcome | None, str]]:
     """Yield the outcome and a sentence for each comparison of a setup; no outcome for those that do not count."""
+    proof = judge.proof
     if name == FLOAT32.name:  # the answer was that the base policy is not better
-        for compared in proof.comparisons:
-            gain, is_better = judge.gain(proof, compared.name, compared.against)
-            text, _ = judge.loss_text(compared, proof.tolerance)
-            is_lost = is_better and compared.is_as_good
-            yield "does not hold" if is_lost else "holds", f"{text}; {gain}"
-    for compared in proof.comparisons:
-        against = compared.against
-        if compared.name != name:
+        [compared] = proof.comparisons
+        gain, is_better = judge.gain(compared.name, compared.against)
+        is_lost = is_better and compared.is_as_good
+        yield "does not hold" if is_lost else "holds", f"{judge.loss_text(compared)}; {gain}"
+        return
+    for compared in [each for each in proof.comparisons if each.name == name]:
+        if compared.against == FLOAT32.name:
+            yield _OUTCOMES[compared.loss], judge.loss_text(compared)
+        elif not (base := proof.comparison(compared.against)).is_as_good:
+            fails = f"{'does' if base.loss == 'worse' else 'may'} not {judge.task.words.does}"
+            yield None, f"{base.name} {fails} as well as float32, so it is not compared"
             continue
-        if against == FLOAT32.name:
-            text, _ = judge.loss_text(compared, proof.tolerance)
-            yield _OUTCOMES[compared.loss], text
-        elif not (base := proof.comparison(against)).is_as_good:
-            verb = "does not" if base.loss == "worse" else "may not"
-            does = judge.words.does
-            yield None, f"{against} {verb} {does} as well as float32, so it is not compared"
-            continue
-        yield _gain(judge, proof, compared)
-
-
-def _gain(judge: Judge, proof: Proof, compared: SetupComparison) -> tuple[Outcome, str]:
-    text, _ = judge.gain(proof, compared.name, compared.against)
-    if judge.objective == "time":
-        return _OUTCOMES[compared.time], text
-    mine, other = (proof.figures[name].kept_bytes for name in (compared.name, compared.against))
-    return "holds" if mine <= other else "does not hold", text
+        text, _ = judge.gain(compared.name, compared.against)
+        outcome = _OUTCOMES[compared.time]
+        if judge.objective == "memory":
+            figures = proof.figures
+            is_behind = figures[name].kept_bytes > figures[compared.against].kept_bytes
+            outcome = "does not hold" if is_behind else "holds"
+        yield outcome, text

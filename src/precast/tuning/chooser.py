@@ -1,9 +1,9 @@
 """Choice of the dtype of every operation: the least time or memory within the allowed errors, by integer programming.
 
-Each operation has a variable x, which is 1 in 16 bits. Its cost is linear in x, apart from casts: an edge between two
-dtypes costs a cast, the variable z >= x(consumer) - x(producer), or the reverse. A weight is cast once for all its
-consumers: y >= x for each. An operation that differs from the base policy's rule pays a small penalty, because it needs
-a row in the file, and a row of a module slows its calls down.
+Each operation has a variable x, which is 1 in 16 bits. Its own cost is linear in x. Casts and copies of weights are
+*terms*: a term is paid if one operation runs in 16 bits while another one runs in float32, so it has a variable
+z >= x - x' for each two of them. An operation that differs from the base policy's rule pays a small penalty, because it
+needs a row in the file, and a row of a module slows its calls down.
 
 Invariants:
 - the choice is settled (`TunedProgram.settle`), and the best one by these costs unless the solver ran out of time;
@@ -12,8 +12,9 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,10 +22,16 @@ import torch
 
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
-from precast.tuning.costs import Objective, ProgramCosts
+from precast.tuning.costs import ProgramCosts
 from precast.tuning.error_meter import PrecisionErrors
-from precast.tuning.policy_rows import FLOAT32_RULES
-from precast.tuning.sites import DtypeChoice, OperationSite, TensorEdge, TunedProgram
+from precast.tuning.options import Objective
+from precast.tuning.sites import (
+    FLOAT32_RULES,
+    DtypeChoice,
+    OperationSite,
+    TensorEdge,
+    TunedProgram,
+)
 
 __all__ = ["Chosen", "choose"]
 
@@ -60,133 +67,127 @@ def choose(
     gradient: float = math.inf,
     seconds: float = _SECONDS,
 ) -> Chosen:
-    """Return the choice that costs least.
+    """Return the choice that costs least by the objective.
 
-    Args:
-        program: the operations.
-        costs: their costs.
-        errors: their errors in 16 bits.
-        objective: the quantity to minimize.
-        loss: the square of the relative error of the loss that all operations in 16 bits may add.
-        gradient: the same for the gradient of each parameter.
-        seconds: the time after which the best choice so far is taken.
+    `loss` and `gradient` are squares of the relative errors that all operations in 16 bits together may add. After
+    `seconds` the best choice so far is taken.
 
     Raises:
         MissingExtraError: SciPy is not installed.
     """
-    model = _IntegerProgram(program, costs, objective)
+    linear = _linear_costs(program, costs, objective)
+    terms = list(_terms(program, costs, objective))
+    model = _IntegerProgram(program, linear, terms)
     model.hold([site for site in program.sites if site.barred])
     model.hold([site for site, each in errors.items() if each.barred])
     model.tie()
     model.limit({site: each.loss for site, each in errors.items()}, loss)
     model.limit({site: each.gradient for site, each in errors.items()}, gradient)
     choice = program.choose(model.solve(seconds))
-    wide = [
-        site
+    return Chosen(choice, _prices(program, linear, terms, choice))
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    """A cost that is paid if one of `low` runs in 16 bits and one of `wide` in float32; an empty one does not count."""
+
+    cost: float
+    low: Sequence[OperationSite] = ()
+    wide: Sequence[OperationSite] = ()
+
+    def under(self, choice: DtypeChoice) -> float:
+        """Return the cost under a choice."""
+        has_low = not self.low or any(choice[site] is not _F32 for site in self.low)
+        has_wide = not self.wide or any(choice[site] is _F32 for site in self.wide)
+        return self.cost * (has_low and has_wide)
+
+
+def _linear_costs(
+    program: TunedProgram, costs: ProgramCosts, objective: Objective
+) -> dict[OperationSite, float]:
+    """Return the additional cost of each operation in 16 bits, with the penalty for a row in either dtype."""
+    total = math.fsum(costs.amount(site, _F32, objective) for site in program.sites)
+    penalty = total * min(_ROW_PENALTY, _TOTAL_ROW_PENALTY / max(1, len(program.sites)))
+    return {
+        site: costs.amount(site, program.low, objective)
+        - costs.amount(site, _F32, objective)
+        + penalty * ((site.rule in FLOAT32_RULES) - (site.rule is Rule.LOWER))
         for site in program.sites
-        if choice[site] is not program.low and not site.barred
-        if not any(edge.is_written for edge in program.inputs(site))
-    ]
-    return Chosen(choice, _CostTerms(program, costs, objective).saved_in_16_bits(choice, wide))
+    }
 
 
-class _CostTerms:
-    """The costs of operations, edges and weights by the objective."""
+def _terms(program: TunedProgram, costs: ProgramCosts, objective: Objective) -> Iterator[_Term]:
+    """Yield the costs of casts along edges, and of one 16-bit copy of each weight for all its consumers.
 
-    def __init__(self, program: TunedProgram, costs: ProgramCosts, objective: Objective) -> None:
-        self._costs = costs
-        self._program = program
-        self._objective = objective
-        casting = [e for e in program.edges if not e.is_written and _is_cast(e)]
-        self.edges = [edge for edge in casting if not edge.weight]
-        self.weights: dict[str, list[OperationSite]] = {}
-        self._largest: dict[str, TensorEdge] = {}
-        for edge in casting:
-            if edge.weight:
-                self.weights.setdefault(edge.weight, []).append(edge.consumer)
-                largest = self._largest.get(edge.weight, edge)
-                self._largest[edge.weight] = max(largest, edge, key=lambda each: each.elements)
-        total = math.fsum(costs.amount(site, _F32, objective) for site in program.sites)
-        self._row = total * min(_ROW_PENALTY, _TOTAL_ROW_PENALTY / max(1, len(program.sites)))
+    The memory of casts is counted at the operations that keep them. In inference a weight is stored in 16 bits if all
+    its consumers use it in 16 bits, and else takes two more bytes for each element.
+    """
 
-    def site(self, site: OperationSite, dtype: torch.dtype) -> float:
-        """Return the cost of an operation in a dtype, with the penalty for a row."""
-        is_low = dtype is self._program.low
-        differs = (site.rule is Rule.LOWER and not is_low) or (
-            site.rule in FLOAT32_RULES and is_low
-        )
-        return self._costs.amount(site, dtype, self._objective) + self._row * differs
-
-    def edge(self, edge: TensorEdge, producer: torch.dtype, consumer: torch.dtype) -> float:
-        """Return the cost of the casts along an edge. The operation counts the memory of its casts."""
-        if producer is consumer or self._objective == "memory":
-            return 0.0
-        return edge.count * self._casts(edge, down=consumer is self._program.low)
-
-    def weight(self, name: str) -> float:
-        """Return the cost of one 16-bit copy of a weight; in inference weights are stored in 16 bits, which saves."""
-        edge, is_time = self._largest[name], self._objective == "time"
-        if self._program.is_inference:
-            return 0.0 if is_time else -2.0 * edge.elements
-        return self._casts(edge, down=True) if is_time else 2.0 * edge.elements
-
-    def saved_in_16_bits(
-        self, choice: DtypeChoice, sites: Collection[OperationSite]
-    ) -> dict[OperationSite, float]:
-        """Return the cost that each of these operations in float32 would save if it alone ran in 16 bits."""
-        edges: dict[OperationSite | None, set[TensorEdge]] = {site: set() for site in sites}
-        for edge in self.edges:
-            for site in (edge.producer, edge.consumer):
-                if site in edges:
-                    edges[site].add(edge)
-        weights: dict[OperationSite, set[str]] = {site: set() for site in sites}
-        for name, consumers in self.weights.items():
-            for site in weights.keys() & set(consumers):
-                weights[site].add(name)
-
-        def cost(site: OperationSite, under: DtypeChoice) -> float:
-            around = sum(self._edge_under(edge, under) for edge in edges[site])
-            stored = sum(self._weight_under(name, under) for name in weights[site])
-            return self.site(site, under[site]) + around + stored
-
-        low = self._program.low
-        return {site: cost(site, choice) - cost(site, {**choice, site: low}) for site in sites}
-
-    def _edge_under(self, edge: TensorEdge, choice: DtypeChoice) -> float:
-        """Return the cost of the casts along an edge under a choice."""
-        return self.edge(edge, edge.dtype_under(choice), choice[edge.consumer])
-
-    def _weight_under(self, name: str, choice: DtypeChoice) -> float:
-        is_low = [choice[site] is self._program.low for site in self.weights[name]]
-        is_copied = all(is_low) if self._program.is_inference else any(is_low)
-        return self.weight(name) * is_copied
-
-    def _casts(self, edge: TensorEdge, *, down: bool) -> float:
+    def cast(edge: TensorEdge, *, down: bool) -> float:
         """Return the time of a cast, and of the cast of the gradient back."""
-        back = self._costs.cast(edge.elements, down=not down) if edge.needs_grad else 0.0
-        return self._costs.cast(edge.elements, down=down) + back
+        back = costs.cast(edge.elements, down=not down) if edge.needs_grad else 0.0
+        return costs.cast(edge.elements, down=down) + back
+
+    weights: dict[str, list[TensorEdge]] = {}
+    for edge in program.edges:
+        if edge.is_written or not (edge.decides or edge.consumer.rule is Rule.LOWER):
+            continue
+        if edge.weight:
+            weights.setdefault(edge.weight, []).append(edge)
+        elif objective == "time" and edge.producer != edge.consumer:
+            producers = [] if edge.producer is None or edge.dtype is not None else [edge.producer]
+            if producers or edge.dtype is not program.low:
+                yield _Term(edge.count * cast(edge, down=True), [edge.consumer], producers)
+            if producers or edge.dtype is program.low:
+                yield _Term(edge.count * cast(edge, down=False), producers, [edge.consumer])
+    for edges in weights.values():
+        consumers = list(dict.fromkeys(edge.consumer for edge in edges))
+        largest = max(edges, key=lambda edge: edge.elements)
+        if objective == "memory":
+            groups = ([], consumers) if program.is_inference else (consumers, [])
+            yield _Term(2.0 * largest.elements, *groups)
+        elif not program.is_inference:
+            yield _Term(cast(largest, down=True), consumers)
 
 
-def _is_cast(edge: TensorEdge) -> bool:
-    """Return True if a tensor is cast where its dtype is not the consumer's."""
-    return edge.decides or edge.consumer.rule is Rule.LOWER
+def _prices(
+    program: TunedProgram,
+    linear: Mapping[OperationSite, float],
+    terms: Sequence[_Term],
+    choice: DtypeChoice,
+) -> dict[OperationSite, float]:
+    """Return the cost that each operation in float32 would save if it alone ran in 16 bits."""
+    terms_of: dict[OperationSite, list[_Term]] = {site: [] for site in program.sites}
+    for term in terms:
+        for site in (*term.low, *term.wide):
+            terms_of[site].append(term)
+    prices = {}
+    for site in program.sites:
+        is_fixed = site.barred or any(edge.is_written for edge in program.inputs(site))
+        if choice[site] is _F32 and not is_fixed:
+            alone = {**choice, site: program.low}
+            saved = sum(term.under(choice) - term.under(alone) for term in terms_of[site])
+            prices[site] = saved - linear[site]
+    return prices
 
 
 class _IntegerProgram:
     """The variables, costs and constraints of the integer program."""
 
-    def __init__(self, program: TunedProgram, costs: ProgramCosts, objective: Objective) -> None:
+    def __init__(
+        self,
+        program: TunedProgram,
+        linear: Mapping[OperationSite, float],
+        terms: Sequence[_Term],
+    ) -> None:
         self._program = program
-        self._terms = _CostTerms(program, costs, objective)
         self._x = {site: i for i, site in enumerate(program.sites)}
-        self._cost = [
-            self._terms.site(site, program.low) - self._terms.site(site, _F32)
-            for site in program.sites
-        ]
+        self._cost = [linear[site] for site in program.sites]
         self._constraints: list[tuple[dict[int, float], float, float]] = []
         """The coefficients of each constraint, and the least and the most that they may add up to."""
-        self._add_edges()
-        self._add_weights()
+        for term in terms:
+            if term.cost > 0:
+                self._add(term)
 
     def hold(self, sites: Collection[OperationSite]) -> None:
         """Keep operations in float32, except those that write to a tensor from outside: they have its dtype."""
@@ -222,20 +223,17 @@ class _IntegerProgram:
         numpy, optimize, sparse = _import_scipy()
         count = len(self._cost)
         scale = max(map(abs, self._cost), default=0.0) or 1.0
-        ends = [0]
-        columns: list[int] = []
-        values: list[float] = []
-        for row, _, _ in self._constraints:
-            columns += row.keys()
-            values += row.values()
-            ends.append(len(columns))
+        rows = [row for row, _, _ in self._constraints]
+        ends = [0, *itertools.accumulate(map(len, rows))]
+        columns = [column for row in rows for column in row]
+        values = [value for row in rows for value in row.values()]
         constraints = [
             optimize.LinearConstraint(
-                sparse.csr_array((values, columns, ends), shape=(len(self._constraints), count)),
+                sparse.csr_array((values, columns, ends), shape=(len(rows), count)),
                 [least for _, least, _ in self._constraints],
                 [most for _, _, most in self._constraints],
             )
-        ] * bool(self._constraints)
+        ] * bool(rows)
         solution = optimize.milp(
             [cost / scale for cost in self._cost],
             integrality=[int(i < len(self._x)) for i in range(count)],
@@ -248,32 +246,14 @@ class _IntegerProgram:
         low = numpy.round(solution.x[: len(self._x)])
         return [site for site, i in self._x.items() if low[i]]
 
-    def _add_edges(self) -> None:
-        low = self._program.low
-        for edge in self._terms.edges:
-            down = self._terms.edge(edge, _F32, low)
-            up = self._terms.edge(edge, low, _F32)
-            x = self._x[edge.consumer]
-            if edge.dtype is not None or edge.producer is None:
-                self._cost[x] += -up if edge.dtype is low else down
-            elif edge.producer != edge.consumer:
-                self._add_cast(x, self._x[edge.producer], down)
-                self._add_cast(self._x[edge.producer], x, up)
-
-    def _add_cast(self, low: int, wide: int, cost: float) -> None:
-        """Add a cast whose cost counts if `low` is 1 and `wide` is 0."""
-        if cost > 0:
-            cast_variable = self._add_variable(cost)
-            self._constrain({cast_variable: 1.0, low: -1.0, wide: 1.0}, least=0.0)
-
-    def _add_weights(self) -> None:
-        for weight, consumers in self._terms.weights.items():
-            cast_variable = self._add_variable(self._terms.weight(weight))
-            sign = -1.0 if self._program.is_inference else 1.0
-            for site in set(
-                consumers
-            ):  # in inference the memory is saved only if all use it in 16 bits
-                self._constrain({cast_variable: sign, self._x[site]: -sign}, least=0.0)
+    def _add(self, term: _Term) -> None:
+        """Add a variable that is at least 1 if the term is paid."""
+        paid = len(self._cost)
+        self._cost.append(term.cost)
+        lows = [{self._x[site]: -1.0} for site in term.low] or [{}]
+        wides = [{self._x[site]: 1.0} for site in term.wide] or [{}]
+        for low, wide in itertools.product(lows, wides):
+            self._constrain({paid: 1.0} | low | wide, least=float(not low))
 
     def _relate(self, site: OperationSite, edge: TensorEdge, *, least: float) -> None:
         """Make the variable of an operation at most its producer's; with `least=0`, equal to it."""
@@ -283,10 +263,6 @@ class _IntegerProgram:
             self._constrain({x: 1.0}, least=is_low + least, most=is_low)
         elif edge.producer != site:
             self._constrain({x: 1.0, self._x[edge.producer]: -1.0}, least=least, most=0.0)
-
-    def _add_variable(self, cost: float) -> int:
-        self._cost.append(cost)
-        return len(self._cost) - 1
 
     def _constrain(
         self, row: dict[int, float], *, least: float = -math.inf, most: float = math.inf

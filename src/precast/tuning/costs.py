@@ -13,7 +13,6 @@ Invariants:
 
 from __future__ import annotations
 
-import bisect
 import functools
 import math
 import statistics
@@ -23,13 +22,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from precast import _torch
 from precast.tuning.memory import saved_for_backward, storage_sizes
+from precast.tuning.options import Objective
 from precast.tuning.sites import (
     CallRecord,
     OperationSite,
@@ -37,21 +37,21 @@ from precast.tuning.sites import (
     TunedProgram,
     is_castable,
     tensors_in_order,
+    written_arguments,
 )
 
-__all__ = ["CallCost", "CallVariant", "Objective", "ProgramCosts", "distinct_calls"]
+__all__ = ["CallCost", "CallVariant", "ProgramCosts", "distinct_calls"]
 __all__ += ["measure_calls", "measure_costs", "time_in_turns"]
 
-Objective = Literal["time", "memory"]
 _F32: Final = torch.float32
 _ROUNDS: Final = 7
 _FEWEST_ROUNDS: Final = 3
 _MOST_REPEATS: Final = 64
 _SHORTEST: Final = 200e-6
 """The least seconds of a turn, about a thousand times what reading the clock takes."""
-_Key = TypeVar("_Key", bound=Hashable)
 _SMALLEST: Final = 64
 """Elements of the smallest cast that is measured; below, a cast takes as long as its call does."""
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,12 @@ class ProgramCosts:
     def cast(self, elements: int, *, down: bool) -> float:
         """Return the seconds of one cast; between measured sizes, on a straight line in logarithms."""
         measured = self.casts.get(down, {})
-        sizes = sorted(measured)
-        if not sizes or elements <= 0:
+        if not measured or elements <= 0:
             return 0.0
-        at = bisect.bisect_left(sizes, elements)
-        if at == 0:
-            return measured[sizes[0]]
-        if at == len(sizes):
-            return measured[sizes[-1]] * elements / sizes[-1]
-        low, high = sizes[at - 1], sizes[at]
+        low = max((size for size in measured if size <= elements), default=min(measured))
+        high = min((size for size in measured if size >= elements), default=low)
+        if low >= elements or low == high:
+            return measured[low] * max(1.0, elements / low)
         share = math.log(elements / low) / math.log(high / low)
         one, other = (max(measured[size], 1e-12) for size in (low, high))
         return float(one ** (1 - share) * other**share)
@@ -119,17 +116,19 @@ def measure_costs(
     deadline: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ProgramCosts:
-    """Measure every distinct call in float32 and in 16 bits, and casts of the sizes that the program has.
+    """Measure every distinct call in float32 and in 16 bits, and casts of sizes from the smallest to the largest.
 
     After `deadline`, on `time.monotonic`'s clock, one call and casts of two sizes are measured anyway.
     """
     casts: dict[bool, dict[int, float]] = {True: {}, False: {}}
-    for done, size in enumerate(_cast_sizes(program)):
-        if done > 1 and time.monotonic() > deadline:
-            break
+    largest, size = max((edge.elements for edge in program.edges), default=0), _SMALLEST
+    while size < 4 * max(largest, 1 + _SMALLEST // 4) and (
+        size <= 4 * _SMALLEST or time.monotonic() < deadline
+    ):
         progress(f"casts of {size:,} elements")
         for down, seconds in _time_casts(size, program, rounds, deadline).items():
             casts[down][size] = seconds
+        size *= 4
     variants = {dtype: CallVariant(dtype) for dtype in (_F32, program.low)}
     sites, skipped = measure_calls(
         program,
@@ -143,20 +142,12 @@ def measure_costs(
     return ProgramCosts(sites, casts, skipped)
 
 
-def _cast_sizes(program: TunedProgram) -> list[int]:
-    """Return powers of 4 from the smallest tensor that may be cast to the largest."""
-    largest = max((edge.elements for edge in program.edges), default=0)
-    sizes = [_SMALLEST] * (largest > 0)
-    while sizes and sizes[-1] < largest:
-        sizes.append(sizes[-1] * 4)
-    return sizes
-
-
 def _time_casts(
     size: int, program: TunedProgram, rounds: int, deadline: float
 ) -> dict[bool, float]:
-    generator = torch.Generator(program.device).manual_seed(0)
-    wide = torch.randn(size, generator=generator, device=program.device)
+    wide = torch.randn(
+        size, generator=torch.Generator(program.device).manual_seed(0), device=program.device
+    )
 
     def cast(tensor: Tensor, dtype: torch.dtype) -> float:
         start = perf_counter()
@@ -168,9 +159,6 @@ def _time_casts(
         False: functools.partial(cast, wide.to(program.low), _F32),
     }
     return time_in_turns(functions, rounds, deadline)
-
-
-# --- calls ---
 
 
 @dataclass(frozen=True)
@@ -207,13 +195,9 @@ def measure_calls(
                 for key, variant in variants.items()
             }
             costs[call] = _time_trials(trials, rounds, deadline, program.is_inference)
-    result = {}
-    for site in sites:
-        total = _sum_of_calls([(call, costs.get(call, {})) for call in site.calls])
-        if total:
-            result[site] = total
+    totals = {site: _sum_of_calls(site, costs) for site in sites}
     skipped = sum(any(call not in costs for call in site.calls) for site in sites)
-    return result, skipped
+    return {site: total for site, total in totals.items() if total}, skipped
 
 
 def distinct_calls(sites: Iterable[OperationSite]) -> list[CallRecord]:
@@ -234,20 +218,22 @@ def _work(call: CallRecord) -> float:
     return max(elements, math.prod(matrices[0]) * math.prod(matrices[1]) / max(1, summed))
 
 
-def _sum_of_calls(calls: Sequence[tuple[CallRecord, dict[Any, CallCost]]]) -> dict[Any, CallCost]:
+def _sum_of_calls(
+    site: OperationSite, costs: Mapping[CallRecord, Mapping[Any, CallCost]]
+) -> dict[Any, CallCost]:
     """Return the cost of all calls of an operation in a step by variant, without variants that one call lacks."""
-    result: dict[Any, CallCost] = {}
-    for key in calls[0][1] if calls else ():
-        if all(key in costs for _, costs in calls):
-            result[key] = CallCost(
-                sum(costs[key].forward * (call.count + call.recomputed) for call, costs in calls),
-                sum(costs[key].backward * call.count for call, costs in calls),
-                sum(
-                    costs[key].kept_bytes * max(0, call.count - call.recomputed)
-                    for call, costs in calls
-                ),
-            )
-    return result
+    pairs = [(call, costs.get(call, {})) for call in site.calls]
+    keys = [key for key in pairs[0][1] if all(key in each for _, each in pairs)] if pairs else []
+    return {
+        key: CallCost(
+            sum(each[key].forward * (call.count + call.recomputed) for call, each in pairs),
+            sum(each[key].backward * call.count for call, each in pairs),
+            sum(
+                each[key].kept_bytes * max(0, call.count - call.recomputed) for call, each in pairs
+            ),
+        )
+        for key in keys
+    }
 
 
 def _time_trials(
@@ -260,11 +246,7 @@ def _time_trials(
         functions |= {(key, True): trial.forward, (key, False): trial.backward}
     seconds = time_in_turns(functions, rounds, deadline)
     return {
-        key: CallCost(
-            seconds[key, True],
-            seconds[key, False],
-            trial.result_bytes() if is_inference else trial.saved_bytes(),
-        )
+        key: CallCost(seconds[key, True], seconds[key, False], trial.kept_bytes(is_inference))
         for key, trial in trials.items()
     }
 
@@ -290,10 +272,7 @@ class _CallTrial:
         pairs = zip(tensors, call.tensors, strict=True)
         self._weights = [tensor for tensor, argument in pairs if argument.is_weight]
         self._gradients: list[Tensor] | None = None
-        self._writes = any(
-            argument.alias_info is not None and argument.alias_info.is_write
-            for argument in _torch.schema_of(function).arguments
-        )
+        self._writes = bool(written_arguments(call.overload, self._args, self._kwargs))
 
     def works(self) -> bool:
         """Return True if neither pass raises an error."""
@@ -322,15 +301,13 @@ class _CallTrial:
         torch.autograd.grad(roots, self._leaves, self._gradients, allow_unused=True)
         return perf_counter() - start
 
-    def saved_bytes(self) -> int:
-        """Return the bytes that autograd saves for the backward pass, without weights."""
-        with saved_for_backward(self._weights) as saved:
-            self._results(*self._arguments())
-        return sum(storage.nbytes() for storage in saved.values())
-
-    def result_bytes(self) -> int:
-        """Return the bytes of its results that are not its arguments'."""
+    def kept_bytes(self, is_inference: bool) -> int:
+        """Return the bytes that autograd saves for backward, without weights; in inference, those of new results."""
         args, kwargs = self._arguments()
+        if not is_inference:
+            with saved_for_backward(self._weights) as saved:
+                self._results(args, kwargs)
+            return sum(storage.nbytes() for storage in saved.values())
         inputs = storage_sizes(tensors_in_order(args, kwargs))
         results = storage_sizes(self._results(args, kwargs))
         return sum(size for storage, size in results.items() if storage not in inputs)
@@ -350,9 +327,6 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
-
-
-# --- timing ---
 
 
 def time_in_turns(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,8 @@ from precast.tuning.setups import (
     copy_model,
     exception_text,
     move_weights,
-    restore_buffers,
 )
-from precast.tuning.words import TaskWords
+from precast.tuning.words import words_for
 
 __all__ = ["ErrorMeter", "PrecisionErrors", "Results", "are_finite"]
 
@@ -79,9 +78,7 @@ class _TensorErrors:
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
         finite = expected.isfinite()
-        if not bool(finite.all()):
-            expected, actual = expected[finite], actual[finite]
-        expected, actual = expected.double(), actual.double()
+        expected, actual = expected[finite].double(), actual[finite].double()
         self.wrong += float((actual - expected).square().sum())
         self.norm += float(expected.square().sum())
         if expected.numel():
@@ -111,7 +108,6 @@ def are_finite(tensors: dict[str, Tensor]) -> bool:
 class ErrorMeter(ABC):
     """Compares losses and gradients, or metrics and outputs, with those in float32."""
 
-    words: ClassVar[TaskWords]
     subject: ClassVar[str]
     """A tensor in texts."""
     may_be_infinite: ClassVar[bool]
@@ -119,14 +115,15 @@ class ErrorMeter(ABC):
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
+        self.words = words_for(workload.task)
         self.scale = 1.0
         """The loss scale."""
         self.points: list[MeterPoint] = []
         self._reliable: list[str] = []
 
     @abstractmethod
-    def results(self, setup: Setup, model: nn.Module, number: int, batch: Any) -> Results:
-        """Run a copy on a batch with the random numbers of `number`."""
+    def results(self, setup: Setup, model: nn.Module, number: int) -> Results:
+        """Run a copy on a batch."""
 
     def find_scale(self, setup: Setup) -> None:  # noqa: B027 -- outputs need no loss scale
         """Set the loss scale to the largest one under which no gradient overflows with this setup."""
@@ -134,10 +131,12 @@ class ErrorMeter(ABC):
     def results_at(self, point: MeterPoint, setup: Setup) -> Results:
         """Return the results for a batch; buffers are restored."""
         try:
-            batch = self.workload.batches[point.number]
-            return self.results(setup, point.model, point.number, batch)
+            return self.results(setup, point.model, point.number)
         finally:
-            restore_buffers(point.model, point.buffers)
+            with torch.no_grad():
+                for name, buffer in point.model.named_buffers():
+                    if name in point.buffers and buffer.shape == point.buffers[name].shape:
+                        buffer.copy_(point.buffers[name])
 
     def errors(self, setup: Setup) -> PrecisionErrors:
         """Return the errors under a setup; infinite where it cannot run, or a result is not finite."""
@@ -157,18 +156,18 @@ class ErrorMeter(ABC):
                 actual = tensors.get(name, torch.zeros_like(expected))
                 has_shape = actual.shape == expected.shape
                 if not has_shape or not bool((actual.isfinite() | ~expected.isfinite()).all()):
-                    what = "overflows" if has_shape else "has another shape"
-                    text = f"{self.subject.format(name)} {what}"
+                    wrong = "overflows" if has_shape else "has another shape"
+                    text = f"{self.subject.format(name)} {wrong}"
                     return PrecisionErrors(barred=text, parameter=name)
                 if name in sums:
                     sums[name].add(actual, expected)
         count = len(self.points)
         worst = max(sums, key=lambda name: sums[name].share, default="")
-        silent = (name for name, each in sums.items() if each.flushed / count > _SILENT)
         if not worst:
             return PrecisionErrors(total / count, 0.0)
+        silent = next((name for name in sums if sums[name].flushed / count > _SILENT), "")
         share, flushed = sums[worst].share, sums[worst].flushed / count
-        return PrecisionErrors(total / count, share, "", worst, flushed, next(silent, ""))
+        return PrecisionErrors(total / count, share, "", worst, flushed, silent)
 
     def add_points(self, model: nn.Module, batches: int) -> None:
         """Record the results in float32 of the first batches on a copy.
@@ -190,22 +189,15 @@ class ErrorMeter(ABC):
                 )
             self.points.append(replace(point, value=value, tensors=tensors))
 
-    def find_reliable(self, others: dict[str, Tensor] | None = None) -> None:
-        """Find the tensors that are more than rounding noise in float32.
-
-        Args:
-            others: the results of the first batch with other roundings; None for those of weights that are moved.
-        """
+    def find_reliable(self) -> None:
+        """Find the tensors that are more than rounding noise in float32, by weights that are moved by rounding."""
         first = self.points[0]
-        if others is None:
-            moved = copy_model(first.model)
-            move_weights(moved, _MOVED_BY_ROUNDING, self.workload.seed, 1)
-            _, others = self.results_at(replace(first, model=moved), FLOAT32)
+        moved = copy_model(first.model)
+        move_weights(moved, _MOVED_BY_ROUNDING, self.workload.seed, 1)
+        _, others = self.results_at(replace(first, model=moved), FLOAT32)
         for name, tensor in (first.tensors or {}).items():
-            other = others.get(name)
-            if other is None or other.shape != tensor.shape:
-                continue
             sums = _TensorErrors()
-            sums.add(other, tensor)
+            if name in others and others[name].shape == tensor.shape:
+                sums.add(others[name], tensor)
             if sums.norm and sums.share < _NOISE**2:
                 self._reliable.append(name)

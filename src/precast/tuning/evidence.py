@@ -19,9 +19,10 @@ from precast._internal.records import as_json
 from precast._internal.version import __version__
 from precast.policy.measured import Value, here
 from precast.report.tree import TreeNode
-from precast.tuning.costs import CallCost, Objective, ProgramCosts
+from precast.tuning.costs import CallCost, ProgramCosts
 from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.float8_products import Float8Choice
+from precast.tuning.options import Objective
 from precast.tuning.proof import Proof
 from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.setups import Workload
@@ -49,10 +50,7 @@ class SearchSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SiteEvidence(PrecisionErrors):
-    """An operation of a module with its errors, and the cost of all of its calls in a step, by dtype.
-
-    `costs` is empty where it was not measured.
-    """
+    """An operation of a module with its errors, and the measured cost of all of its calls in a step, by dtype."""
 
     module: str | None
     op: str
@@ -61,14 +59,7 @@ class SiteEvidence(PrecisionErrors):
 
 @dataclass
 class DtypeEvidence:
-    """The measurements of all operations in one dtype.
-
-    Attributes:
-        scale: the loss scale.
-        runs: the number of groups that were measured.
-        shared: the number of operations that share the error of a group although it is too large.
-        skipped: the number of operations whose cost there was no time for.
-    """
+    """The measurements of all operations in one dtype, with the counts of `Sensitivity` and `ProgramCosts`."""
 
     dtype: str
     scale: float
@@ -84,18 +75,13 @@ class TuningEvidence:
 
     Attributes:
         model: the name of the model's class.
-        parameters: the number of its parameters.
         answer: the name of the answer's setup.
         dtype: the dtype of its region.
-        seconds: the time of the search.
-        interrupted: True if Ctrl-C ended it.
         command: the command that started it; empty where a program did.
         untried: the setups that there was no time for.
         undecided: the setups that may be better than the answer, float32; empty where it is decided.
         would_decide: the changes that would decide it, a phrase for each.
-        searches: the measurements in each dtype.
         eight_bits: the products under each float8 rule.
-        proof: the comparison of setups; None if there was no time for one.
         traced: one step of the model under the answer, by module.
     """
 
@@ -130,17 +116,10 @@ class TuningEvidence:
 
     def add_search(self, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts) -> None:
         """Add the measurements of a program in one dtype."""
-        sites = [
-            SiteEvidence(
-                **vars(each),
-                module=site.module,
-                op=site.op,
-                costs={
-                    dtype_name(dtype): cost for dtype, cost in costs.sites.get(site, {}).items()
-                },
-            )
-            for site, each in errors.sites.items()
-        ]
+        sites = []
+        for site, each in errors.sites.items():
+            by_dtype = {dtype_name(key): cost for key, cost in costs.sites.get(site, {}).items()}
+            sites.append(SiteEvidence(**vars(each), module=site.module, op=site.op, costs=by_dtype))
         counts = errors.scale, errors.runs, errors.shared, costs.skipped
         self.searches.append(DtypeEvidence(dtype_name(program.low), *counts, sites))
 

@@ -27,8 +27,9 @@ from precast.errors import PrecastWarning
 from precast.policy.module_rules import decide
 from precast.policy.policy import Policy, Rule, pattern_index
 from precast.policy.rows import FLOAT8_OPERATIONS, canonical
-from precast.tuning.costs import CallCost, CallVariant, Objective, measure_calls
+from precast.tuning.costs import CallCost, CallVariant, measure_calls
 from precast.tuning.error_meter import ErrorMeter
+from precast.tuning.options import Objective
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram
 from precast.weights.float8.support import support_of
@@ -65,12 +66,6 @@ class Float8Product:
         """Return the seconds or bytes a step that 8 bits save; below 0 where they cost more."""
         return self.in_16_bits.amount(objective) - self.in_8_bits.amount(objective)
 
-    def share_of(self, loss: float, gradient: float) -> float:
-        """Return the share of the allowed errors that it uses; infinite if its errors are not measured."""
-        if self.loss is None or self.gradient is None:
-            return math.inf
-        return max(self.loss / loss, self.gradient / gradient)
-
 
 @dataclass
 class Float8Choice:
@@ -93,18 +88,10 @@ def choose_products(
     seed: int = 0,
     deadline: float = math.inf,
 ) -> tuple[Setup | None, Float8Choice]:
-    """Choose the products of a 16-bit policy that run in 8 bits, and return the setup with them; None without any.
+    """Choose the products of a 16-bit setup that run in 8 bits, and return the setup with them; None without any.
 
-    Args:
-        meter: compares with float32.
-        program: the recorded program.
-        around: the setup in 16 bits, whose policy holds for everything else.
-        rule: a float8 rule.
-        objective: the quantity to minimize.
-        loss: the relative error of the loss that the policy may have, beside float32.
-        gradient: that of the gradient of each parameter.
-        seed: of the random tensors.
-        deadline: on `time.monotonic`'s clock; products whose errors are not measured by then stay in 16 bits.
+    `loss` and `gradient` are the relative errors that the policy may have, beside float32. Products whose errors are
+    not measured by the `deadline`, on `time.monotonic`'s clock, stay in 16 bits.
     """
     base = around.policy
     assert base is not None, "the setup is in 16 bits"
@@ -120,14 +107,16 @@ def choose_products(
     allowed = (loss**2, gradient**2)
     chosen, errors = saving, meter.errors(setup_of(saving))
     if not errors.fits(*allowed):
-        start = meter.errors(around)
+        start, gains = meter.errors(around), list[tuple[float, Float8Product]]()
         for product in saving[:_MOST_RUNS]:
             if time.monotonic() < deadline:
                 alone = meter.errors(setup_of([product]))
                 product.loss = max(0.0, alone.loss - start.loss)
                 product.gradient = max(0.0, alone.gradient - start.gradient)
-        chosen = [product for product in saving if product.share_of(*allowed) <= 1]
-        chosen.sort(key=lambda p: p.saves(objective) / max(p.share_of(*allowed), 1e-12))
+                share = max(product.loss / loss**2, product.gradient / gradient**2)
+                if share <= 1:
+                    gains.append((product.saves(objective) / max(share, 1e-12), product))
+        chosen = [product for _, product in sorted(gains, key=lambda gain: gain[0])]
         while chosen and not (errors := meter.errors(setup_of(chosen))).fits(*allowed):
             del chosen[0]  # the one that saves least for its error
     if not chosen:
@@ -142,25 +131,23 @@ def choose_products(
 
 
 def products_of(program: TunedProgram, policy: Policy) -> list[OperationSite]:
-    """Return the operations in 16 bits under a policy that a rule for their module can put in 8 bits."""
+    """Return the operations in 16 bits under a policy that a rule for their module can put in 8 bits.
+
+    A rule for a module with modules inside that have the same operation would reach these, too.
+    """
+    places = [(site.op, f"{site.module}.") for site in program.sites if site.module is not None]
     return [
         site
         for site in program.sites
         if canonical(site.op) in FLOAT8_OPERATIONS and not (site.barred or site.pinned)
         if site.module is not None
         if policy.resolve(site.op, program.device, site.module).rule is Rule.LOWER
-        if not _reaches_others(site, program)
+        if sum(op == site.op and _is_inside(at, site.module) for op, at in places) == 1
     ]
 
 
-def _reaches_others(site: OperationSite, program: TunedProgram) -> bool:
-    """Return True if a rule for the module would reach the same operation in modules inside it."""
-    inside = f"{site.module}." if site.module else ""
-    return any(
-        other.op == site.op and other != site and (other.module or "").startswith(inside)
-        for other in program.sites
-        if other.module is not None
-    )
+def _is_inside(place: str, module: str) -> bool:
+    return not module or place.startswith(f"{module}.")
 
 
 def measure_products(
@@ -202,16 +189,18 @@ def _no_gain_text(
     """Return why no product runs in 8 bits."""
     if not products:
         return f"{rule} is for products of matrices that modules run in 16 bits, and there are none"
-    verb, amount = (
-        ("take", "the time") if objective == "time" else ("keep for backward", "the memory")
+    verb = (
+        "take {:.2f} times the time"
+        if objective == "time"
+        else "keep for backward {:.2f} times the memory"
     )
     in_8_bits, in_16_bits = (
         math.fsum(cost.amount(objective) for cost in costs)
         for costs in zip(*((p.in_8_bits, p.in_16_bits) for p in products), strict=True)
     )
-    ratio = in_8_bits / max(in_16_bits, 1e-12)
+    ratio = verb.format(in_8_bits / max(in_16_bits, 1e-12))
     support = support_of(torch.device(program.device))
     return (
-        f"{rule} saves nothing here: its products {verb} {ratio:.2f} times {amount} of {dtype_name(program.low)} "
+        f"{rule} saves nothing here: its products {ratio} of {dtype_name(program.low)} "
         f"({support.method.value}: {support.reason})"
     )

@@ -14,27 +14,19 @@ import copy
 import functools
 import inspect
 import warnings
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from precast._internal.pytree import map_tensors, tensors_in
+from precast._internal.pytree import tensors_in
 from precast.errors import PrecastError, PrecastWarning
 from precast.policy.policy import Policy
 from precast.shipping.converted import convert
 from precast.tuning.error_meter import ErrorMeter, PrecisionErrors, Results
 from precast.tuning.memory import ResultMemory, storage_sizes
-from precast.tuning.setups import (
-    FLOAT32,
-    Setup,
-    Workload,
-    attached,
-    copy_model,
-    current_time,
-)
+from precast.tuning.setups import Setup, Workload, attached, copy_model, current_time
 from precast.tuning.tasks import ModelTrial, TuningTask
 from precast.tuning.words import INFERENCE
 
@@ -47,10 +39,9 @@ _BATCHES: Final = 4
 
 
 class _CallTimer:
-    """Times the calls of a model, and records the arguments and the result of the first one if `keeps` is True."""
+    """Times the calls of a model, and with `keeps` records the arguments and the result of the first one."""
 
     def __init__(self, model: nn.Module, device_type: str = "cpu", *, keeps: bool = False) -> None:
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._keeps = keeps
         self._device_type = device_type
         self.reset()
@@ -63,8 +54,8 @@ class _CallTimer:
 
     def reset(self) -> None:
         """Forget the calls so far."""
-        self.seconds, self.count, self._depth, self._start = 0.0, 0, 0, 0.0
-        self.arguments = None
+        self.seconds, self.count, self._depth = 0.0, 0, 0
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.result: Any = None
 
     def close(self) -> None:
@@ -74,20 +65,18 @@ class _CallTimer:
 
     def _before(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
-        if self._depth > 1:
-            return
-        if self._keeps and self.arguments is None:
-            self.arguments = copy.deepcopy((args, kwargs))
-        self._start = current_time(self._device_type)
+        if self._depth == 1:
+            if self._keeps and self.arguments is None:
+                self.arguments = copy.deepcopy((args, kwargs))
+            self._start = current_time(self._device_type)
 
     def _after(self, _model: nn.Module, _args: Any, result: Any) -> None:
         self._depth -= 1
-        if self._depth:
-            return
-        self.seconds += current_time(self._device_type) - self._start
-        self.count += 1
-        if self._keeps and self.count == 1:
-            self.result = result
+        if self._depth == 0:
+            self.seconds += current_time(self._device_type) - self._start
+            self.count += 1
+            if self._keeps and self.count == 1:
+                self.result = result
 
 
 class InferenceRun(ModelTrial):
@@ -95,8 +84,6 @@ class InferenceRun(ModelTrial):
 
     A copy that `is_converted` needs no region.
     """
-
-    words = INFERENCE
 
     def __init__(self, workload: Workload, setup: Setup, *, converts: bool = True) -> None:
         super().__init__(workload, setup)
@@ -112,10 +99,7 @@ class InferenceRun(ModelTrial):
         device_type = self.workload.device_type
         self._timer.reset()
         start = current_time(device_type)
-        region: AbstractContextManager[object] = (
-            nullcontext() if self.is_converted else self.setup.region(device_type)
-        )
-        with region:
+        with nullcontext() if self.is_converted else self.setup.region(device_type):
             value = self.workload.measure(self.model, place)
         whole = current_time(device_type) - start
         return value, self._timer.seconds if self._timer.count else whole
@@ -123,10 +107,6 @@ class InferenceRun(ModelTrial):
     def values(self) -> list[float]:
         """Return the metric of each batch."""
         return list(self.losses)
-
-    def restart(self) -> None:
-        """Forget the runs so far."""
-        self.losses, self.seconds = [], []
 
     def weight_bytes(self) -> int:
         """Return the memory of all weights and buffers, each once, with the 16-bit copies of an attachment."""
@@ -177,7 +157,6 @@ class InferenceTask(TuningTask):
     allowed_change = 0.1
     looks = (1, 2, 4, 8, 16)
     warmup = 0
-    least_pairs = 3
     steps = (1, 1)
 
     def __init__(self, workload: Workload) -> None:
@@ -190,7 +169,7 @@ class InferenceTask(TuningTask):
             self._runs[setup.name] = InferenceRun(self.workload, setup)
             self._runs[setup.name].run(0)  # the first run loads code and memory
         run = self._runs[setup.name]
-        run.restart()
+        run.losses, run.seconds = [], []
         return run
 
     def release(self, trial: ModelTrial) -> None:
@@ -227,44 +206,25 @@ class InferenceTask(TuningTask):
 class OutputMeter(ErrorMeter):
     """Compares metrics and outputs with those in float32."""
 
-    words = INFERENCE
     subject = "an output"
     may_be_infinite = True
 
     def __init__(self, workload: Workload) -> None:
-        """Run a copy in float32, and one in float64 to find rounding noise.
-
-        Raises:
-            TuningError: the metric in float32 is not finite, or not a number.
-        """
         super().__init__(workload)
         self.add_points(copy_model(workload.model).requires_grad_(False), _BATCHES)
-        self.find_reliable(self._in_float64())
+        self.find_reliable()
 
     def errors(self, setup: Setup) -> PrecisionErrors:
         """Return the errors under a setup; infinite where it cannot run, or a result is not finite."""
         return replace(super().errors(setup), parameter="", flushed=0.0, silent="")
 
-    def results(self, setup: Setup, model: nn.Module, number: int, batch: Any) -> Results:
+    def results(self, setup: Setup, model: nn.Module, number: int) -> Results:
         """Return the metric of a batch, and the outputs of the model's first call by their places."""
         with (
             closing(_CallTimer(model, keeps=True)) as timer,
             attached(model, setup) or nullcontext(),
             setup.region(self.workload.device_type),
         ):
-            metric = self.workload.measure(model, number, batch)
+            metric = self.workload.measure(model, number)
         outputs = [each for each in tensors_in(timer.result) if each.is_floating_point()]
         return metric, {str(place): each.detach().clone() for place, each in enumerate(outputs)}
-
-    def _in_float64(self) -> dict[str, Tensor] | None:
-        """Return the outputs of the first batch in float64; None where the program cannot run in it."""
-        try:
-            doubled = copy_model(self.workload.model).double()
-            batch = map_tensors(
-                self.workload.batches[0], lambda t: t.double() if t.is_floating_point() else t
-            )
-            _, outputs = self.results(FLOAT32, doubled, 0, batch)
-        except Exception:  # the program may make float32 tensors, or the memory may end
-            return None
-        is_double = all(output.dtype is torch.float64 for output in outputs.values())
-        return outputs if is_double else None

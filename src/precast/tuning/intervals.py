@@ -40,19 +40,17 @@ def mean_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
     count = len(numbers)
     if count < 2:
         return _without_ends(numbers)
-    mean, spread = statistics.fmean(numbers), statistics.stdev(numbers)
-    half = _standard_errors(looks, count) * spread / math.sqrt(count)
+    mean = statistics.fmean(numbers)
+    half = _standard_errors(looks, count) * statistics.stdev(numbers) / math.sqrt(count)
     return Interval(mean - half, mean, mean + half)
 
 
 def median_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
     """Return the interval of the median; its ends are numbers of the sample."""
-    ordered = sorted(numbers)
-    count = len(ordered)
-    rank = _rank(looks, count)
+    ordered, rank = sorted(numbers), _rank(looks, len(numbers))
     if rank == 0:
         return _without_ends(ordered)
-    return Interval(ordered[rank - 1], statistics.median(ordered), ordered[count - rank])
+    return Interval(ordered[rank - 1], statistics.median(ordered), ordered[-rank])
 
 
 def _without_ends(numbers: Sequence[float]) -> Interval:

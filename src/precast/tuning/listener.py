@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any, Final, NamedTuple
@@ -29,25 +30,20 @@ __all__ = ["ModuleStack", "ObservedCall", "SiteListener"]
 
 
 class ObservedCall(NamedTuple):
-    """One call of an operation.
-
-    Attributes:
-        module: the name of the module that runs it; None where no module of the model does.
-        overload: the dispatcher's name, such as `aten::softmax.int`.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        is_pinned: True if rules for modules around may not reach it.
-        is_repeated: True if a checkpoint repeats it.
-        is_view: True if its results share its arguments' memory.
-    """
+    """One call of an operation."""
 
     module: str | None
+    """The name of the module that runs it; None where no module of the model does."""
     overload: str
+    """The dispatcher's name, such as `aten::softmax.int`."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_pinned: bool
+    """True if rules for modules around may not reach it."""
     is_repeated: bool
-    is_view: bool = False
+    """True if a checkpoint repeats it."""
+    is_view: bool
+    """True if its results share its arguments' memory."""
 
     @property
     def site(self) -> OperationSite:
@@ -62,9 +58,7 @@ class ModuleStack:
         named = modules_by_name(model)
         self.names: Final = tuple(named)
         self._first_names = {id(module): name for name, module in name_of_each(model)}
-        counts: dict[int, int] = {}
-        for module in named.values():
-            counts[id(module)] = counts.get(id(module), 0) + 1
+        counts = Counter(map(id, named.values()))
         self._with_two_names = {key for key, count in counts.items() if count > 1}
         self._around = {
             name: [n for n in outwards(name) if n in named and is_called(named[n])]
@@ -127,16 +121,15 @@ class SiteListener(OperationListener):
         """Handle the start of a kernel at an autocast key, which another policy may have put there."""
         call = None
         if op.name in self._ruled and not self._open:
-            call = self._observe(op.name, args, kwargs, False)
+            call = self._observe(op.name, args, kwargs)
         if call is not None:
             self._report(self.before, call)
-        self._open += call is not None
+            self._open += 1
         self._kernels.append(call)
 
     def end(self, result: Any) -> None:
         """Handle the end of a kernel."""
-        call = self._pop()
-        if call is not None:
+        if call := self._pop():
             self._report(self.after, call, result)
 
     def fail(self, _error: BaseException) -> None:
@@ -146,19 +139,16 @@ class SiteListener(OperationListener):
 
     def saw(self, func: Any, call: Any, out: Any, _seconds: float, _inside: Sequence[Cast]) -> None:
         """Handle an operation below the autocast keys."""
-        if self._open:
-            return
-        kind, (args, kwargs) = kind_of(func), call
-        observed = self._observe(_dispatcher_name(func), args, kwargs, kind.is_view)
-        if observed is not None:
-            self._report(self.before, observed)
-            self._report(self.after, observed, out)
+        if not self._open:
+            is_view = kind_of(func).is_view
+            if observed := self._observe(_dispatcher_name(func), *call, is_view=is_view):
+                self._report(self.before, observed)
+                self._report(self.after, observed, out)
 
     def failed(self, func: Any, call: Any, _error: BaseException) -> None:
         """Handle an error of an operation below the autocast keys."""
         if not self._open and self.failed_call is None:
-            args, kwargs = call
-            self.failed_call = self._observe(_dispatcher_name(func), args, kwargs, False)
+            self.failed_call = self._observe(_dispatcher_name(func), *call)
 
     def _pop(self) -> ObservedCall | None:
         call = self._kernels.pop()
@@ -173,7 +163,7 @@ class SiteListener(OperationListener):
             self._open -= 1
 
     def _observe(
-        self, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
+        self, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_view: bool = False
     ) -> ObservedCall | None:
         module, is_pinned = self.modules.module_of(frame_above(1))
         in_backward = _torch.current_node() is not None

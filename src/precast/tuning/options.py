@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from precast._internal.display import dtype_name
 from precast.autocast_mode.arguments import dtype_of
 from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_RULES
+from precast.policy.values import nearest
 
-__all__ = ["TuningOptions", "TuningProgress", "check_arguments", "check_options"]
+__all__ = ["Objective", "TuningOptions", "TuningProgress", "check_arguments", "checked_candidates"]
+
+Objective = Literal["time", "memory"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,6 @@ class TuningOptions:
         base: the policy to change: a `Policy`, a preset's name or a file's path.
         metric: ``metric(model, batch)`` is compared at the end of a training instead of the loss; smaller is better.
             For inference it is required: the value of the model's results for a batch.
-        device_type: the device type of the model; None takes that of its parameters.
         seed: the random seed.
         progress: called with a `TuningProgress` before each part of the search.
     """
@@ -56,31 +59,35 @@ class TuningOptions:
     candidates: Sequence[torch.dtype | str] = (torch.bfloat16,)
     base: Policy | str | os.PathLike[str] = "default"
     metric: Callable[[nn.Module, Any], Tensor | float] | None = None
-    device_type: str | None = None
     seed: int = 0
     progress: Callable[[TuningProgress], None] | None = None
 
 
-def check_arguments(  # noqa: PLR0917 -- in the order of `tune`
+def check_arguments(
     model: object,
-    step: object,
-    optimizer: object,
+    functions: Mapping[str, object],
     objective: object,
     tolerance: object,
     budget: object,
 ) -> None:
-    """Check the arguments of `tune`.
+    """Check the arguments of `tune`; `functions` are its `step`, `optimizer` and `metric`, or None.
 
     Raises:
         TuningError: one has another type, or is out of its range.
     """
     if not isinstance(model, nn.Module):
         raise TuningError(f"model is {type(model).__name__}; it has to be a torch.nn.Module")
-    _check_function("step", step, "a model and a batch")
-    _check_function("optimizer", optimizer, "parameters")
-    if step is None and optimizer is not None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise TuningError(f"{name} is {type(function).__name__}; it has to be a function")
+    if functions["step"] is None and functions["optimizer"] is not None:
         raise TuningError(
             "optimizer needs step: pass the step of the training, or leave out optimizer for inference"
+        )
+    if functions["step"] is None and functions["metric"] is None:
+        raise TuningError(
+            "step is None: pass step(model, batch), which returns the loss; for inference, pass "
+            "options=TuningOptions(metric=...)"
         )
     if objective not in ("time", "memory"):
         raise TuningError(f'objective is {objective!r}. Allowed: "time", "memory"')
@@ -92,37 +99,34 @@ def check_arguments(  # noqa: PLR0917 -- in the order of `tune`
         raise TuningError(f"budget is {budget!r}; it has to be a number of seconds above 0")
 
 
-def check_options(step: object, options: TuningOptions) -> list[torch.dtype | str]:
-    """Check the options, and return the candidates as dtypes and rules.
+def checked_candidates(
+    candidates: Sequence[torch.dtype | str], *, is_training: bool = True
+) -> list[torch.dtype | str]:
+    """Return the candidates as dtypes and float8 rules, each once.
 
     Raises:
-        TuningError: one has another type or an unknown value.
+        TuningError: there is none, or one of them is neither, or there is a float8 rule for inference.
     """
-    candidates = options.candidates
-    _check_function("metric", options.metric, "a model and a batch")
-    if step is None and options.metric is None:
+    allowed = ["bfloat16", "float16", *map(str, FLOAT8_RULES)]
+    names = [] if isinstance(candidates, str) else [_spelled(each) for each in candidates]
+    if not names:
         raise TuningError(
-            "step is None: pass step(model, batch), which returns the loss; for inference, pass "
-            "options=TuningOptions(metric=...)"
+            f"candidates is {candidates!r}; it has to be a sequence of {', '.join(map(repr, allowed))}"
         )
-    allowed = torch.bfloat16, torch.float16, *FLOAT8_RULES
-    names: list[torch.dtype | str] = []
-    if not isinstance(candidates, str):
-        names = [dtype_of(candidate) for candidate in candidates]
-    if not names or any(name not in allowed for name in names):
-        rules = ", ".join(repr(str(rule)) for rule in FLOAT8_RULES)
-        raise TuningError(
-            f"candidates is {candidates!r}; it has to be a sequence of torch.bfloat16, torch.float16, {rules}"
-        )
-    if step is None and any(name in FLOAT8_RULES for name in names):
-        raise TuningError(
-            f"candidates is {candidates!r}: float8 rules are tried in trainings, and without a step nothing is trained"
-        )
-    return names
+    for name in names:
+        if dtype_name(name) not in allowed:
+            raise TuningError(
+                f"candidates: {name!r} is unknown{nearest(str(name), allowed)} Allowed: {', '.join(allowed)}"
+            )
+        if not is_training and name in FLOAT8_RULES:
+            raise TuningError(
+                f"candidates: {name!r} is tried in trainings only, and without a step nothing is trained"
+            )
+    return list(dict.fromkeys(names))
 
 
-def _check_function(name: str, value: object, arguments: str) -> None:
-    if value is not None and not callable(value):
-        raise TuningError(
-            f"{name} is {type(value).__name__}; it has to be a function of {arguments}"
-        )
+def _spelled(candidate: torch.dtype | str) -> torch.dtype | str:
+    spelled: torch.dtype | str = dtype_of(
+        candidate.strip() if isinstance(candidate, str) else candidate
+    )
+    return spelled

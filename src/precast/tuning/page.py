@@ -13,7 +13,7 @@ from dataclasses import asdict
 from importlib import resources
 from typing import Any
 
-from precast.report.page import asset, needed, script_json
+from precast.report.page import page_of
 from precast.tuning.evidence import TuningEvidence, as_values
 from precast.tuning.proof import Proof
 from precast.tuning.tables import setup_cells
@@ -21,8 +21,6 @@ from precast.tuning.words import words_for
 
 __all__ = ["html"]
 
-_SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js")
-"""Scripts of the report of a run, which draw tables, trees and charts."""
 _OUTSIDE = "outside of all modules"
 _ENDED = {
     "proven": "everything was decided",
@@ -42,23 +40,16 @@ def html(evidence: TuningEvidence, policy: str) -> str:
     Raises:
         MissingExtraError: jinja2 or plotly is not installed.
     """
-    jinja2, plotly = needed()
-    from markupsafe import Markup  # for text of precast, and JSON that `script_json` made
-
-    words = words_for(evidence.settings.task)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    proof = evidence.proof
+    settings, proof = evidence.settings, evidence.proof
+    words, figures = words_for(settings.task), [*proof.figures.values()] if proof else []
     data = {
-        "objective": evidence.settings.objective,
-        "tolerance": evidence.settings.tolerance,
+        "objective": settings.objective,
+        "tolerance": settings.tolerance,
         "words": asdict(words),
-        "points": [] if proof is None else [*_points(evidence, proof)],
+        "points": [*_points(evidence, proof)] if proof else [],
         "curves": [
-            {
-                "name": each.name,
-                "mean": [statistics.fmean(s) for s in zip(*each.curves, strict=False)],
-            }
-            for each in (proof.figures.values() if proof else ())
+            {"name": e.name, "mean": [*map(statistics.fmean, zip(*e.curves, strict=False))]}
+            for e in figures
         ],
         "nodes": _nodes(evidence),
         "sites": [
@@ -67,19 +58,20 @@ def html(evidence: TuningEvidence, policy: str) -> str:
             for site in search.sites
         ],
     }
-    page: str = environment.from_string(_own_asset("page.html.jinja")).render(
+    return page_of(
+        _own_asset("page.html.jinja"),
+        as_values(data),
+        script=_own_asset("tuning.js"),
+        style=_own_asset("style.css"),
+        title=f"{evidence.model} - precast tune",
+        version=evidence.precast,
         evidence=evidence,
         words=words,
-        is_training=evidence.settings.task == "training",
+        is_training=settings.task == "training",
         facts=[(name, value) for name, value in _facts(evidence).items() if value],
-        rows=[setup_cells(proof, each) for each in proof.figures.values()] if proof else [],
+        rows=[setup_cells(proof, each) for each in figures] if proof else [],
         policy=policy,
-        style=Markup(asset("style.css") + _own_asset("style.css")),
-        data=Markup(script_json(as_values(data))),
-        plotly=Markup(plotly),
-        script=Markup("\n".join([*map(asset, _SCRIPTS), _own_asset("tuning.js")])),
     )
-    return page
 
 
 def _points(evidence: TuningEvidence, proof: Proof) -> Iterable[dict[str, Any]]:

@@ -19,12 +19,10 @@ import torch
 from precast.errors import PolicyError
 from precast.policy.module_plan import outwards
 from precast.policy.policy import TUNED, Policy, Rule
-from precast.tuning.sites import DtypeChoice, OperationSite, TunedProgram
+from precast.tuning.sites import FLOAT32_RULES, DtypeChoice, OperationSite, TunedProgram
 
-__all__ = ["FLOAT32_RULES", "PolicyRow", "explicit_policy", "fulfills", "policy_of"]
-__all__ += ["rows_of", "with_patterns"]
+__all__ = ["PolicyRow", "explicit_policy", "fulfills", "policy_of", "rows_of", "with_patterns"]
 
-FLOAT32_RULES: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
 _F32: Final = torch.float32
 _RULES: Final = (Rule.FP32, Rule.KEEP, Rule.LOWER)
 """The rules of rows. The first that suffices is taken, so an operation that is excluded from 16 bits has "fp32"."""
@@ -60,14 +58,7 @@ def policy_of(
 
 
 def explicit_policy(choice: DtypeChoice, program: TunedProgram, base: Policy) -> Policy:
-    """Return the policy that carries out a settled choice with a row for every site.
-
-    `policy_of` omits rows by a prediction from the inputs of each site, which may be wrong for a site whose calls have
-    inputs of different dtypes.
-
-    Raises:
-        PolicyError: the base has rules for modules.
-    """
+    """Return the policy that carries out a settled choice with a row for every site, so that none is a prediction."""
     rows = []
     for site in program.sites:
         is_low = choice[site] is program.low
@@ -182,45 +173,29 @@ def _nearest(module: str | None, places: Mapping[str | None, Rule]) -> str | Non
 def with_patterns(rows: Sequence[PolicyRow], modules: Sequence[str]) -> list[PolicyRow]:
     """Merge the rows of modules with the same rows, whose names differ in one component, into a pattern.
 
-    Args:
-        rows: the rows, each for a module or the device type.
-        modules: the names of all modules of the model.
+    A pattern matches no other of the `modules`; those of the most modules come first.
     """
-    by_place: dict[str, list[PolicyRow]] = {}
+    contents: dict[str, set[tuple[str, Rule]]] = {}
     for row in rows:
         if row.place is not None:
-            by_place.setdefault(row.place, []).append(row)
-    merged: dict[str, str] = {}
-    for pattern, matched in _patterns(by_place, modules):
-        if not matched & merged.keys() and pattern not in merged.values():
-            merged |= dict.fromkeys(matched, pattern)
-    result: dict[tuple[str | None, str, Rule], PolicyRow] = {}
-    for row in rows:
-        place = merged.get(row.place, row.place) if row.place is not None else None
-        key = place, row.op, row.rule
-        earlier = result.get(key, PolicyRow(place, row.op, row.rule, ()))
-        result[key] = replace(earlier, sites=earlier.sites + row.sites)
-    return list(result.values())
-
-
-def _patterns(
-    by_place: Mapping[str, Sequence[PolicyRow]], modules: Sequence[str]
-) -> list[tuple[str, frozenset[str]]]:
-    """Return the patterns that match modules with the same rows and no others, those of the most modules first."""
+            contents.setdefault(row.place, set()).add((row.op, row.rule))
     matches: dict[str, list[str]] = {}
     for name in modules:
         for pattern in _with_stars(name):
             matches.setdefault(pattern, []).append(name)
-    contents = {
-        name: frozenset((row.op, row.rule) for row in rows) for name, rows in by_place.items()
-    }
-    patterns = [
-        (pattern, frozenset(names))
-        for pattern, names in matches.items()
-        if len(names) > 1 and len({contents.get(name) for name in names}) == 1
-        if names[0] in by_place
-    ]
-    return sorted(patterns, key=lambda each: -len(each[1]))
+    merged: dict[str, str] = {}
+    for pattern, names in sorted(matches.items(), key=lambda each: -len(each[1])):
+        rules = [contents.get(name) for name in names]
+        is_same = len(names) > 1 and rules[0] is not None and rules.count(rules[0]) == len(rules)
+        if is_same and not merged.keys() & names and pattern not in merged.values():
+            merged |= dict.fromkeys(names, pattern)
+    result: dict[tuple[str | None, str, Rule], PolicyRow] = {}
+    for row in rows:
+        place = merged.get(row.place, row.place) if row.place is not None else None
+        key = place, row.op, row.rule
+        earlier = result.get(key, PolicyRow(*key, ()))
+        result[key] = replace(earlier, sites=earlier.sites + row.sites)
+    return list(result.values())
 
 
 def _with_stars(name: str) -> Iterator[str]:

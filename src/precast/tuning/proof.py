@@ -13,13 +13,14 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
@@ -27,19 +28,10 @@ from precast.tuning.intervals import UNKNOWN, Interval, mean_interval, median_in
 from precast.tuning.setups import FLOAT32, Setup
 from precast.tuning.tasks import ModelTrial, TuningTask
 
-__all__ = [
-    "ComparisonOutcome",
-    "Proof",
-    "SetupComparison",
-    "SetupFigures",
-    "compare",
-    "is_time_decided",
-]
-__all__ += ["outcome_of", "prove"]
+__all__ = ["ComparisonOutcome", "Proof", "SetupComparison", "SetupFigures", "compare"]
+__all__ += ["is_time_decided", "outcome_of", "prove"]
 
 ComparisonOutcome = Literal["better", "equal", "worse", "cannot tell"]
-_SMALLEST: Final = 1e-6
-"""The smallest loss that a difference is divided by, as a share of the largest loss."""
 
 
 @dataclass
@@ -51,7 +43,6 @@ class SetupFigures:
         curves: the losses of all steps, for each seed.
         seconds: the times of steps. Equal places belong to steps that followed each other.
         failure: why the setup cannot run; empty if it can.
-        dtype: the name of its dtype.
         policy: the text of its policy; empty for float32.
         kept_bytes: the bytes that autograd keeps for the backward pass; in inference, those of weights and results.
     """
@@ -106,15 +97,14 @@ class SetupComparison:
 
 @dataclass
 class Proof:
-    """The figures and comparisons of trials.
+    """The figures and comparisons of setups.
 
     Attributes:
-        figures: the figures of each setup, by its name.
-        comparisons: each setup compared with each one before it.
-        steps: the steps of a training, or the runs of each batch.
-        seeds: the number of seeds, or of batches.
-        tolerance: the relative difference of losses that does not count.
-        ended: why there were no more rounds: everything is decided, or the time or the rounds are used up.
+        figures: by the name of the setup, float32 first.
+        comparisons: of each setup with each one before it.
+        steps: the steps of a training, or the passes of an inference.
+        seeds: the number of pairs: of seeds, or of batches.
+        ended: everything was decided, the time or the seeds were used up, or Ctrl-C.
     """
 
     figures: dict[str, SetupFigures]
@@ -160,7 +150,7 @@ def prove(
         try:
             for number in range(task.looks[-1]):
                 names = ", ".join(setup.name for setup in running)
-                progress(f"{task.words.round} {number + 1}: {names}")
+                progress(f"round {number + 1}: {names}")
                 if not _run_round(task, running, proof, number, deadline):
                     proof.ended = "time"
                     break
@@ -173,24 +163,19 @@ def prove(
                         break
         except KeyboardInterrupt:
             proof.ended = "interrupted"
-    proof.comparisons = [
-        compare(proof, name, against, task)
-        for place, name in enumerate(figures)
-        for against in list(figures)[:place]
-    ]
+    pairs = itertools.combinations(figures, 2)
+    proof.comparisons = [compare(proof, name, against, task) for against, name in pairs]
     return proof
 
 
 def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
     """Return the figures of a setup before its trials: its policy and memory."""
-    figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype))
-    figures.policy = "" if setup.policy is None else setup.policy.text
+    policy = "" if setup.policy is None else setup.policy.text
+    figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype), policy=policy)
     try:
         figures.kept_bytes = task.needed_bytes(setup)
-    except TuningError:
-        raise
-    except Exception:  # it cannot run, which its trials will report
-        if setup is FLOAT32:
+    except Exception as error:  # it cannot run, which its trials will report
+        if setup is FLOAT32 or isinstance(error, TuningError):
             raise
     return figures
 
@@ -202,25 +187,23 @@ def _run_round(
     trials: list[ModelTrial] = []
     try:
         trials += (task.open(setup, number) for setup in setups)
-        length = task.length(proof.steps)
+        length = proof.steps if task.is_training else len(task.workload.batches)
         for place in range(length):
             if time.monotonic() > deadline:
                 if not task.is_training:  # the batches before this one are complete
-                    _add_figures(task, trials, number, proof, place)
+                    _add_figures(task, trials, number, proof)
                 return False
             turn = (number + place) % len(trials)
             for trial in (*trials[turn:], *trials[:turn]):
                 trial.run(place)
-        _add_figures(task, trials, number, proof, length)
+        _add_figures(task, trials, number, proof)
     finally:
         for trial in trials:
             task.release(trial)
     return True
 
 
-def _add_figures(
-    task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof, places: int
-) -> None:
+def _add_figures(task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof) -> None:
     """Add the results of a round; in inference, values of the first round alone."""
     adds_values = task.is_training or number == 0
     all_values = [trial.values() for trial in trials]
@@ -235,13 +218,10 @@ def _add_figures(
             )
         if adds_values:
             figures.curves.append(list(trial.losses))
-        if figures.failure:
-            continue
-        if adds_values:
-            figures.finals += values
-        figures.seconds += trial.seconds[task.warmup :]
-    if adds_values:
-        proof.seeds += 1 if task.is_training else places
+        if not figures.failure:
+            figures.finals += values if adds_values else []
+            figures.seconds += trial.seconds[task.warmup :]
+    proof.seeds = len(proof.figures[FLOAT32.name].finals)
 
 
 def _undecided_setups(
@@ -287,13 +267,8 @@ def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupCom
         )
     # Ctrl-C may interrupt the recording of a round, so the lists may differ in length.
     pairs = list(zip(mine.finals, theirs.finals, strict=False))
-    sizes = [abs(other) for _, other in pairs]
-    if task.is_training:
-        smallest = max(sizes, default=1.0) * _SMALLEST or 1.0
-        scales = [max(size, smallest) for size in sizes]
-    else:  # the metric of a single batch may be 0
-        scales = [statistics.fmean(sizes) or 1.0] * len(sizes) if sizes else []
-    differences = [(a - b) / scale for (a, b), scale in zip(pairs, scales, strict=True)]
+    scale = statistics.fmean([abs(other) for _, other in pairs] or [1.0]) or 1.0
+    differences = [(value - other) / scale for value, other in pairs]
     looks = len(task.looks)
     difference = mean_interval(differences, looks=looks if task.is_training else 1)
     times = zip(mine.seconds, theirs.seconds, strict=False)

@@ -6,21 +6,25 @@ Invariant: every figure was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from precast._internal.display import dtype_name, milliseconds, plural
 from precast.tuning.chooser import Chosen
-from precast.tuning.costs import Objective, ProgramCosts
+from precast.tuning.costs import ProgramCosts
 from precast.tuning.error_meter import PrecisionErrors
+from precast.tuning.options import Objective
 from precast.tuning.policy_rows import PolicyRow
 from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.sites import OperationSite, TunedProgram
-from precast.tuning.words import INFERENCE, TRAINING, TaskWords
+from precast.tuning.words import INFERENCE, TRAINING
 
 __all__ = ["RowReasons", "error_text"]
+
+_Kind = Literal["in 16 bits", "unable", "too wrong", "dear"]
 
 
 @dataclass(frozen=True)
@@ -34,62 +38,53 @@ class RowReasons:
     objective: Objective
 
     def __call__(self, row: PolicyRow) -> str:
-        """Return the reason of a row."""
-        choice, low = self.chosen.choice, self.program.low
-        in_16_bits = [site for site in row.sites if choice[site] is low]
-        in_float32 = [site for site in row.sites if choice[site] is not low]
-        parts = [self._of_16_bits(in_16_bits), *self._of_float32(in_float32)]
-        return "; ".join(filter(None, parts))
+        """Return the reason of a row: a clause for its operations of each kind, with their number."""
+        groups: dict[_Kind, list[OperationSite]] = {}
+        for site in sorted(row.sites, key=lambda site: self._kind(site) != "in 16 bits"):
+            groups.setdefault(self._kind(site), []).append(site)
+        clauses = ((self._clause(kind, sites), len(sites)) for kind, sites in groups.items())
+        texts = (
+            f"{text} ({plural(count, 'place')})" if count > 1 else text
+            for text, count in clauses
+            if text
+        )
+        return "; ".join(texts)
 
-    def _of_16_bits(self, sites: list[OperationSite]) -> str:
-        """Return the costs of operations in 16 bits and in float32."""
-        measured = [site for site in sites if len(self.costs.sites.get(site, {})) == 2]
-        if not measured:
-            return ""
-        low, verb = self.program.low, "takes" if self.objective == "time" else self._words.needs
-        narrow = self._amount(self._cost(measured, low))
-        wide = self._amount(self._cost(measured, torch.float32))
-        run = self._words.run
-        return f"{dtype_name(low)} {verb} {narrow} a {run}, float32 {wide}{_count(sites)}"
+    def _kind(self, site: OperationSite) -> _Kind:
+        errors = self.errors.sites.get(site)
+        if self.chosen.choice[site] is self.program.low:
+            return "in 16 bits"
+        if site.barred:
+            return "unable"
+        if errors is not None and (errors.barred or self.chosen.prices.get(site, 0.0) > 0):
+            return "too wrong"
+        return "dear"
 
-    def _of_float32(self, sites: Iterable[OperationSite]) -> Iterator[str]:
-        """Yield why operations are in float32: no 16-bit kernel, an error that is too large, or no gain."""
-        name, prices, run = dtype_name(self.program.low), self.chosen.prices, self._words.run
-        unable: list[OperationSite] = []
-        too_wrong: list[OperationSite] = []
-        others: list[OperationSite] = []
-        for site in sites:
-            errors = self.errors.sites.get(site)
-            if site.barred:
-                unable.append(site)
-            elif errors is not None and (errors.barred or prices.get(site, 0.0) > 0):
-                too_wrong.append(site)
-            else:
-                others.append(site)
-        if unable:
-            yield f"{name}: {unable[0].barred}{_count(unable)}"
-        if too_wrong:
-            worst = max(
-                (self.errors.sites[site] for site in too_wrong),
-                key=lambda errors: (bool(errors.barred), errors.gradient),
+    def _clause(self, kind: _Kind, sites: Sequence[OperationSite]) -> str:
+        low, objective, is_inference = self.program.low, self.objective, self.program.is_inference
+        name, words = dtype_name(low), INFERENCE if is_inference else TRAINING
+        prices = [self.chosen.prices.get(site, 0.0) for site in sites]
+        if kind == "in 16 bits":
+            if not any(len(self.costs.sites.get(site, {})) == 2 for site in sites):
+                return ""
+            verb = "takes" if objective == "time" else words.needs
+            narrow, wide = (
+                self._amount(sum(self.costs.amount(site, dtype, objective) for site in sites))
+                for dtype in (low, torch.float32)
             )
-            saved = sum(max(0.0, prices.get(site, 0.0)) for site in too_wrong)
-            price = f", and would save {self._amount(saved)} a {run}" if saved else ""
-            text = error_text(worst, is_inference=self.program.is_inference)
-            yield f"{name} {text}{price}{_count(too_wrong)}"
-        lost = -sum(prices.get(site, 0.0) for site in others)
-        if others and lost > 0:
-            with_casts = ", with its casts" if self.objective == "time" else ""
-            yield f"{name} would cost {self._amount(lost)} more a {run}{with_casts}{_count(others)}"
-        elif others:
-            yield f"in float32 because its neighbours are{_count(others)}"
-
-    def _cost(self, sites: Iterable[OperationSite], dtype: torch.dtype) -> float:
-        return sum(self.costs.amount(site, dtype, self.objective) for site in sites)
-
-    @property
-    def _words(self) -> TaskWords:
-        return INFERENCE if self.program.is_inference else TRAINING
+            return f"{name} {verb} {narrow} a {words.run}, float32 {wide}"
+        if kind == "unable":
+            return f"{name}: {sites[0].barred}"
+        if kind == "too wrong":
+            errors = [self.errors.sites[site] for site in sites]
+            worst = max(errors, key=lambda each: (bool(each.barred), each.gradient))
+            saved = sum(price for price in prices if price > 0)
+            price = f", and would save {self._amount(saved)} a {words.run}" if saved else ""
+            return f"{name} {error_text(worst, is_inference=is_inference)}{price}"
+        if sum(prices) < 0:
+            with_casts = ", with its casts" if objective == "time" else ""
+            return f"{name} would cost {self._amount(-sum(prices))} more a {words.run}{with_casts}"
+        return "in float32 because its neighbours are"
 
     def _amount(self, amount: float) -> str:
         return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"
@@ -111,7 +106,3 @@ def error_text(errors: PrecisionErrors, *, is_inference: bool = False) -> str:
 def _percent(square: float) -> str:
     share = math.sqrt(square)
     return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"
-
-
-def _count(sites: list[OperationSite]) -> str:
-    return f" ({plural(len(sites), 'place')})" if len(sites) > 1 else ""

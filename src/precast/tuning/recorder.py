@@ -1,28 +1,35 @@
-"""Recorder of the operations of a step in float32, which builds a program from them.
+"""Recording of one training step, or one run, of a model as a program of operations.
 
 Invariants:
+- copies of the model run, first in float32; the model, its gradients and PyTorch's random state do not change;
 - a tensor's producer is found by its memory. So a view leads to the operation that wrote its numbers, and the argument
-  of an operation in place keeps its producer;
-- no tensor of the step is kept, and an entry for memory ends when the memory is freed.
+  of an operation in place keeps its producer. No tensor is kept, and an entry for memory ends when it is freed;
+- an operation that cannot run in 16 bits at its place in the program is found by running the program so, and excluded
+  with the reason.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.display import dtype_name
+from precast.attachment.attachment import attach
+from precast.autocast_mode.region import autocast
+from precast.diagnostics.tracing.listening import listen
 from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy, Rule, expanded_rules
 from precast.policy.rows import Entry
 from precast.tuning.listener import ObservedCall, SiteListener
+from precast.tuning.policy_rows import explicit_policy
+from precast.tuning.setups import copy_model
 from precast.tuning.sites import (
     CallRecord,
     OperationSite,
@@ -33,10 +40,16 @@ from precast.tuning.sites import (
     is_castable,
     record_call,
     tensors_in_order,
+    written_arguments,
 )
 
-__all__ = ["ProgramRecorder"]
+__all__ = ["record"]
 
+Step = Callable[[nn.Module], Any]
+"""Runs a model on a batch and returns the loss; called inside of a region."""
+
+_ROUNDS: Final = 8
+"""The most runs in 16 bits that look for operations to exclude."""
 _LONGEST: Final = 120
 """The most characters of an error in a reason."""
 _PASSES_ON: Final = frozenset(
@@ -51,34 +64,101 @@ _CHANGES_VIEW: Final = frozenset(
 """Operations in place that change the view of a tensor, and no numbers."""
 
 
+def record(
+    model: nn.Module,
+    step: Step,
+    base: Policy,
+    *,
+    low: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    is_inference: bool = False,
+) -> TunedProgram:
+    """Run a step in float32, and as often as needed in 16 bits, and return its program.
+
+    Copies of the model run. `step` returns the loss; it opens no region and does not call backward. `base` is the
+    policy whose rules the operations have, and `low` the 16-bit dtype.
+
+    Raises:
+        TuningError: the model cannot be copied.
+    """
+    with autocast(device, dtype=low, policy=base):
+        pass  # so that operations with rules in the base have kernels, which report them
+    # Operations are reported as wholes if the base or PyTorch has a rule for them.
+    rules, torch_rules = (expanded_rules(each, device)[0] for each in (base, Policy.load("torch")))
+    ruled = rules.keys() | torch_rules.keys()
+    copied = copy_model(model)
+    recorder = _ProgramRecorder(copied, device, ruled)
+    with autocast(device, dtype=low, policy=Policy("float32", {})):
+        _run(copied, step, recorder)
+    program = recorder.program(rules, torch_rules, low, is_inference=is_inference)
+    for _ in range(_ROUNDS):
+        listener = _DtypeListener(copy_model(model), device, ruled)
+        barred = _unable_sites(listener, step, program, base)
+        if not barred:
+            break
+        sites = (replace(each, barred=barred.get(each, each.barred)) for each in program.sites)
+        program = replace(program, sites=tuple(sites))
+    return program
+
+
+def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
+    """Run the forward pass inside of the open region, and the backward pass outside of it."""
+    with torch.random.fork_rng(), listen(listener):
+        tensor = first_floating(step(model))
+        if tensor is not None and tensor.requires_grad:
+            with torch.autocast(listener.device, enabled=False):
+                torch.autograd.backward(tensor, torch.ones_like(tensor))
+
+
+class _DtypeListener(SiteListener):
+    """Records the dtypes of the first result of each operation."""
+
+    def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
+        super().__init__(model, device, ruled)
+        self.model = model
+        self.dtypes: dict[OperationSite, set[torch.dtype]] = {}
+
+    def after(self, call: ObservedCall, out: Any) -> None:
+        first = first_floating(out)
+        if first is not None and not call.is_view:
+            self.dtypes.setdefault(call.site, set()).add(first.dtype)
+
+
+def _unable_sites(
+    listener: _DtypeListener, step: Step, program: TunedProgram, base: Policy
+) -> dict[OperationSite, str]:
+    """Return the operations that cannot run in 16 bits at their places in the program, with the reasons."""
+    choice = program.choose(program.sites)
+    policy = explicit_policy(choice, program, base)
+    region = autocast(program.device, dtype=program.low, policy=policy)
+    try:
+        with attach(listener.model, policy), region:
+            _run(listener.model, step, listener)
+    except Exception as error:
+        failed = listener.failed_call
+        if failed is None or choice.get(failed.site) is not program.low:
+            raise
+        return {failed.site: f"raises in the program: {str(error).partition(chr(10))[0]}"}
+    barred = {}
+    for site in program.sites:
+        actual = listener.dtypes.get(site, {program.low})
+        if choice[site] is program.low and actual != {program.low}:
+            names = " and ".join(sorted(map(dtype_name, actual)))
+            barred[site] = f"runs in {names} in the program"
+    return barred
+
+
 @dataclass
 class _CallCounts:
     """One kind of call of a site, with its counts and the origins of its tensors."""
 
     call: CallRecord
     sources: list[Counter[TensorEdge]]
-    repeated: int = 0
     count: int = 0
-
-    def probe(self, low: torch.dtype, device: str) -> _ProbeResult:
-        """Return the effect of 16-bit arguments; tensors that no operation made may stay float32."""
-        outside = {
-            i
-            for i, sources in enumerate(self.sources)
-            if all(source.producer is None for source in sources)
-        }
-        return _probe(self.call, outside, low, device)
-
-    def record(self, probed: _ProbeResult, *, is_lowered: bool) -> CallRecord:
-        """Return the call with its counts; arguments that decide nothing keep their dtype if no rule casts them."""
-        tensors = tuple(
-            replace(each, stays=not decides and is_castable(each.dtype) and not is_lowered)
-            for each, decides in zip(self.call.tensors, probed.decides, strict=True)
-        )
-        return replace(self.call, tensors=tensors, count=self.count, recomputed=self.repeated)
+    repeated: int = 0
 
 
-class ProgramRecorder(SiteListener):
+class _ProgramRecorder(SiteListener):
     """Records the operations of a step in float32."""
 
     def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
@@ -87,14 +167,14 @@ class ProgramRecorder(SiteListener):
         self._pinned: set[OperationSite] = set()
         self._writes: set[OperationSite] = set()
         self._makers: dict[int, tuple[weakref.ref[Any], OperationSite]] = {}
-        storages = [(name, _storage(parameter)) for name, parameter in named_parameters(model)]
-        self._weights = {id(storage): name for name, storage in storages}
-        self._alive = [storage for _, storage in storages]
-        self._sources: list[TensorEdge] | None = None
+        """The operation that wrote the numbers of a storage, by its id."""
+        storages = [(_storage(parameter), name) for name, parameter in named_parameters(model)]
+        self._weights = {id(each): (each, name) for each, name in storages if each is not None}
+        self._sources: list[TensorEdge] = []
 
     def before(self, call: ObservedCall) -> None:
         """Record the origins of the arguments, which an operation in place may change."""
-        self._sources = None if call.is_view else self._sources_of(call)
+        self._sources = [] if call.is_view else self._sources_of(call)
 
     def after(self, call: ObservedCall, out: Any) -> None:
         """Record a call and its results."""
@@ -102,7 +182,7 @@ class ProgramRecorder(SiteListener):
         tensors = tensors_in_order(call.args, call.kwargs)
         castable = [tensor for tensor in tensors if is_castable(tensor.dtype)]
         results = [t for t in tensors_in_order((out,), {}) if is_castable(t.dtype)]
-        if sources is None or not castable or not results or site.op in _CHANGES_VIEW:
+        if not (sources and castable and results) or site.op in _CHANGES_VIEW:
             return
         if site.op in _PASSES_ON:
             maker = self._maker(castable[0])
@@ -121,33 +201,40 @@ class ProgramRecorder(SiteListener):
             if id(result) not in inputs:
                 self._set_maker(result, site)
 
-    def program(self, base: Policy, low: torch.dtype, *, is_inference: bool) -> TunedProgram:
+    def program(
+        self,
+        rules: Mapping[str, Entry],
+        torch_rules: Mapping[str, Entry],
+        low: torch.dtype,
+        *,
+        is_inference: bool,
+    ) -> TunedProgram:
         """Return the program, with the rules of the base policy and the effects of 16-bit arguments."""
-        rules, _ = expanded_rules(base, self.device)
+        probes: dict[CallRecord, _Probe] = {}
         sites: dict[OperationSite, OperationSite] = {}
-        probes: dict[CallRecord, _ProbeResult] = {}
         for site, kinds in self._calls.items():
             for kind, counts in kinds.items():
                 if kind not in probes:
-                    probes[kind] = counts.probe(low, self.device)
-            results = [probes[kind] for kind in kinds]
+                    probes[kind] = _probe(counts, low, self.device)
             overload = next(iter(kinds)).overload
-            rule = _casting_rule(rules.get(overload), overload, self.device)
+            rule = rules[overload].rule if overload in rules else None
+            if rule is Rule.PROMOTE and overload not in torch_rules:
+                rule = None  # it casts only where the operation raises an error
             sites[site] = replace(
                 site,
                 rule=rule,
-                barred=next((each.barred for each in results if each.barred), ""),
-                casts_down=site not in self._writes and not any(each.writes for each in results),
+                barred=next((probes[kind].barred for kind in kinds if probes[kind].barred), ""),
+                casts_down=not (site in self._writes or any(probes[kind].writes for kind in kinds)),
                 pinned=site in self._pinned,
                 calls=tuple(
-                    counts.record(probes[kind], is_lowered=rule is Rule.LOWER)
+                    _counted(counts, probes[kind], is_lowered=rule is Rule.LOWER)
                     for kind, counts in kinds.items()
                 ),
             )
         edges = Counter[TensorEdge]()
         for kinds in self._calls.values():
             for kind, counts in kinds.items():
-                for edge, count in _edges(sites, counts, probes[kind]):
+                for edge, count in _edges(sites, counts, probes[kind].decides):
                     edges[edge] += count
         all_edges = tuple(replace(edge, count=count) for edge, count in edges.items())
         modules = self.modules.names
@@ -188,11 +275,12 @@ class ProgramRecorder(SiteListener):
         )
 
     def _sources_of(self, call: ObservedCall) -> list[TensorEdge]:
-        consumer, targets = call.site, _written_tensors(call)
+        arguments = written_arguments(call.overload, call.args, call.kwargs)
+        targets = {id(tensor) for tensor in tensors_in_order(arguments, {})}
         return [
             TensorEdge(
                 maker := self._maker(tensor),
-                consumer,
+                call.site,
                 tensor.numel(),
                 dtype=tensor.dtype if maker is None else None,
                 weight=self._weight(tensor),
@@ -203,12 +291,12 @@ class ProgramRecorder(SiteListener):
         ]
 
     def _weight(self, tensor: Tensor) -> str:
-        storage = _storage(tensor)
-        return "" if storage is None else self._weights.get(id(storage), "")
+        _, name = self._weights.get(id(_storage(tensor)), (None, ""))
+        return name
 
     def _maker(self, tensor: Tensor) -> OperationSite | None:
         storage = _storage(tensor)
-        entry = None if storage is None else self._makers.get(id(storage))
+        entry = self._makers.get(id(storage))
         return entry[1] if entry is not None and entry[0]() is storage else None
 
     def _set_maker(self, tensor: Tensor, maker: OperationSite) -> None:
@@ -217,42 +305,32 @@ class ProgramRecorder(SiteListener):
             self._makers[id(storage)] = weakref.ref(storage), maker
 
 
-def _casting_rule(entry: Entry | None, overload: str, device: str) -> Rule | None:
-    """Return the rule that casts; `promote` casts operations without a kernel in PyTorch only where they raise."""
-    if entry is None:
-        return None
-    torch_rules, _ = expanded_rules(Policy.load("torch"), device)
-    return entry.rule if entry.rule is not Rule.PROMOTE or overload in torch_rules else None
+def _counted(counts: _CallCounts, probe: _Probe, *, is_lowered: bool) -> CallRecord:
+    """Return a call with its counts; arguments that decide nothing keep their dtype if no rule casts them."""
+    tensors = tuple(
+        replace(each, stays=not decides and is_castable(each.dtype) and not is_lowered)
+        for each, decides in zip(counts.call.tensors, probe.decides, strict=True)
+    )
+    return replace(counts.call, tensors=tensors, count=counts.count, recomputed=counts.repeated)
 
 
 def _edges(
-    sites: Mapping[OperationSite, OperationSite], counts: _CallCounts, probed: _ProbeResult
+    sites: Mapping[OperationSite, OperationSite], counts: _CallCounts, decides: tuple[bool, ...]
 ) -> Iterator[tuple[TensorEdge, int]]:
-    for decides, sources in zip(probed.decides, counts.sources, strict=True):
+    """Yield the edges of one kind of call, between the recorded sites, with their counts."""
+    for is_deciding, sources in zip(decides, counts.sources, strict=True):
         for source, count in sources.items():
-            if source.dtype is not None and not is_castable(source.dtype):
-                continue
-            producer = None if source.producer is None else sites.get(source.producer)
-            is_lost = producer is None and source.dtype is None
-            edge = replace(
-                source,
-                producer=producer,
-                consumer=sites[source.consumer],
-                dtype=torch.float32 if is_lost else source.dtype,
-                decides=decides,
-            )
-            yield edge, count
-
-
-def _written_tensors(call: ObservedCall) -> set[int]:
-    """Return the ids of the tensors that an operation declares to write to."""
-    overload = _torch.find_overload(call.overload)
-    if overload is None:
-        return set()
-    arguments = _torch.schema_of(overload).arguments
-    values = {a.name: value for a, value in zip(arguments, call.args, strict=False)} | call.kwargs
-    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return {id(t) for name in names for t in tensors_in_order((values.get(name),), {})}
+            if source.dtype is None or is_castable(source.dtype):
+                producer = None if source.producer is None else sites.get(source.producer)
+                is_lost = producer is None and source.dtype is None
+                edge = replace(
+                    source,
+                    producer=producer,
+                    consumer=sites[source.consumer],
+                    dtype=torch.float32 if is_lost else source.dtype,
+                    decides=is_deciding,
+                )
+                yield edge, count
 
 
 def _range(tensor: Tensor) -> tuple[float, float]:
@@ -281,30 +359,20 @@ def _storage(tensor: Tensor) -> Any:
 # --- effects of 16-bit arguments ---
 
 
-@dataclass(frozen=True)
-class _ProbeResult:
-    """The effect of 16-bit arguments on one kind of call.
-
-    Attributes:
-        barred: why it cannot run in 16 bits; "" if it can.
-        writes: True if it writes to arguments that it does not return.
-        decides: for each tensor of the call, True if the dtype of the result follows it.
-    """
+class _Probe(NamedTuple):
+    """The effect of 16-bit arguments on one kind of call."""
 
     barred: str
+    """Why it cannot run in 16 bits; "" if it can."""
     writes: bool
+    """True if it writes to arguments that it does not return."""
     decides: tuple[bool, ...]
+    """For each tensor of the call, True if the dtype of the result follows it."""
 
 
-def _probe(
-    call: CallRecord, outside: Collection[int], low: torch.dtype, device: str
-) -> _ProbeResult:
-    """Call an operation outside of all regions on random tensors in 16 bits, and in mixtures with float32.
-
-    `outside` are the positions, among its tensors, of those that no operation made, such as weights; they may stay
-    float32.
-    """
-    positions = range(len(call.tensors))
+def _probe(counts: _CallCounts, low: torch.dtype, device: str) -> _Probe:
+    """Call an operation outside of all regions on random tensors in 16 bits, and in mixtures with float32."""
+    call, positions = counts.call, range(len(counts.call.tensors))
     floating = {i for i in positions if is_castable(call.tensors[i].dtype)}
     error, dtype, writes = _try_call(call, floating, low, device)
     barred, free = "", set[int]()
@@ -316,12 +384,14 @@ def _probe(
         barred = f"gives {dtype_name(dtype)} for inputs of any dtype"
     else:  # tensors that may be float32 beside 16-bit ones without making the result float32
         scalars = {i for i in floating if not call.tensors[i].shape}
-        weights = floating & set(outside)
+        weights = {
+            i for i in floating if all(source.producer is None for source in counts.sources[i])
+        }
         for tensors in (weights | scalars, weights, scalars):
             if tensors and tensors != floating and not free:
                 error, dtype, _ = _try_call(call, floating - tensors, low, device)
                 free = set() if error or dtype is not low else tensors
-    return _ProbeResult(barred, writes, tuple(i in floating - free for i in positions))
+    return _Probe(barred, writes, tuple(i in floating - free for i in positions))
 
 
 def _try_call(
@@ -344,12 +414,7 @@ def _try_call(
     first = first_floating(result)
     returned = {id(tensor) for tensor in tensors_in_order((result,), {})}
     writes = any(
-        id(tensor) not in returned and not _are_equal(tensor, old)
+        id(tensor) not in returned and not torch.equal(tensor.nan_to_num(), old.nan_to_num())
         for tensor, old in zip(tensors, before, strict=True)
     )
     return "", None if first is None else first.dtype, writes
-
-
-def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same numbers; NaN equals itself here."""
-    return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))

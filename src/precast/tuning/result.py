@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import textwrap
@@ -19,32 +20,16 @@ from typing import Any, Final, Literal
 import torch
 
 from precast._internal import atomic_write
-from precast._internal.display import (
-    Card,
-    Displayed,
-    dtype_name,
-    plural,
-    terminal_width,
-)
+from precast._internal.display import Card, Displayed, dtype_name, plural, terminal_width
 from precast.errors import MissingExtraError
-from precast.policy import toml_file
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
-from precast.policy.toml_file import PolicyContents
-from precast.tuning.evidence import SCHEMA, DtypeEvidence, TuningEvidence, as_values
-from precast.tuning.tables import (
-    columns_of,
-    figures_of,
-    rows_of_setups,
-    table_lines,
-    wrapped,
-)
+from precast.tuning.evidence import SCHEMA, TuningEvidence, as_values
+from precast.tuning.tables import columns_of, figures_of, rows_of_setups, table_lines, wrapped
 from precast.tuning.words import words_for
 
-__all__ = ["TuningResult", "evidence_of", "is_a_result"]
+__all__ = ["TuningResult", "evidence_of", "is_replaceable"]
 
-_HEAD: Final = 3
-"""The lines of a rendered policy before its tables: name, summary, mixed."""
 _FIRST_LINE: Final = "# Found by precast.tune for "
 
 
@@ -66,8 +51,7 @@ class TuningResult(Displayed):
     @property
     def evidence(self) -> dict[str, Any]:
         """Everything that was measured, as plain values for JSON: the content of the file next to the policy's."""
-        values: dict[str, Any] = as_values(self._evidence)
-        return values
+        return dict(as_values(self._evidence))
 
     @property
     def name(self) -> str:
@@ -87,32 +71,28 @@ class TuningResult(Displayed):
     @property
     def text(self) -> str:
         """The policy as a file, with where it was measured and a reason for each of its rows."""
-        evidence, settings = self._evidence, self._evidence.settings
+        evidence, settings, policy = self._evidence, self._evidence.settings, self.policy
         if self.dtype is torch.float32:
             does = words_for(settings.task).does
             usage = f"It casts nothing: {does} without a region, or in one with this policy."
         else:
             usage = f"Use it in a region with dtype=torch.{evidence.dtype}"
             if settings.task == "inference":
-                usage += (
-                    f", or as precast.convert(model, policy, torch.{evidence.dtype}, example=...)"
-                )
+                call = f"precast.convert(model, policy, torch.{evidence.dtype}, example=...)"
+                usage += f", or as {call}"
             usage += "."
         head = [
             f"{_FIRST_LINE[2:]}{evidence.model} ({evidence.parameters:,} parameters): {_answer(evidence)}",
             f"Objective {settings.objective} of {settings.task}, tolerance {settings.tolerance:g}, seed "
             f"{settings.seed}; {evidence.date}",
             f"precast {evidence.precast}, torch {evidence.torch}, {evidence.machine}",
-            *([evidence.command] if evidence.command else ()),
+            evidence.command,
             usage,
         ]
-        comment = "\n".join(f"# {line}" for each in head for line in textwrap.wrap(each, 117))
-        policy = self.policy
-        names = toml_file.render(PolicyContents(policy.name, policy.summary)).splitlines()[
-            : _HEAD - 1
-        ]
-        names = [line for line in names if line != 'summary = ""']
-        return "\n".join([comment, "", *names, whole_file(policy, with_reasons=True)])
+        lines = [f"# {line}" for each in head for line in textwrap.wrap(each, 117)]
+        texts = {"name": policy.name, "summary": policy.summary}
+        lines += ["", *(f"{key} = {json.dumps(text)}" for key, text in texts.items() if text)]
+        return "\n".join([*lines, whole_file(policy, with_reasons=True)])
 
     def save(
         self, path: str | os.PathLike[str], *, page: str | os.PathLike[str] | bool | None = None
@@ -128,23 +108,20 @@ class TuningResult(Displayed):
             OutputError: a file could not be written; an earlier one is unchanged.
             MissingExtraError: a page is requested, and jinja2 or plotly is not installed.
         """
-        target = Path(path)
-        html = self._page(is_needed=page is not None) if page is not False else None
-        if html is not None:
-            place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
-            atomic_write.replace_own(place, html.encode("utf-8", "replace"))
-        atomic_write.replace(target.with_suffix(".json"), self._evidence.json_text().encode())
-        atomic_write.replace(target, self.text.encode())
-
-    def _page(self, *, is_needed: bool) -> str | None:
         from precast.tuning.page import html
 
+        target = Path(path)
         try:
-            return html(self._evidence, self.text)
+            text = "" if page is False else html(self._evidence, self.text)
         except MissingExtraError:
-            if is_needed:
+            if page is not None:
                 raise
-            return None
+            text = ""
+        if text:
+            place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
+            atomic_write.replace_own(place, text.encode("utf-8", "replace"))
+        atomic_write.replace(target.with_suffix(".json"), self._evidence.json_text().encode())
+        atomic_write.replace(target, self.text.encode())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer and its comparisons as plain values for JSON; `evidence` has everything."""
@@ -172,7 +149,13 @@ class TuningResult(Displayed):
             yield from ("", *table_lines(evidence.proof, evidence.settings.task, width))
         for search in evidence.searches:
             excluded = [site for site in search.sites if site.barred]
-            yield from ("", *wrapped(_extent(search, len(excluded)), width))
+            count = f"{len(excluded) or 'none'} excluded"
+            parts = [f"{search.dtype}: {plural(len(search.sites), 'operation')} measured, {count}"]
+            if search.shared:
+                parts.append(f"{search.shared} measured only in groups")
+            if search.skipped:
+                parts.append(f"no time to measure the cost of {search.skipped}")
+            yield from ("", *wrapped("; ".join(parts), width))
             for site in excluded[:10]:
                 where = "outside of modules" if site.module is None else site.module or "the model"
                 yield from wrapped(f"{where}: {site.op}: {site.barred}", width, "  ", "    ")
@@ -180,9 +163,8 @@ class TuningResult(Displayed):
     def _card(self) -> Card:
         facts = [self.name, f"dtype {dtype_name(self.dtype)}"]
         columns, proof = columns_of(self._evidence.settings.task), self._evidence.proof
-        return Card(
-            "TuningResult", facts, columns, [] if proof is None else rows_of_setups(proof), "setups"
-        )
+        rows = [] if proof is None else rows_of_setups(proof)
+        return Card("TuningResult", facts, columns, rows, "setups")
 
 
 def evidence_of(result: TuningResult) -> TuningEvidence:
@@ -198,19 +180,10 @@ def _answer(evidence: TuningEvidence) -> str:
     return f"undecided: {evidence.answer}, because nothing better is proven; {better} may be better: {evidence.because}"
 
 
-def is_a_result(path: Path) -> bool:
-    """Return True if a file is a policy or evidence that a `TuningResult` saved."""
+def is_replaceable(path: Path) -> bool:
+    """Return True for a path without a file, an empty file, and a policy or evidence that a `TuningResult` saved."""
+    if not path.is_file():
+        return not path.is_dir()
     with open(path, "rb") as file:
         head = file.read(200).decode("utf-8", "replace")
-    return head.startswith(_FIRST_LINE) or f'"schema": "{SCHEMA}"' in head
-
-
-def _extent(search: DtypeEvidence, excluded: int) -> str:
-    """Return the number of operations that were measured in one dtype, and how completely."""
-    count = f"{excluded} excluded" if excluded else "none excluded"
-    parts = [f"{search.dtype}: {plural(len(search.sites), 'operation')} measured, {count}"]
-    if search.shared:
-        parts.append(f"{search.shared} measured only in groups")
-    if search.skipped:
-        parts.append(f"no time to measure the cost of {search.skipped}")
-    return "; ".join(parts)
+    return not head or head.startswith(_FIRST_LINE) or f'"schema": "{SCHEMA}"' in head

@@ -66,93 +66,61 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Measure the errors of operations, each alone where its error is more than its share of the allowed one.
 
-    Args:
-        meter: compares with float32.
-        program: the operations.
-        base: the policy for everything else.
-        loss: the relative error of the loss that all operations together may add.
-        gradient: the relative error of each parameter's gradient that they may add.
-        deadline: on `time.monotonic`'s clock; groups that are not halved by then share their errors.
-        progress: called before each run with the counts of operations and runs.
+    `loss` and `gradient` are the relative errors that all operations together may add. Groups that are not halved by
+    the `deadline`, on `time.monotonic`'s clock, share their errors.
     """
-    result = Sensitivity()
     sites = [site for site in program.sites if not site.barred]
-    for site in list(sites):
-        if reason := _out_of_range(site, program.low):
-            result.sites[site] = PrecisionErrors(barred=reason)
-            sites.remove(site)
+    excluded = {site: _out_of_range(site, program.low) for site in sites}
+    result = Sensitivity(
+        {site: PrecisionErrors(barred=reason) for site, reason in excluded.items() if reason}
+    )
+    sites = [site for site in sites if not excluded[site]]
     if not sites:
         return result
-    halving = _Halving(meter, program, _with_rows_of(base, program), result, (loss**2, gradient**2))
+    base = _with_rows_of(base, program)
+
+    def setup_of(group: Sequence[OperationSite]) -> Setup:
+        """Return the setup with a group of operations in 16 bits, and all others in float32."""
+        policy = explicit_policy(program.choose(group), program, base)
+        return Setup(f"{len(group)} operations", policy, program.low)
+
     if program.low is torch.float16:
-        meter.find_scale(halving.setup(sites))
+        meter.find_scale(setup_of(sites))
         result.scale = meter.scale
-    halving.run(sites, deadline, progress)
+    queue: list[tuple[float, int, list[OperationSite], PrecisionErrors]] = []
+    """Groups whose error is too large, with the one that gains most from a division first."""
+    groups = [_ordered_by_kind(sites)]
+    while groups:
+        for group in groups:
+            progress(f"{len(result.sites)} of {len(sites)} operations, {result.runs} runs")
+            errors = meter.errors(setup_of(group))
+            result.runs += 1
+            excess = max(errors.loss / loss**2, errors.gradient / gradient**2)
+            excess *= len(sites) / len(group)
+            if len(group) > 1 and excess > 1:
+                gain = len(group) * min(excess, _MOST_EXCESS)
+                heapq.heappush(queue, (-gain, result.runs, group, errors))
+            else:
+                _share(result, group, errors)
+        is_over = result.runs + 2 > MOST_RUNS or time.monotonic() > deadline
+        groups = [] if is_over or not queue else _halves(heapq.heappop(queue)[2])
+    for _, _, group, errors in queue:
+        result.shared += len(group)
+        _share(result, group, errors)
     result.sites = {site: result.sites[site] for site in program.sites if site in result.sites}
     return result
 
 
-@dataclass
-class _Halving:
-    """Measures groups of operations, and halves those whose error is more than their share, the worst first.
-
-    All operations together may have the `allowed` errors of loss and gradients.
-    """
-
-    _meter: ErrorMeter
-    _program: TunedProgram
-    _base: Policy
-    _result: Sensitivity
-    _allowed: tuple[float, float]
-    _queue: list[tuple[float, int, list[OperationSite], PrecisionErrors]] = field(
-        default_factory=list
-    )
-
-    def setup(self, group: Sequence[OperationSite]) -> Setup:
-        """Return the setup with a group of operations in 16 bits, and all others in float32."""
-        choice = self._program.choose(group)
-        policy = explicit_policy(choice, self._program, self._base)
-        return Setup(f"{len(group)} operations", policy, self._program.low)
-
-    def run(
-        self, sites: list[OperationSite], deadline: float, progress: Callable[[str], None]
-    ) -> None:
-        """Measure groups until each operation has its errors."""
-        result, groups = self._result, [_ordered_by_kind(sites)]
-        while groups:
-            for group in groups:
-                progress(f"{len(result.sites)} of {len(sites)} operations, {result.runs} runs")
-                self._measure(group, len(sites))
-            is_over = result.runs + 2 > MOST_RUNS or time.monotonic() > deadline
-            groups = [] if is_over or not self._queue else _halves(heapq.heappop(self._queue)[2])
-        for _, _, group, errors in self._queue:
-            result.shared += len(group)
-            self._share(group, errors)
-
-    def _measure(self, group: list[OperationSite], count: int) -> None:
-        """Measure a group. `count` is the number of operations in all groups."""
-        errors = self._meter.errors(self.setup(group))
-        self._result.runs += 1
-        loss, gradient = (allowed * len(group) / count for allowed in self._allowed)
-        excess = max(errors.loss / loss, errors.gradient / gradient)
-        if len(group) > 1 and excess > 1:
-            gain = len(group) * min(excess, _MOST_EXCESS)
-            heapq.heappush(self._queue, (-gain, self._result.runs, group, errors))
-        else:
-            self._share(group, errors)
-
-    def _share(self, group: Sequence[OperationSite], errors: PrecisionErrors) -> None:
-        """Give each operation of a group its share of the errors."""
-        count = len(group)
-        each = replace(
-            errors, loss=errors.loss / count, gradient=errors.gradient / count, alone=True
-        )
-        if count > 1:
-            note = (
-                f"{errors.barred}; measured as one of a group of {count}" if errors.barred else ""
-            )
-            each = replace(each, barred=note, parameter="", flushed=0.0, silent="", alone=False)
-        self._result.sites |= dict.fromkeys(group, each)
+def _share(result: Sensitivity, group: Sequence[OperationSite], errors: PrecisionErrors) -> None:
+    """Give each operation of a group its share of the errors."""
+    count = len(group)
+    each = replace(errors, loss=errors.loss / count, gradient=errors.gradient / count)
+    if count == 1:
+        each = replace(each, alone=True)
+    else:
+        note = errors.barred and f"{errors.barred}; measured as one of a group of {count}"
+        each = replace(each, barred=note, parameter="", flushed=0.0, silent="")
+    result.sites |= dict.fromkeys(group, each)
 
 
 def _kind(site: OperationSite) -> object:

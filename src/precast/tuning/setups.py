@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,14 @@ from precast.policy.policy import Policy
 
 __all__ = ["FLOAT32", "MOST_BATCHES", "Setup", "Workload", "attached", "copy_model"]
 __all__ += ["current_time", "exception_text", "move_weights", "preserved_random_states"]
-__all__ += ["read_batches", "restore_buffers", "seed_all"]
+__all__ += ["seed_all", "workload_of"]
 
 MOST_BATCHES: Final = 32
 """The number of batches that are kept. A training that needs more starts again with the first one."""
 _SEEDS: Final = 2**31
 
 Step = Callable[[nn.Module, Any], Tensor]
+Metric = Callable[[nn.Module, Any], Tensor | float]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -55,8 +56,13 @@ class Workload:
     batches: tuple[Any, ...]
     optimizer: MakeOptimizer = torch.optim.AdamW
     device_type: str = "cpu"
-    metric: Callable[[nn.Module, Any], Tensor | float] | None = None
+    metric: Metric | None = None
     seed: int = 0
+
+    @property
+    def task(self) -> Literal["training", "inference"]:
+        """The kind of task."""
+        return "inference" if self.step is None else "training"
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch.
@@ -73,8 +79,8 @@ class Workload:
             "number, on which backward can be called"
         )
 
-    def measure(self, model: nn.Module, number: int, batch: Any = None) -> float:
-        """Return the metric of a batch, without gradients; `number` also seeds random operations.
+    def measure(self, model: nn.Module, number: int) -> float:
+        """Return the metric of a batch, without gradients; its number also seeds random operations.
 
         Raises:
             TuningError: it is not a number.
@@ -82,7 +88,7 @@ class Workload:
         assert self.metric is not None, "there is a metric"
         seed_all(self.seed, number)
         with torch.no_grad():
-            value = self.metric(model, self.batches[number] if batch is None else batch)
+            value = self.metric(model, self.batches[number])
         if (isinstance(value, Tensor) and value.numel() == 1) or isinstance(value, int | float):
             return float(value)
         raise TuningError(
@@ -119,11 +125,19 @@ class Setup:
 FLOAT32: Final = Setup("float32", None, torch.float32)
 
 
-def read_batches(batches: Any) -> tuple[Any, ...]:
-    """Return the first batches of a list or another iterable, or of the iterator that a function returns.
+def workload_of(
+    model: nn.Module,
+    step: Step | None,
+    batches: Any,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    metric: Metric | None = None,
+    seed: int = 0,
+) -> Workload:
+    """Return a workload with the first batches of a list or iterable, or of the iterator that a function returns.
 
     Raises:
-        TuningError: there are none, or `batches` is neither.
+        TuningError: there are no batches, or `batches` is neither.
     """
     source = batches() if callable(batches) and not isinstance(batches, Iterable) else batches
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
@@ -136,7 +150,8 @@ def read_batches(batches: Any) -> tuple[Any, ...]:
         raise TuningError(
             "batches ended before the first batch: nothing can be measured without one"
         )
-    return first
+    device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return Workload(model, step, first, optimizer or torch.optim.AdamW, device_type, metric, seed)
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -169,14 +184,6 @@ def attached(model: nn.Module, setup: Setup, *, hold: bool = False) -> Attachmen
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecastWarning)
         return attach(model, setup.policy, hold=hold)
-
-
-def restore_buffers(model: nn.Module, buffers: dict[str, Tensor]) -> None:
-    """Copy recorded values into the buffers of a model."""
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            if name in buffers and buffer.shape == buffers[name].shape:
-                buffer.copy_(buffers[name])
 
 
 @contextmanager

@@ -23,11 +23,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from precast import _torch
 from precast.policy.policy import Rule
 
 __all__ = ["TENSOR", "CallRecord", "DtypeChoice", "OperationSite", "TensorArgument", "TensorEdge"]
-__all__ += ["TunedProgram", "first_floating", "is_castable", "record_call", "tensors_in_order"]
+__all__ += ["FLOAT32_RULES", "TunedProgram", "first_floating", "is_castable", "record_call"]
+__all__ += ["tensors_in_order", "written_arguments"]
 
+FLOAT32_RULES: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
 _F32: Final = torch.float32
 TENSOR: Final = "<tensor>"
 """Stands for a tensor among the arguments of a recorded call."""
@@ -64,7 +67,6 @@ class CallRecord:
         overload: the dispatcher's name, such as `aten::softmax.int`.
         args: the positional arguments, with `TENSOR` for each tensor, also in lists.
         kwargs: the names and values of keyword arguments, likewise.
-        tensors: the tensors, in the order of the arguments.
         count: the number of calls in a step.
         recomputed: the number of calls that a checkpoint repeats in the backward pass.
     """
@@ -81,9 +83,7 @@ class CallRecord:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return random arguments for a call like this one; tensors that had a gradient require one.
 
-        Args:
-            dtype_of: returns the dtype of the tensor with this position among the call's tensors.
-            generator: the source of the numbers.
+        `dtype_of` returns the dtype of the tensor at a position among the call's tensors.
         """
         tensors = (
             _random_tensor(argument, dtype_of(i, argument), generator)
@@ -222,9 +222,6 @@ class TunedProgram:
         return {site: tuple(edges) for site, edges in inputs.items()}
 
 
-# --- recorded calls ---
-
-
 def is_castable(dtype: torch.dtype) -> bool:
     """Return True if rules act on tensors of a dtype: floating-point, other than float64."""
     return dtype.is_floating_point and dtype is not torch.float64
@@ -262,6 +259,17 @@ def tensors_in_order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[T
                 yield from tensors(each)
 
     return list(tensors((*args, *kwargs.values())))
+
+
+def written_arguments(
+    overload: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments that an operation declares to write to."""
+    function = _torch.find_overload(overload)
+    arguments = [] if function is None else _torch.schema_of(function).arguments
+    values = dict(zip([each.name for each in arguments], args, strict=False)) | dict(kwargs)
+    writes = (each.name for each in arguments if each.alias_info and each.alias_info.is_write)
+    return tuple(values[name] for name in writes if name in values)
 
 
 def first_floating(result: Any) -> Tensor | None:

@@ -16,14 +16,9 @@ __all__ = ["columns_of", "figures_of", "rows_of_setups", "setup_cells", "table_l
 
 def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
     """Return a text in lines of at most a width; longer words, such as paths, are not broken."""
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
+    return wrapper.wrap(text)
 
 
 def figures_of(proof: Proof | None) -> list[dict[str, Any]]:
@@ -71,20 +66,16 @@ def _ends(interval: Interval, form: str) -> str:
 def columns_of(task: str) -> tuple[str, ...]:
     """Return the titles of `rows_of_setups`."""
     words = words_for(task)
-    memory = "kept" if task == "training" else "memory"
-    return "setup", words.run, words.value, "against float32", "time", memory
+    return "setup", words.run, words.value, "against float32", "time", "memory"
 
 
 def rows_of_setups(proof: Proof) -> list[tuple[str, ...]]:
     """Return the cells of each setup."""
-    rows: list[tuple[str, ...]] = []
-    for figures in proof.figures.values():
-        cell = setup_cells(proof, figures)
-        difference = f"{cell['difference']} {cell['outcome']}".strip()
-        rows.append(
-            (cell["name"], cell["step"], cell["loss"], difference, cell["ratio"], cell["kept"])
-        )
-    return rows
+    cells = [setup_cells(proof, figures) for figures in proof.figures.values()]
+    for cell in cells:
+        cell["against"] = f"{cell['difference']} {cell['outcome']}".strip()
+    names = ("name", "step", "loss", "against", "ratio", "kept")
+    return [tuple(cell[name] for name in names) for cell in cells]
 
 
 def table_lines(proof: Proof, task: str, width: int) -> list[str]:

@@ -12,7 +12,6 @@ from contextlib import closing
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import nn
 
 from precast.attachment.attachment import Attachment
 from precast.diagnostics.tracing.tracer import trace
@@ -21,7 +20,7 @@ from precast.policy.policy import Policy
 from precast.report.saved_trace import data_of
 from precast.report.tree import TreeNode, tree
 from precast.tuning.error_meter import ErrorMeter
-from precast.tuning.recording import record
+from precast.tuning.recorder import record
 from precast.tuning.setups import (
     FLOAT32,
     Setup,
@@ -31,10 +30,12 @@ from precast.tuning.setups import (
     exception_text,
 )
 from precast.tuning.sites import TunedProgram
-from precast.tuning.words import TRAINING, TaskWords
+from precast.tuning.words import TRAINING, TaskWords, words_for
 
-__all__ = ["ModelTrial", "TuningTask"]
+__all__ = ["LEAST_PAIRS", "ModelTrial", "TuningTask"]
 
+LEAST_PAIRS: Final = 3
+"""The fewest seeds or batches of a comparison."""
 _MOST_TIMED: Final = 16
 
 
@@ -46,8 +47,6 @@ class ModelTrial(ABC):
         seconds: the time of each.
         failure: why it cannot continue; empty while it can.
     """
-
-    words: ClassVar[TaskWords]
 
     def __init__(self, workload: Workload, setup: Setup) -> None:
         self.workload = workload
@@ -88,7 +87,8 @@ class ModelTrial(ABC):
         self.losses.append(loss)
         self.seconds.append(seconds)
         if not math.isfinite(loss):
-            self.failure = f"the {self.words.value} of {self.words.place} {place + 1} is {loss}"
+            words = words_for(self.workload.task)
+            self.failure = f"the {words.value} of {words.place} {place + 1} is {loss}"
 
 
 class TuningTask(ABC):
@@ -98,16 +98,15 @@ class TuningTask(ABC):
         allowed_change: the relative error that a gradient or output may have.
         looks: the numbers of rounds after which intervals are computed.
         warmup: the first steps of a trial, whose times do not count.
-        least_pairs: the fewest seeds or batches of a comparison.
         steps: the least and the most steps of a training.
     """
 
-    words: ClassVar[TaskWords]
     allowed_change: ClassVar[float]
     looks: tuple[int, ...]
     warmup: ClassVar[int]
-    least_pairs: ClassVar[int]
     steps: tuple[int, int]
+
+    words: ClassVar[TaskWords]
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -123,7 +122,7 @@ class TuningTask(ABC):
         """The meter of errors, which is made when it is first used."""
 
     @abstractmethod
-    def forward(self, model: nn.Module) -> Any:
+    def forward(self, model: Any) -> Any:
         """Run the first batch."""
 
     @abstractmethod
@@ -134,10 +133,6 @@ class TuningTask(ABC):
     def needed_bytes(self, setup: Setup) -> int:
         """Return the memory of a setup, in bytes."""
 
-    def length(self, steps: int) -> int:
-        """Return the number of steps in a round of trainings, or of batches."""
-        return steps if self.is_training else len(self.workload.batches)
-
     def release(self, trial: ModelTrial) -> None:
         """Close a copy after its round."""
         trial.close()
@@ -145,14 +140,19 @@ class TuningTask(ABC):
     def close(self) -> None:  # noqa: B027 -- trainings share none
         """Close the copies that rounds share."""
 
+    def traced_trial(self, setup: Setup) -> ModelTrial:
+        """Return a copy that shows the rules of the policy in a trace."""
+        return self.open(setup, 0)
+
     def record(self, base: Policy, low: torch.dtype) -> TunedProgram:
         """Record the operations of a step or run."""
+        workload = self.workload
         return record(
-            self.workload.model,
+            workload.model,
             self.forward,
             base,
             low=low,
-            device=self.workload.device_type,
+            device=workload.device_type,
             is_inference=not self.is_training,
         )
 
@@ -177,7 +177,3 @@ class TuningTask(ABC):
             with trace(trial.model) as recorded:
                 trial.run(0)
         return tree(data_of(recorded))
-
-    def traced_trial(self, setup: Setup) -> ModelTrial:
-        """Return a copy that shows the rules of the policy in a trace."""
-        return self.open(setup, 0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import statistics
 from contextlib import closing, nullcontext
 from typing import Any, Final
 
@@ -55,8 +56,6 @@ _NO_GRADIENT: Final = (
 
 class Training(ModelTrial):
     """A copy of the model that is trained under one setup."""
-
-    words = TRAINING
 
     def __init__(self, workload: Workload, setup: Setup, seed: int) -> None:
         super().__init__(workload, setup)
@@ -104,15 +103,15 @@ class Training(ModelTrial):
         """Return the mean loss, or metric, of some batches; NaN after a failure."""
         if self.failure:
             return [math.nan]
-        workload, values = self.workload, []
-        for number, batch in enumerate(workload.batches[:_EVALUATED]):
-            with self.setup.region(workload.device_type):
-                if workload.metric is None:
-                    seed_all(workload.seed, number)
-                    values.append(float(workload.loss(self.model, batch).detach()))
-                else:
-                    values.append(workload.measure(self.model, number))
-        return [math.fsum(values) / len(values)]
+        with self.setup.region(self.workload.device_type):
+            numbers = range(min(_EVALUATED, len(self.workload.batches)))
+            return [statistics.fmean(map(self._value, numbers))]
+
+    def _value(self, number: int) -> float:
+        if self.workload.metric is not None:
+            return self.workload.measure(self.model, number)
+        seed_all(self.workload.seed, number)
+        return float(self.workload.loss(self.model, self.workload.batches[number]).detach())
 
 
 class TrainingTask(TuningTask):
@@ -122,7 +121,6 @@ class TrainingTask(TuningTask):
     allowed_change = 0.3
     looks = (3, 6, 12, 24)
     warmup = 2
-    least_pairs = 3
     steps = (8, 50)
 
     def open(self, setup: Setup, number: int) -> Training:
@@ -156,16 +154,10 @@ class GradientMeter(ErrorMeter):
     In float16 the loss scale is the one that a gradient scaler would reach.
     """
 
-    words = TRAINING
     subject = "the gradient of {}"
     may_be_infinite = False
 
     def __init__(self, workload: Workload, *, steps: int = 8, batches: int = 2) -> None:
-        """Train a copy in float32, and record its gradients before and after.
-
-        Raises:
-            TuningError: the loss in float32 is not finite, or no parameter gets a gradient.
-        """
         super().__init__(workload)
         self._last_scale = 1.0
         training = Training(workload, FLOAT32, 0)
@@ -190,22 +182,23 @@ class GradientMeter(ErrorMeter):
         # Where no scale helps, the forward pass overflows.
         self.scale = self._last_scale if are_finite(gradients) else _USUAL_SCALE
 
-    def results(self, setup: Setup, model: nn.Module, number: int, batch: Any) -> Results:
+    def results(self, setup: Setup, model: nn.Module, number: int) -> Results:
         """Run with the loss scale, and with lower ones while a gradient overflows and the loss does not."""
         self._last_scale = self.scale if setup.dtype is torch.float16 else 1.0
         while True:
-            loss, gradients = self._run(setup, model, number, batch)
+            loss, gradients = self._run(setup, model, number)
             if are_finite(gradients) or not math.isfinite(loss) or self._last_scale <= 1:
                 return loss, gradients
             self._last_scale /= 2
 
-    def _run(self, setup: Setup, model: nn.Module, number: int, batch: Any) -> Results:
+    def _run(self, setup: Setup, model: nn.Module, number: int) -> Results:
         """Return the loss and the gradients of one batch, the latter divided by the scale."""
+        workload = self.workload
         try:
             with attached(model, setup) or nullcontext():
-                seed_all(self.workload.seed, number)
-                with setup.region(self.workload.device_type):
-                    loss = self.workload.loss(model, batch)
+                seed_all(workload.seed, number)
+                with setup.region(workload.device_type):
+                    loss = workload.loss(model, workload.batches[number])
                 if not loss.requires_grad:
                     raise TuningError(_NO_GRADIENT)
                 (loss.float() * self._last_scale).backward()

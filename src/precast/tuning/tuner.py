@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,29 +32,29 @@ from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
 from precast.tuning.chooser import choose
-from precast.tuning.costs import Objective, ProgramCosts, measure_costs
+from precast.tuning.costs import ProgramCosts, measure_costs
 from precast.tuning.evidence import SearchSettings, new_evidence
 from precast.tuning.float8_products import choose_products, products_of
 from precast.tuning.inference import InferenceTask
-from precast.tuning.judging import (
-    Judge,
-    OtherPrograms,
-    SearchTime,
-    deciding_changes,
-    duration_text,
+from precast.tuning.judging import Judge
+from precast.tuning.options import (
+    Objective,
+    TuningOptions,
+    TuningProgress,
+    check_arguments,
+    checked_candidates,
 )
-from precast.tuning.options import TuningOptions, TuningProgress, check_arguments, check_options
 from precast.tuning.policy_rows import policy_of
 from precast.tuning.proof import Proof, prove
 from precast.tuning.reasons import RowReasons
-from precast.tuning.result import TuningResult
+from precast.tuning.result import TuningResult, evidence_of
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
-from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, read_batches
+from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, workload_of
 from precast.tuning.sites import TunedProgram
-from precast.tuning.tasks import TuningTask
+from precast.tuning.tasks import LEAST_PAIRS, TuningTask
 from precast.tuning.training import TrainingTask
 
-__all__ = ["task_of", "tune"]
+__all__ = ["SearchBudget", "duration_text", "evidence_of", "task_of", "tune"]
 
 _ERRORS: Final = 0.3
 """The share of the budget after which groups are not halved any more."""
@@ -71,6 +72,7 @@ _SHARES: Final = (1.0, 0.5, 0.25)
 """The shares of the allowed errors with which a policy is chosen, until its errors together are allowed."""
 _FEWEST_SETUPS: Final = 3
 """Float32, the base policy, and the chosen one."""
+_ENDED: Final = {"interrupted": "the search was interrupted", "time": "the budget ended"}
 _PRESETS: Final = ("default", "lean", "torch")
 """Presets that are compared; `torch` computes what `torch.autocast` does, bit for bit."""
 
@@ -122,17 +124,11 @@ def tune(
         True
     """
     options = options or TuningOptions()
-    check_arguments(model, step, optimizer, objective, tolerance, budget)
-    candidates = check_options(step, options)
-    device_type = options.device_type or next((p.device.type for p in model.parameters()), "cpu")
-    workload = Workload(
-        model,
-        step,
-        read_batches(batches),
-        optimizer or torch.optim.AdamW,
-        device_type,
-        options.metric,
-        options.seed,
+    functions = {"step": step, "optimizer": optimizer, "metric": options.metric}
+    check_arguments(model, functions, objective, tolerance, budget)
+    candidates = checked_candidates(options.candidates, is_training=step is not None)
+    workload = workload_of(
+        model, step, batches, optimizer=optimizer, metric=options.metric, seed=options.seed
     )
     base = as_policy(options.base)
     settings = SearchSettings(
@@ -141,13 +137,13 @@ def tune(
         budget,
         [dtype_name(candidate) for candidate in candidates],
         base.name,
-        device_type,
+        workload.device_type,
         options.seed,
-        "inference" if step is None else "training",
+        workload.task,
     )
-    progress = options.progress or (lambda _: None)
     with preserved_random_states():
-        return _PolicySearch(task_of(workload), base, settings, progress).run(candidates)
+        search = _PolicySearch(task_of(workload), base, settings, options.progress)
+        return search.run(candidates)
 
 
 def task_of(workload: Workload) -> TuningTask:
@@ -159,12 +155,64 @@ def task_of(workload: Workload) -> TuningTask:
     if workload.step is not None:
         return TrainingTask(workload)
     task, count = InferenceTask(workload), len(workload.batches)
-    if count < task.least_pairs:
+    if count < LEAST_PAIRS:
         raise TuningError(
-            f"batches has {count}: for inference, the metrics of at least {task.least_pairs} batches are compared. "
+            f"batches has {count}: for inference, the metrics of at least {LEAST_PAIRS} batches are compared. "
             "Divide them into more"
         )
     return task
+
+
+class SearchBudget:
+    """The time of a search, and the steps of a proof for which there is time."""
+
+    def __init__(self, task: TuningTask, seconds: float) -> None:
+        self._start = time.monotonic()
+        self._task = task
+        self._seconds = seconds
+        self._step_seconds = 0.0
+        """The time of a step in float32."""
+
+    def elapsed(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self._start
+
+    def share(self, share: float) -> float:
+        """Return the time at which a share of the budget is spent, on `time.monotonic`'s clock."""
+        return self._start + share * self._seconds
+
+    def measure_step(self, setups: int) -> None:
+        """Measure a step in float32; refuse a budget that is too small even for a proof without measurements.
+
+        The time so far does not count: on a busy machine most of it loads code.
+
+        Raises:
+            TuningError: the budget is too small.
+        """
+        self._step_seconds = self._task.seconds()
+        if self._seconds < self._proof_seconds(self._task.steps[0], setups):
+            needed = duration_text(self.sufficient(setups))
+            raise TuningError(
+                f"the budget of {self._seconds:g} s is too small: a {self._task.words.run} of this model in float32 "
+                f"takes {self._step_seconds:.2g} s now, so a search takes about {needed}. Pass a budget of {needed} or "
+                "more"
+            )
+
+    def sufficient(self, setups: int) -> float:
+        """Return a budget in which so many setups are compared in the shortest trainings."""
+        proof = _SAFETY * self._proof_seconds(self._task.steps[0], setups) / _PROOF
+        return max(proof / (1 - _ERRORS - _COSTS), proof + self.elapsed())
+
+    def steps_for(self, setups: int) -> int:
+        """Return the steps of a training for which there is time; 0 if that is less than the fewest."""
+        least, most = self._task.steps
+        seconds = self._seconds - self.elapsed()
+        steps = int(_PROOF * seconds / (_SAFETY * self._proof_seconds(1, setups)))
+        return min(steps, most) if steps >= least else 0
+
+    def _proof_seconds(self, steps: int, setups: int) -> float:
+        """Return the time of a proof up to its first look, if steps take as long as in float32."""
+        return steps * self._step_seconds * setups * LEAST_PAIRS
 
 
 class _PolicySearch:
@@ -175,9 +223,9 @@ class _PolicySearch:
         task: TuningTask,
         base: Policy,
         settings: SearchSettings,
-        progress: Callable[[TuningProgress], None],
+        progress: Callable[[TuningProgress], None] | None,
     ) -> None:
-        self._start = time.monotonic()
+        self._budget = SearchBudget(task, settings.budget)
         self._task = task
         self._base = base
         self._settings = settings
@@ -185,8 +233,6 @@ class _PolicySearch:
         self._evidence = new_evidence(task.workload, settings)
         self._best: Setup = FLOAT32
         self._evidence.because = "the search was interrupted before anything was proven"
-        self._step_seconds = 0.0
-        """The time of a step in float32."""
 
     def run(self, candidates: Sequence[torch.dtype | str]) -> TuningResult:
         """Search, and return the answer."""
@@ -197,7 +243,7 @@ class _PolicySearch:
             evidence.interrupted = True
         best = self._best
         evidence.answer, evidence.dtype = best.name, dtype_name(best.dtype)
-        evidence.seconds = self._elapsed()
+        evidence.seconds = self._budget.elapsed()
         if not evidence.interrupted:
             evidence.traced = self._task.traced(best)
         self._tell("done", evidence.because)
@@ -209,60 +255,69 @@ class _PolicySearch:
         dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
         float8_rules = [str(each) for each in candidates if isinstance(each, str)]
         self._tell("record", f"a {self._task.words.run} in float32")
-        self._step_seconds = self._task.seconds()
-        self._refuse_too_small_budget()
+        self._budget.measure_step(_FEWEST_SETUPS)
         setups = self._setups(dtypes or [torch.bfloat16], float8_rules)
-        count = next((n for n in range(len(setups), 0, -1) if self._has_time(n + 1)), 0)
-        evidence, budget = self._evidence, self._settings.budget
+        count = next((n for n in range(len(setups), 0, -1) if self._budget.steps_for(n + 1)), 0)
+        evidence, tried = self._evidence, setups[:count]
         evidence.untried = [setup.name for setup in setups[count:]]
         if count == 0:
             evidence.because = "measuring errors and costs left no time to compare anything"
             evidence.undecided, evidence.untried = evidence.untried, []
-            needed = duration_text(self._elapsed() + self._sufficient_budget(_FEWEST_SETUPS))
-            evidence.would_decide = [f"a budget of {needed} or more"]
+            evidence.would_decide = [self._sufficient_budget(_FEWEST_SETUPS)]
             return
-        start, others = time.monotonic(), OtherPrograms()
-        is_timed = self._settings.objective == "time"
         evidence.proof = proof = prove(
             self._task,
-            setups[:count],
-            steps=self._steps_for(count + 1) or self._task.steps[0],
+            tried,
+            steps=self._budget.steps_for(count + 1) or self._task.steps[0],
             tolerance=self._settings.tolerance,
-            deadline=self._start + budget,
-            timed=is_timed,
+            deadline=self._budget.share(1.0),
+            timed=self._settings.objective == "time",
             progress=partial(self._tell, "prove"),
         )
-        judge = self._judge(proof, setups[:count])
-        if self._best is not FLOAT32 or proof.ended == "interrupted":
-            return
-        names = judge.undecided(proof, setups[:count])
-        evidence.undecided = [*names, *evidence.untried]
-        if evidence.undecided:
-            before, seconds = start - self._start, time.monotonic() - start
-            least = before + self._proof_budget(len(setups) + 1)
-            spent = SearchTime(
-                budget, before, seconds, least, len(evidence.untried), others.share()
-            )
-            changes = deciding_changes(self._task, proof, names, spent, is_timed=is_timed)
-            evidence.would_decide = list(changes)
+        judge = Judge(self._settings.objective, proof, self._task)
+        bases = {setup.name for setup in tried if setup.policy is self._base}
+        self._best, text = judge.best(tried, bases)
+        evidence.because = "; ".join(self._reasons(proof, tried, text))
+        evidence.interrupted = proof.ended == "interrupted"
+        if self._best is FLOAT32 and not evidence.interrupted:
+            names = judge.undecided(tried)
+            evidence.undecided = [*names, *evidence.untried]
+            evidence.would_decide = list(judge.deciding_changes(names))
+            if evidence.untried:
+                evidence.would_decide.append(self._sufficient_budget(len(setups) + 1))
 
-    # --- measurements and setups ---
+    def _sufficient_budget(self, setups: int) -> str:
+        return f"a budget of {duration_text(self._budget.sufficient(setups))} or more"
+
+    def _reasons(self, proof: Proof, tried: Sequence[Setup], text: str) -> Iterator[str]:
+        """Yield the clauses of the reason for the answer."""
+        evidence = self._evidence
+        if text:
+            yield text
+        names = {setup.name for setup in tried} | {*evidence.untried}
+        for choice in evidence.eight_bits:
+            if f"tuned with {choice.rule}" not in names:
+                yield choice.because
+        if evidence.untried:
+            yield f"there was no time to try {', '.join(evidence.untried)}"
+        if proof.ended in _ENDED:
+            yield _ENDED[proof.ended]
 
     def _setups(self, dtypes: Sequence[torch.dtype], float8_rules: Sequence[str]) -> list[Setup]:
         """Return the setups of the base policy, the chosen ones, and last those of presets.
 
         First all errors are measured, then all costs.
         """
-        budget, count, meter = self._settings.budget, len(dtypes), self._task.meter
+        count, meter, share = len(dtypes), self._task.meter, self._budget.share
         measured = [
-            self._measure_errors(dtype, self._start + budget * _ERRORS * number / count)
+            self._measure_errors(dtype, share(_ERRORS * number / count))
             for number, dtype in enumerate(dtypes, 1)
         ]
         all_costs = [
             measure_costs(
                 program,
                 seed=self._settings.seed,
-                deadline=self._start + budget * (_ERRORS + _COSTS * number / count),
+                deadline=share(_ERRORS + _COSTS * number / count),
                 progress=partial(self._tell, "costs"),
             )
             for number, (program, _) in enumerate(measured, 1)
@@ -352,76 +407,16 @@ class _PolicySearch:
             if setup is not None:
                 yield setup
 
-    # --- the budget ---
-
-    def _elapsed(self) -> float:
-        return time.monotonic() - self._start
-
-    def _proof_seconds(self, steps: int, setups: int) -> float:
-        """Return the time of a proof up to its first look, if steps take as long as in float32."""
-        return steps * self._step_seconds * setups * self._task.least_pairs
-
-    def _proof_budget(self, setups: int) -> float:
-        """Return the seconds in which the shortest trainings are tried."""
-        return _SAFETY * self._proof_seconds(self._task.steps[0], setups) / _PROOF
-
-    def _sufficient_budget(self, setups: int) -> float:
-        """Return a budget that is enough to compare so many setups."""
-        proof = self._proof_budget(setups)
-        return max(proof / (1 - _ERRORS - _COSTS), proof + self._elapsed())
-
-    def _refuse_too_small_budget(self) -> None:
-        """Refuse a budget that is too small even for a proof without measurements.
-
-        The time so far does not count: on a busy machine most of it loads code.
-        """
-        budget, words = self._settings.budget, self._task.words
-        if budget >= self._proof_seconds(self._task.steps[0], _FEWEST_SETUPS):
-            return
-        needed = duration_text(self._sufficient_budget(_FEWEST_SETUPS))
-        raise TuningError(
-            f"the budget of {budget:g} s is too small: a {words.run} of this model in float32 takes "
-            f"{self._step_seconds:.2g} s now, so a search takes about {needed}. Pass a budget of {needed} or more"
-        )
-
-    def _steps_for(self, setups: int) -> int:
-        """Return the steps of a training for which there is time; 0 if that is less than the fewest."""
-        least, most = self._task.steps
-        seconds = self._settings.budget - self._elapsed()
-        steps = int(_PROOF * seconds / (_SAFETY * self._proof_seconds(1, setups)))
-        return min(steps, most) if steps >= least else 0
-
-    def _has_time(self, setups: int) -> bool:
-        return self._steps_for(setups) > 0
-
-    # --- the proof ---
-
-    def _judge(self, proof: Proof, setups: Sequence[Setup]) -> Judge:
-        """Set the best setup and the reasons for it."""
-        evidence = self._evidence
-        bases = {setup.name for setup in setups if setup.policy is self._base}
-        judge = Judge(self._settings.objective, bases, self._task.words)
-        self._best, text = judge.best(proof, setups)
-        names = {setup.name for setup in setups} | {*evidence.untried}
-        reasons = [text] if text else []
-        reasons += [
-            choice.because
-            for choice in evidence.eight_bits
-            if f"tuned with {choice.rule}" not in names
-        ]
-        if evidence.untried:
-            reasons.append(f"there was no time to try {', '.join(evidence.untried)}")
-        if proof.ended == "interrupted":
-            evidence.interrupted = True
-            reasons.append("the search was interrupted")
-        if proof.ended == "time":
-            reasons.append("the budget ended")
-        evidence.because = "; ".join(reasons)
-        return judge
-
     def _tell(self, stage: Any, text: str) -> None:
-        now, budget = self._elapsed(), self._settings.budget
-        self._progress(TuningProgress(stage, text, now, budget, self._best.name))
+        if self._progress is not None:
+            now, budget = self._budget.elapsed(), self._settings.budget
+            self._progress(TuningProgress(stage, text, now, budget, self._best.name))
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in the form that the command line takes, in whole minutes or seconds, rounded up."""
+    whole = math.ceil(seconds)
+    return f"{whole}s" if whole <= 90 else f"{math.ceil(seconds / 60)}m"
 
 
 def _other_presets(base: Policy, program: TunedProgram) -> Iterator[Policy]:

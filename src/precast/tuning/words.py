@@ -12,46 +12,37 @@ __all__ = ["INFERENCE", "TRAINING", "TaskWords", "words_for"]
 
 @dataclass(frozen=True)
 class TaskWords:
-    """The words for one kind of task.
-
-    Attributes:
-        value: the compared quantity.
-        changed: the other quantity that 16 bits change.
-        run: the timed unit.
-        does: the verb of a copy, as in "train without a region".
-        needs: the verb for memory, as in "keeps half of the memory".
-        memory: the counted memory.
-        place: the unit of a curve.
-        trial: the unit of a pair.
-        trials: its plural.
-        round: the repeated unit.
-    """
+    """The words for one kind of task."""
 
     value: str
+    """The compared quantity."""
     changed: str
+    """The other quantity that 16 bits change."""
     run: str
+    """The timed unit."""
     does: str
+    """The verb of a copy, as in "train without a region"."""
     needs: str
+    """The verb for memory, as in "keeps half of the memory"."""
     memory: str
+    """The counted memory."""
     place: str
-    trial: str
+    """The unit of a curve."""
     trials: str
-    round: str
+    """The compared units."""
 
     def extent(self, pairs: int, each: int) -> str:
         """Return the extent of a proof: the seeds and steps, or the batches and runs."""
         if self is TRAINING:
-            return f"{pairs} seeds of {each} steps"
-        return f"{plural(pairs, self.trial, self.trials)}, run {plural(each, 'time')}"
+            return f"{plural(pairs, 'seed')} of {plural(each, 'step')}"
+        return f"{plural(pairs, 'batch', 'batches')}, run {plural(each, 'time')}"
 
 
 TRAINING: Final = TaskWords(
-    *("loss", "gradients", "step", "train", "keeps", "kept for backward"),
-    *("step", "seed", "seeds", "seed"),
+    "loss", "gradients", "step", "train", "keeps", "kept for backward", "step", "seeds"
 )
 INFERENCE: Final = TaskWords(
-    *("metric", "outputs", "run", "run", "needs", "weights and results"),
-    *("batch", "batch", "batches", "pass"),
+    "metric", "outputs", "run", "run", "needs", "weights and results", "batch", "batches"
 )
 
 

@@ -17,7 +17,7 @@ from benchmarks import networks
 from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.policy_rows import explicit_policy
-from precast.tuning.recording import record
+from precast.tuning.recorder import record
 from precast.tuning.sites import OperationSite, TunedProgram
 from tests.tuning.traced import assert_runs_as_chosen
 
