@@ -63,7 +63,7 @@ def render(data: dict[str, Any]) -> str:
             "",
             "## A call",
             "",
-            "Microseconds. PyTorch's side runs with all kernels of precast off the dispatcher.",
+            "Microseconds of `torch.autocast`, with no kernel of precast on the dispatcher, and what precast adds.",
             "",
             *_calls(by_name["overhead"], machine.get("engine")),
             "",
@@ -116,23 +116,23 @@ def _failed(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _calls(rows: Sequence[Row], engine: str | None) -> Iterator[str]:
-    """The calls of the run's engine; beside them what the reference engine adds, which is measured apart."""
-    others = {_call(row): row for row in rows if row.get("engine", engine) != engine}
-    headings = ["kind", "call", "policy", BASELINE, "difference (spread)"]
-    if others:
-        headings.append("with the reference engine")
-    yield _line(headings)
-    yield "|---" * len(headings) + "|"
+    """A line for each call: the time of PyTorch, and what precast adds under each policy, on each engine."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    engines = list(dict.fromkeys(row.get("engine", engine) for row in rows))
+    columns = [(each, policy) for each in engines for policy in policies]
+    yield _line(["kind", "call", BASELINE, *(f"`{policy}`, {each}" for each, policy in columns)])
+    yield "|---" * (3 + len(columns)) + "|"
+    calls: dict[tuple[str, str], dict[tuple[str | None, str], Row]] = {}
     for row in rows:
-        if row.get("engine", engine) == engine:
-            cells = [*_call(row), f"{row['torch']['median_us']:.2f}"]
-            cells.append(f"{row['difference_us']:+.2f} ({row['difference_us_iqr']:.2f})")
-            other = others.get(_call(row))
-            yield _line([*cells, *([f"{other['difference_us']:+.2f}"] if other else [])])
+        call = calls.setdefault((row["kind"], row["case"]), {})
+        call[row.get("engine", engine), row["policy"]] = row
+    for names, call in calls.items():
+        time = next(iter(call.values()))["torch"]["median_us"]
+        yield _line([*names, f"{time:.2f}", *(_added(call.get(each)) for each in columns)])
 
 
-def _call(row: Row) -> tuple[str, str, str]:
-    return row["kind"], row["case"], f"`{row['policy']}`"
+def _added(row: Row | None) -> str:
+    return "" if row is None else f"{row['difference_us']:+.2f} ({row['difference_us_iqr']:.2f})"
 
 
 def _calls_growth(rows: Sequence[Row]) -> Iterator[str]:
