@@ -105,6 +105,11 @@ def test_float16_has_no_such_numbers() -> None:
     for epsilon, lost in ((2.0**-25, True), (3e-8, False), (1e-8, True)):  # AMP403
         assert bool((x + epsilon == 0).all()) is lost
         assert bool((x.clamp(min=epsilon) == 0).all()) is lost
+    for dtype, gap in ((torch.float16, 2.0**-12), (torch.bfloat16, 2.0**-9)):
+        one, less = torch.tensor([1 - gap, 1 - 1.01 * gap], dtype=dtype)
+        assert one == 1 > less
+        whole = 2 ** (12 if dtype == torch.float16 else 9)  # AMP405
+        assert torch.tensor(whole / 2 + 1, dtype=dtype) == whole / 2
 
 
 def test_products_are_float16_in_a_region() -> None:

@@ -113,7 +113,7 @@ def _run(text: str) -> tuple[list[str], list[object]]:
     names = _Names(__name__="program")
 
     def recorded(kind: type) -> Any:
-        original = kind.__init__
+        original = vars(kind)["__init__"]
         signature = inspect.signature(original)
 
         def init(*args: Any, **kwargs: Any) -> None:

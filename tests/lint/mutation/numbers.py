@@ -102,4 +102,16 @@ def mask_too_large(module: cst.Module) -> Iterator[cst.Module]:
                 yield replaced(module, {value: expr(new)})
 
 
+@mutates("AMP405")
+def positions_in_16_bits(module: cst.Module) -> Iterator[cst.Module]:
+    for line in lines(module):
+        if source(line).strip() == "import torch":
+            for text in (
+                "torch.arange(4096, dtype=torch.bfloat16)",
+                "torch.arange(4096).bfloat16()",
+                "torch.randint(0, 1000, (8,)).to(torch.bfloat16)",
+            ):
+                yield replaced(module, {line: [line, *stmt(f"positions = {text}\n")]})
+
+
 __all__ = ["assigned"]

@@ -120,9 +120,8 @@ def evaluate(model, loader):
 def main():
     model = Net().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for epoch in range(10):
-        train(model, optimizer, make_loader(), 100)
-        print(epoch, evaluate(model, make_loader()))
+    train(model, optimizer, make_loader(), 100)
+    print(evaluate(model, make_loader()))
 
 
 main()

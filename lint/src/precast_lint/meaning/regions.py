@@ -303,14 +303,21 @@ def _made_by(source: Source, item: Node) -> list[Node]:
 
 
 def _device(source: Source, node: Node | None) -> str | None:
-    """The device type of a text, or of a name that gets one text and nothing else."""
+    """The device type of a text, or of a name that gets one text and nothing else.
+
+    It is "cuda" of `"cuda" if torch.cuda.is_available() else "cpu"`: there the defaults of CUDA count.
+    """
     node = the_value(source, node)
-    if isinstance(node, cst.Attribute) and node.attr.value == "type":
-        definition = source.values.constructed(node.value)
-        is_device = (
-            isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.device"
-        )
-        node = definition.args[0].value if is_device and definition.args else node  # type: ignore[union-attr]
+    if isinstance(node, cst.Call) and source.names.builtin(node.func) == "str" and node.args:
+        node = node.args[0].value
+    elif isinstance(node, cst.Attribute) and node.attr.value == "type":
+        node = node.value
+    definition = source.values.constructed(node)
+    if isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.device":
+        node = the_value(source, definition.args[0].value) if definition.args else None
+    if isinstance(node, cst.IfExp) and isinstance(node.test, cst.Call):
+        is_there = source.origin(node.test.func) == "torch.cuda.is_available"
+        node = node.body if is_there else node
     text = strings(node) if node is not None else None
     return text.partition(":")[0] if text else None
 

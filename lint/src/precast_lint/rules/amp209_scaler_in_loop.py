@@ -16,7 +16,7 @@ from precast_lint.training_step.protocol import assigned_in, followed, loop_arou
 
 __all__ = ["RULE"]
 
-_IN_STEP = "each step creates this scaler: create one before the loop that calls this function, and pass it"
+_IN_STEP = "each call creates this scaler: create one before the loop that calls this function, and pass it"
 _DEEP = 4  # functions between the loop and the step
 
 
@@ -32,8 +32,10 @@ def check(source: Source) -> Iterator[LintFinding]:
         for one in again if len(again) == 1 else ():
             if _is_used_in(source, flow, scaler, loop_around(source, one)):
                 yield source.find(RULE, one.value)
-        if len(definitions) == 1 and not again and _is_used_in(source, flow, scaler, None):
-            steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+        if len(definitions) != 1 or again:
+            continue
+        steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
+        if any(_is_used_in(source, flow, scaler, loop_in(flow, e.node)) for e in steps):
             roots = {_root(e.optimizer) for e in steps}
             bound = source.scopes.owned[flow.node].bindings
             is_own = any(b.kind != "param" for root in roots for b in bound.get(root, ()))
@@ -122,7 +124,10 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="this scaler is created for each batch: create one before the loop",
-    what="A `GradScaler` that is created in the loop over batches in which it steps, or in a function called there.",
+    what=(
+        "A `GradScaler` that is created in the loop over batches in which it steps, or in a function that a loop over "
+        "batches or epochs calls."
+    ),
     why=(
         "A scaler finds how large the scale may be. A new one starts at 65536 each time. If that is too large, each "
         "step is skipped, and the model learns nothing."

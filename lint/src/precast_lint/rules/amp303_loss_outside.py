@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.callers import regions_of_callers
 from precast_lint.meaning.functions import called_forward
 from precast_lint.meaning.regions import region_in_force, regions, regions_around
-from precast_lint.meaning.tensors import is_lowered
+from precast_lint.meaning.tensors import constant, is_lowered, operation, value_of
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
@@ -35,10 +35,14 @@ _FUNCTIONS = frozenset(
     )
 )
 _CLASSES = re.compile(r"torch\.nn\.(modules\.loss\.)?\w+Loss$")
-_PROMOTED = re.compile(r"(^|\.)(mse_loss|l1_loss|smooth_l1_loss|MSELoss|L1Loss|SmoothL1Loss)$")
-_MODELS = re.compile(
-    r"(model|net|network|module|generator|discriminator|unet|classifier)", re.IGNORECASE
+_PROMOTED = re.compile(
+    r"(^|\.)(mse_loss|l1_loss|smooth_l1_loss|kl_div|MSELoss|L1Loss|SmoothL1Loss|KLDivLoss)$"
 )
+_MODELS = re.compile(
+    r"(model|net|network|module|generator|discriminator|unet|classifier|teacher|student)",
+    re.IGNORECASE,
+)
+_TEMPERATURE = re.compile(r"(^|[._])(t|tau|temp|temperature)$", re.IGNORECASE)
 _DEEP = 3  # functions that return what others return
 _WIDE = {"float", "double", "to", "type", "softmax", "log_softmax", "exp", "sum", "norm", "pow"}
 _KEEPS = {"view", "reshape", "squeeze", "flatten", "transpose", "permute", "contiguous"}
@@ -57,8 +61,10 @@ def check(source: Source) -> Iterator[LintFinding]:
             continue
         if _PROMOTED.search(loss) and not _is_low(source, call):
             continue
-        is_inside = any(True for _ in regions_around(source, call))
-        if is_inside or any(regions_of_callers(source, call)):
+        region = next(regions_around(source, call), None)
+        if region is not None and region.enabled is not False:
+            continue
+        if region is None and any(regions_of_callers(source, call)):
             continue
         if is_propagated(source, call):
             yield source.find(RULE, call)
@@ -97,6 +103,19 @@ def _is_low(source: Source, call: cst.Call) -> bool:
     return is_low(source, other, is_output)
 
 
+def _normalized(source: Source, node: Node) -> Node:
+    """Return the x of `F.log_softmax(x / temperature, -1)` outside of regions, where a softmax keeps the dtype."""
+    inner = operation(source, value_of(source, node), "softmax", "log_softmax")
+    if inner is None or "dtype" in inner.keywords or region_in_force(source, inner.call):
+        return node
+    logits = inner.operand
+    if isinstance(logits, cst.BinaryOperation) and isinstance(logits.operator, cst.Divide):
+        is_number = constant(source, logits.right) is not None
+        named = key(source, logits.right) or ""
+        return logits.left if is_number or _TEMPERATURE.search(named) else node
+    return logits
+
+
 def _text(source: Source, node: Node) -> str | None:
     """Return the text of the name that an expression is a part or a view of."""
     plain = _plain(node)
@@ -105,7 +124,7 @@ def _text(source: Source, node: Node) -> str | None:
 
 def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = True) -> bool:
     """Return True if an expression after a region is what a model returned in it, in the same dtype."""
-    plain = _plain(node)
+    plain = _plain(_normalized(source, node))
     if plain is None or depth == 0:
         return False
     if isinstance(plain, cst.Call):
@@ -285,8 +304,8 @@ RULE = LintRule(
     severity=Severity.WARNING,
     fix=Applicability.NONE,
     message="this loss is computed in the lower precision of its inputs; compute it inside the region",
-    what="A loss of PyTorch's on the outputs of a model in a region, if the loss is computed after the region, and "
-    "`backward` is called on it.",
+    what="A loss of PyTorch's on the outputs of a model in a region, if the loss is computed after the region or in a "
+    "disabled one, and `backward` is called on it.",
     why=(
         "Inside a region for CUDA, losses run in float32. After the region they run in the dtype of their inputs: sums "
         "over many elements lose digits, and may overflow in float16."
