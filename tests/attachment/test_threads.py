@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -445,41 +444,6 @@ sys.exit(os.waitstatus_to_exitcode(status) if pid else 1)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
     assert done.returncode == 7
-
-
-def test_threads_that_attach_and_detach_change_no_result_of_others() -> None:
-    model, x = (
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        torch.randn(2, WIDTH),
-    )
-    written, turn = [0.0], Lock()
-
-    def read() -> None:
-        for _ in range(60):
-            at_least = written[0]
-            result = answer(model, torch.ones(1, WIDTH))
-            assert float(result.max()) >= at_least
-            assert all(g.dtype is torch.float32 for g in trained(model, x)[1:])
-
-    def write() -> None:
-        for number in range(1, 40):
-            with turn, torch.no_grad():
-                for module in model:
-                    module.weight.zero_()
-                model[1].bias.fill_(number)
-                written[0] = float(number)
-
-    def come_and_go() -> None:
-        for _ in range(60):
-            precast.attach(model).detach()
-
-    with torch.no_grad():
-        model[1].weight.zero_()
-        model[1].bias.zero_()
-    with ThreadPoolExecutor(8) as threads:
-        jobs = [threads.submit(act) for act in (read, read, read, read, write, come_and_go)]
-        for job in jobs:
-            job.result()
 
 
 def test_two_threads_may_ask_for_the_memory_of_one_gradient_at_once() -> None:

@@ -197,45 +197,6 @@ def by_threads(t: Training) -> None:
         t.step(loss)
 
 
-def with_custom_functions(t: Training) -> None:
-    """One that takes what comes, and one for float32 alone."""
-    here = amp(t.region)
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        @here.custom_fwd(device_type="cpu")
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            ctx.save_for_backward(x, weight)
-            return x @ weight
-
-        @staticmethod
-        @here.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            x, weight = ctx.saved_tensors
-            return gradient @ weight.mT, x.mT @ gradient
-
-    class Exponential(torch.autograd.Function):
-        @staticmethod
-        @here.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            y = x.exp()
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        @here.custom_bwd(device_type="cpu")
-        def backward(ctx: Any, gradient: Tensor) -> Any:
-            return gradient * ctx.saved_tensors[0]
-
-    weight = nn.Parameter(torch.randn(2, 2))
-    t.optimizer.add_param_group({"params": [weight]})
-    for x, target in t.batches():
-        t.optimizer.zero_grad()
-        with t.autocast():
-            loss = F.mse_loss(Exponential.apply(-Product.apply(t.model(x), weight).abs()), target)
-        t.step(loss)
-
-
 RECIPES = {
     recipe.__name__.replace("_", " "): recipe
     for recipe in (
@@ -247,7 +208,6 @@ RECIPES = {
         adversarial,
         evaluated,
         by_threads,
-        with_custom_functions,
     )
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

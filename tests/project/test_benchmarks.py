@@ -118,23 +118,6 @@ def test_generation_is_one_region_around_many_forward_passes(work: str, inferenc
         calls.clear()
 
 
-def test_accumulation_is_one_step_on_the_mean_of_the_batches() -> None:
-    """By hand, in float64; BatchNorm and the like are not in this network, so the mean is exact."""
-    network = networks.mlp(8, 4, layers=2)
-    model, batches = network.seeded(CPU, 4)
-    model = model.double()
-    optimizer = SGD(model.parameters(), 1e-2)
-    losses = [network.loss(model(i.double()), t.double()) for i, t in batches]
-    sum(losses, torch.zeros(())).div(4).backward()
-    optimizer.step()
-    inputs, target = batches[-1]
-    expected = network.loss(model(inputs.double()), target.double())
-    prepared = prepare("float32", network, ACCUMULATION, SETTING)
-    first, second = prepared.work(), prepared.work()
-    torch.testing.assert_close(first.double(), losses[-1].detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(second.double(), expected.detach(), rtol=1e-5, atol=0)
-
-
 # --- by hand ---
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from showing import mixed, plain
 from sklearn.datasets import load_sample_image
 from torch.utils.data import DataLoader
 
@@ -53,13 +52,6 @@ def test_broken_files_are_skipped_with_one_message(
     assert capsys.readouterr().err.count("skipped flower/broken.png") == 1
 
 
-@pytest.mark.parametrize("region", [plain, mixed], ids=["float32", "region"])
-def test_the_tiles_are_learnt_alike(tiles: Path, region: object) -> None:
-    share, outputs = FOLDER.train(tiles, region, epochs=8)
-    assert share > 0.65
-    assert outputs.dtype == (torch.bfloat16 if region is mixed else torch.float32)
-
-
 # --- the stream ---
 
 
@@ -84,20 +76,6 @@ def test_a_stream_holds_no_members(tar_file: Path) -> None:
         held = [len(tar.members) for _ in TAR.members(tar)]
     assert len(held) == 23
     assert max(held) <= 1
-
-
-def test_members_that_are_no_images_are_skipped_with_a_message(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "tiles.tar"
-    TAR.write_tar(path, 9, broken=4)
-    with tarfile.open(path, "a") as tar:
-        folder = tarfile.TarInfo("a folder")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-    names = [name for name, _ in TAR.TarStream(path)]
-    assert names == [f"{number:04}.png" for number in range(9) if number != 4]
-    assert capsys.readouterr().err == "skipped 0004.png: UnidentifiedImageError\n"
 
 
 def test_the_images_of_a_stream_are_those_written(tar_file: Path) -> None:
