@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -90,8 +90,8 @@ class LostUpdates:
         groups = optimizer.param_groups
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
-                for parameter in _narrow(group["params"]):
-                    if id(parameter) not in names:
+                for parameter in group["params"]:
+                    if id(parameter) not in names or not _may_lose(parameter):
                         continue
                     name = names[id(parameter)]
                     copy = _copied(optimizer, parameter, scale)
@@ -139,18 +139,16 @@ def _loses_nothing(parameter: Tensor) -> bool:
     return parameter.dtype in (torch.float32, torch.float64) or learns_by_rounding(parameter)
 
 
-def _narrow(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters whose updates may round to nothing."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if (
-            parameter.dtype in SIXTEEN_BIT
-            and type(parameter) in (Tensor, nn.Parameter)
-            and gradient is not None
-            and gradient.layout is torch.strided
-            and not _loses_nothing(parameter)
-        ):
-            yield parameter
+def _may_lose(parameter: Tensor) -> bool:
+    """Return True if updates of a parameter may round to nothing, and can be repeated."""
+    gradient = parameter.grad
+    return (
+        parameter.dtype in SIXTEEN_BIT
+        and type(parameter) in (Tensor, nn.Parameter)
+        and gradient is not None
+        and gradient.layout is torch.strided
+        and not _loses_nothing(parameter)
+    )
 
 
 def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Tensor:

@@ -39,6 +39,8 @@ __all__ = ["MOST", "findings_of"]
 
 MOST: Final = 10
 _T = TypeVar("_T")
+_Trial = tuple[Float32Island | OperationRow, torch.dtype | None, torch.dtype | None]
+"""Calls of one kind, the dtype to try, and the dtype to which their results are cast now."""
 _LOW: Final = {dtype_name(dtype): dtype for dtype in SIXTEEN_BIT}
 
 
@@ -85,7 +87,10 @@ class _FindingSearch:
     def round_trips(self) -> Iterator[Finding]:
         """Find tensors that were cast to float32 and back, and only moved in between."""
         devices = {row.op: row.device_type for row in self.rows}
-        trips = (trip for trip in self.patterns.round_trips.values() if not trip.is_used)
+        trips = [trip for trip in self.patterns.round_trips.values() if not trip.is_used]
+        trips_of: Counter[str] = Counter()
+        for each in trips:
+            trips_of[each.op] += each.times
         for some in _alike(trips, lambda t: (_site(t), t.dtype, t.rule, _site(t.back))):
             trip = some[0]
             dtype, place = dtype_name(trip.dtype), _places(some)
@@ -98,7 +103,7 @@ class _FindingSearch:
             device = devices.get(trip.op, "cpu")
             if trip.rule is None:
                 do = cures.DROP_THE_CAST(place=place, dtype=dtype)
-            elif self._may_change(device) and self._are_all(trip.op, self._trips_of(trip.op)):
+            elif self._may_change(device) and self._are_all(trip.op, trips_of[trip.op]):
                 do = cures.KEEP_THE_DTYPE(op=trip.op, dtype=dtype)
                 policy = self._policy(trip.op, "keep", device)
             yield self._finding("round-trip", title, some, self._measured(some), do, policy=policy)
@@ -167,7 +172,7 @@ class _FindingSearch:
             row = some[0]
             op, device = row.op, row.device_type
             cost, do, policy = self._of_rows(some), "", None
-            saving = self._saving_in(some, lower)
+            saving = self._saving_in([(row, lower, None) for row in some])
             if saving is not None:
                 words = _range(saving)
                 if row.region is None:
@@ -248,24 +253,23 @@ class _FindingSearch:
         calls = sum(island.calls for island in some)
         if not are_cast_back or not self._are_all(some[0].op, calls):
             return None
-        return _mean(
-            [
-                (self.patterns.measure_saving(_at(each), each.returns, each.returns), each.calls)
-                for each in some
-            ]
-        )
+        return self._saving_in([(each, each.returns, each.returns) for each in some])
 
-    def _saving_in(self, some: Sequence[OperationRow], lower: torch.dtype) -> TrialSaving | None:
-        """Return the saving of a call of rows in 16 bits, if it is certain."""
-        return _mean(
-            [(self.patterns.measure_saving(_at(row), lower, None), row.calls) for row in some]
-        )
+    def _saving_in(self, some: Iterable[_Trial]) -> TrialSaving | None:
+        """Return the mean saving of a call over sites with their numbers of calls; None if a site has none."""
+        sums, total = [0.0, 0.0, 0.0], 0
+        for each, dtype, returns in some:
+            at = CastSite(each.op, each.module, each.source)
+            saving = self.patterns.measure_saving(at, dtype, returns)
+            if saving is None:
+                return None
+            sums = [
+                before + seconds * each.calls for before, seconds in zip(sums, saving, strict=True)
+            ]
+            total += each.calls
+        return TrialSaving(*(seconds / total for seconds in sums)) if total else None
 
     # --- policies ---
-
-    def _trips_of(self, op: str) -> int:
-        trips = self.patterns.round_trips.values()
-        return sum(trip.times for trip in trips if trip.op == op and not trip.is_used)
 
     def _are_all(self, op: str, calls: int) -> bool:
         """Return True if an operation has no other calls with a rule in forward, which another rule would change."""
@@ -295,22 +299,9 @@ def _file(policy: Policy, op: str, rule: str, device: str) -> str | None:
 _NO_ROW: Final = re.compile("no row|no rule", re.IGNORECASE)
 
 
-def _mean(savings: Sequence[tuple[TrialSaving | None, int]]) -> TrialSaving | None:
-    """Return the mean saving of a call over sites with their numbers of calls; None if a site has none."""
-    certain = [(saving, calls) for saving, calls in savings if saving is not None]
-    total = sum(calls for _, calls in certain)
-    if len(certain) < len(savings) or not total:
-        return None
-    return TrialSaving(*(sum(s[i] * calls for s, calls in certain) / total for i in range(3)))
-
-
 def _range(saving: TrialSaving) -> str:
     """Return the saving of a call in words."""
     return f"{duration(saving.low)} to {duration(saving.high)}"
-
-
-def _at(each: CastCosts | OperationRow) -> CastSite:
-    return CastSite(each.op, each.module, each.source)
 
 
 def _is_unexpected(row: OperationRow) -> bool:
