@@ -27,7 +27,7 @@ from precast.report.schema import MergedDocument, RunDocument
 from precast.report.tree import tree
 from precast.report.words import count, duration, share, with_code
 
-__all__ = ["asset", "html", "needed", "page_of", "script_json", "write"]
+__all__ = ["html", "needed", "page_of", "write"]
 
 _SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js")
 
@@ -60,9 +60,9 @@ def html(document: RunDocument | MergedDocument | dict[str, Any]) -> str:
     }
     command = " ".join(every[0].run.command) or "a run"
     return page_of(
-        asset("page.html.jinja"),
+        _asset("page.html.jinja"),
         data,
-        script=asset("main.js"),
+        script=_asset("main.js"),
         title=f"{command} - precast",
         version=version.__version__,
         command=command,
@@ -87,17 +87,17 @@ def page_of(template: str, data: object, *, script: str, style: str = "", **valu
         MissingExtraError: jinja2 or plotly is not installed.
     """
     jinja2, plotly = needed()
-    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `script_json`
+    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `_script_json`
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(asset), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["marked"] = _marked
     page: str = environment.from_string(template).render(
-        style=AsItIs(asset("style.css") + style),
-        data=AsItIs(script_json(data)),
+        style=AsItIs(_asset("style.css") + style),
+        data=AsItIs(_script_json(data)),
         plotly=AsItIs(plotly),
-        script=AsItIs("\n".join([*map(asset, _SCRIPTS), script])),
+        script=AsItIs("\n".join([*map(_asset, _SCRIPTS), script])),
         **values,
     )
     return page
@@ -120,12 +120,12 @@ def needed() -> tuple[Any, str]:
     return jinja2, get_plotlyjs()
 
 
-def asset(name: str) -> str:
+def _asset(name: str) -> str:
     """Return the text of one of the report's assets."""
     return resources.files("precast.report").joinpath("assets", name).read_text("utf-8")
 
 
-def script_json(data: object) -> str:
+def _script_json(data: object) -> str:
     """Return JSON that cannot end an HTML script element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # escapes all but ASCII
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
