@@ -22,7 +22,7 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
-	docs-examples ci bench attack test-clients wheel test-package test-versions conformance conformance-nightly conformance-exported bench-clients gpu clean
+	docs-examples ci bench attack test-clients sanitize wheel test-package test-versions conformance conformance-nightly conformance-exported bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,6 +69,13 @@ test-project: $(NATIVE)  ## the tests of the site, the examples of the documenta
 test-clients: $(CLIENTS_STAMP) $(NATIVE)  ## programs of transformers, accelerate, lightning ... with and without precast.install(); the integrations
 	$(CLIENTS)/bin/python -m pytest tests/clients --numprocesses auto --dist worksteal \
 		--clients-json docs/data/clients.json
+
+SANITIZED := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: $(STAMP)  ## the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	CXX="g++ $(SANITIZED)" $(BIN)/python -m tools.native_library
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 PRECAST_ENGINE=native $(BIN)/python -m pytest tests/engine tests/weights \
+		--ignore tests/engine/test_native_library.py; status=$$?; $(BIN)/python -m tools.native_library; exit $$status
 
 wheel: $(STAMP)  ## a wheel with the native engine for every supported PyTorch, in dist; takes their wheels from pip
 	$(BIN)/python -m tools.native_library --wheel

@@ -91,8 +91,8 @@ def _torch_table(policy: Policy) -> Iterator[str]:
         rules = tuple(entry.rule if entry else "" for entry in entries)
         columns.setdefault(rules, []).append(device)
     groups: dict[tuple[str, ...], list[str]] = {}
-    for key, *rules in zip(keys, *columns, strict=True):
-        groups.setdefault(tuple(rules), []).append(key)
+    for key, *cells in zip(keys, *columns, strict=True):
+        groups.setdefault(tuple(cells), []).append(key)
     notes: dict[str, int] = {}
     yield row([*map(", ".join, columns.values()), "operations"])
     yield "|---" * (len(columns) + 1) + "|"

@@ -446,6 +446,64 @@ sys.exit(os.waitstatus_to_exitcode(status) if pid else 1)
     assert done.returncode == 7
 
 
+def test_processes_that_are_forked_while_threads_train_attached_models_go_on() -> None:
+    """The threads hold locks of the library for a part of their time: 1 of 60 children waited for one for ever."""
+    program = """
+import os, sys, threading, time, warnings
+import torch
+from torch import nn
+from torch.nn import functional as F
+import precast
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+class Sum(nn.Module):
+    def __init__(self, width, weights):
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(width, 130)) for _ in range(weights)])
+    def forward(self):
+        return sum(F.linear(torch.ones(1, 130), w).float().sum() for w in self.weights)
+def train(model):
+    with precast.autocast("cpu"):
+        loss = model()
+    loss.backward()
+models = [Sum(130 + number, 40) for number in range(4)]
+own = Sum(128, 2)
+attachments = [precast.attach(model) for model in [*models, own]]
+optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for model in [*models, own]]
+for model, optimizer in zip([*models, own], optimizers):
+    train(model)
+    optimizer.step()
+ended = threading.Event()
+def work(model, optimizer):
+    while not ended.is_set():
+        train(model)
+        optimizer.step()
+threads = [threading.Thread(target=work, args=pair) for pair in zip(models, optimizers)]
+for thread in threads: thread.start()
+waiting = 0
+for _ in range(200):
+    child = os.fork()
+    if child == 0:
+        train(own)
+        os._exit(0)
+    until = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > until:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            waiting += 1
+            break
+        time.sleep(0.001)
+    if waiting: break
+ended.set()
+for thread in threads: thread.join()
+sys.exit(7 if waiting == 0 else 1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
+    assert done.returncode == 7
+
+
 def test_two_threads_may_ask_for_the_memory_of_one_gradient_at_once() -> None:
     class Emptied(list[Tensor]):
         """As it looks where another thread takes the last one after it was seen."""

@@ -31,8 +31,8 @@ from precast._torch import impl_address
 from precast.engine import compile_guards, registration
 from precast.engine.thread_state import thread_state
 from precast.weights.native import library
+from precast.weights.native.boundary import CopyLifetime, Eviction
 from precast.weights.native.engine import native_engine
-from precast.weights.native.shared_data import CopyLifetime, Eviction
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -315,3 +315,23 @@ assert not wrong, wrong
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "Exception in thread" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("device", (b"abacus",), "abacus"),
+        ("attempts", (99,), "99"),
+        ("bound_number", (99,), "99"),
+        ("thread_number", (99,), "a thread has no number 99"),
+        ("install", (99, None, 1), "99"),
+        ("record_torch_kernel", (b"aten::no_such_thing", b"", b"AutocastCPU"), "no_such_thing"),
+        ("register", (b"aten::mm", b"", b"NoSuchKey", 0, 1, 0, 0, 0), "NoSuchKey"),
+    ],
+)
+def test_an_exception_of_the_library_is_an_error_in_python(
+    function: str, arguments: tuple[Any, ...], message: str
+) -> None:
+    assert native_engine.api is not None
+    with pytest.raises(precast.errors.PrecastError, match=message):
+        native_engine.api._functions[function](*arguments)

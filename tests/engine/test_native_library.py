@@ -26,6 +26,7 @@ from precast.cli.main import main
 from precast.errors import BuildError, OutputError, PrecastError, PrecastWarning, TorchVersionError
 from precast.weights.native import build, library, library_file
 from precast.weights.native.library import Library, Unavailable
+from tools import native_boundary
 
 ROOT = Path(__file__).parents[2]
 VERSION = str(torch.__version__)
@@ -593,3 +594,22 @@ def test_a_pytorch_that_is_too_old_is_refused_before_anything_is_compiled(
     monkeypatch.setattr(build, "torch_in", lambda folder: build.TorchInstallation("2.2.2", folder))
     with pytest.raises(TorchVersionError, match=r"PyTorch 2\.2\.2 is installed"):
         build.build()
+
+
+def test_python_without_a_gil_runs_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    assert str(unavailable()) == "this Python runs without a GIL, which the native engine needs."
+
+
+def test_a_library_that_is_only_loaded_registers_nothing(real: Path) -> None:
+    """As one is that its probe refuses."""
+    program = (
+        "import ctypes, sys, torch\n"
+        "library = ctypes.PyDLL(sys.argv[1])\n"
+        "sys.exit(7 if hasattr(torch.ops.precast_native, 'copy_of') else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(real)], check=True)
+
+
+def test_the_header_is_that_of_the_declarations() -> None:
+    assert native_boundary.TARGET.read_text(encoding="utf-8") == native_boundary.header()

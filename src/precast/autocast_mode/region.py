@@ -48,7 +48,7 @@ from precast.engine.thread_state import (
 from precast.errors import PrecastWarning, RegionError
 from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
 from precast.weights import held, unversioned_writes
-from precast.weights.native.api import ONE_OF_SEVERAL, OUTERMOST
+from precast.weights.native.boundary import RegionExit
 from precast.weights.native.engine import native_engine
 
 __all__ = [
@@ -62,6 +62,9 @@ __all__ = [
     "put_in_force",
     "record_for_export",
 ]
+
+# Plain integers: comparison with a member of an enumeration would take time in each region.
+_ONE_OF_SEVERAL, _OUTERMOST = int(RegionExit.ONE_OF_SEVERAL), int(RegionExit.OUTERMOST)
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
@@ -200,7 +203,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             statuses.extend(map(native_engine.leave, (self,)))  # a single step without interrupts
             if statuses[0] == 0:
                 self._leave_step_by_step(records)
-            elif statuses[0] != ONE_OF_SEVERAL:
+            elif statuses[0] != _ONE_OF_SEVERAL:
                 _clear_caches(self.device, statuses[0])
         except RegionError:
             raise
@@ -489,7 +492,7 @@ def _end_all(entered: list[RegionRecord]) -> None:
 
 def _clear_caches(device_type: str, status: int) -> None:
     """Empty the caches if the library has left the outermost region, or the outermost of precast's."""
-    if status == OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
+    if status == _OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
         registration.clear_cache()
 
 

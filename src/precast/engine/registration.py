@@ -51,6 +51,7 @@ from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_val
 from precast.weights import held, unversioned_writes
 from precast.weights.native import library
 from precast.weights.native.api import NativeApi
+from precast.weights.native.boundary import Action
 from precast.weights.native.engine import native_engine
 from precast.weights.native.library import ENGINES
 
@@ -437,11 +438,8 @@ def _native_policy(api: NativeApi, bound: BoundPolicy, device_type: str) -> int:
     for name in bound.kernels:
         number = _number(name, device_type)
         actions.extend(bytes(max(0, number + 1 - len(actions))))
-        actions[number] = _DELEGATE if name in bound.delegated else _REFERENCE
+        actions[number] = Action.DELEGATE if name in bound.delegated else Action.REFERENCE
     return api.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
-
-
-_DELEGATE, _REFERENCE = 1, 2  # the numbers of `Action` in `native/state.h`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,6 +27,7 @@ from precast._torch import in_pool_thread
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
 from precast.policy.policy import Policy
+from precast.weights.native.boundary import ThreadKind
 from precast.weights.native.engine import native_engine
 from precast.weights.weight_cache import WeightCache
 
@@ -217,7 +218,7 @@ class ThreadRegions(threading.local):
         for shared, own in zip(shared_memory, own_memory, strict=True):
             shared.value = own.value
         self._guard_id, self._written, self._lends, self._open = shared_memory
-        api.register_thread(2 if self.is_pytorchs else 1)
+        api.register_thread(ThreadKind.PYTORCH if self.is_pytorchs else ThreadKind.PYTHON)
         self.is_registered = True
 
 

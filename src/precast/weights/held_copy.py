@@ -33,8 +33,8 @@ from precast._torch import (
 )
 from precast.weights.freshness import has_same_layout, is_valid
 from precast.weights.held_gradients import GradientMemory
+from precast.weights.native.boundary import CopyLifetime, Eviction, HeldRecord, Owner
 from precast.weights.native.engine import native_engine
-from precast.weights.native.shared_data import CopyLifetime, Eviction, HeldRecord, Owner
 
 __all__ = ["Copy", "CopyHandle", "UsageContext", "lock", "unless_finalizing"]
 

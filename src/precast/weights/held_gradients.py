@@ -25,8 +25,8 @@ from precast._torch import (
     without_torch_function,
 )
 from precast.weights.native.api import NativeHeldCopy
+from precast.weights.native.boundary import HeldRecord
 from precast.weights.native.engine import native_engine
-from precast.weights.native.shared_data import HeldRecord
 
 __all__ = ["GradientMemory", "free_temporaries", "set_mode_counter", "with_gradient"]
 

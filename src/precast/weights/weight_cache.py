@@ -52,8 +52,8 @@ from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import QuantisedWeight
 from precast.weights.float8.quantise import Quantised
 from precast.weights.held_gradients import with_gradient
+from precast.weights.native.boundary import CopyLifetime
 from precast.weights.native.engine import native_engine
-from precast.weights.native.shared_data import CopyLifetime
 from precast.weights.view_cache import same_view
 
 __all__ = ["WeightCache", "set_mode_functions"]

@@ -7,7 +7,7 @@
 //   - The probe compares values that inline functions of the headers, compiled into this library, read from real
 //     objects with the results of functions of the loaded libraries. It leaves no changes, and gives the same result
 //     inside modes, transforms and regions.
-//   - Nothing runs when the library is loaded, except static registrations of operators.
+//   - Nothing is registered when the library is loaded.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -187,11 +187,14 @@ std::string refusal;
 
 }  // namespace
 
+PRECAST_EXPORT const char* precast_native_built_for();
+PRECAST_EXPORT const char* precast_native_probe();
+
 // The marker.
-PRECAST_EXPORT const char* precast_native_built_for() { return built_for; }
+const char* precast_native_built_for() { return built_for; }
 
 // Returns null if this library may be used, otherwise a message about the difference. Call it from one thread only.
-PRECAST_EXPORT const char* precast_native_probe() {
+const char* precast_native_probe() {
   try {
     check_all();
     return nullptr;

@@ -1,9 +1,9 @@
 // The library's C functions, called through ctypes, and its operations. `native/api.py` is the Python side.
 //
 // Invariants:
-// - no function here calls Python, and no exception leaves one: after an exception it returns -1, and `precast_error`
-//   returns the message;
+// - no function here runs Python code, and no exception leaves one (`exported.h`);
 // - a tensor is passed as the address of its TensorImpl (`tensor._cdata`); Python keeps it alive during the call.
+#include "exported.h"
 #include "kernel.h"
 #include "torch_api.h"
 
@@ -13,8 +13,6 @@
 
 #include <map>
 #include <memory>
-
-#define PRECAST_API extern "C" __attribute__((visibility("default")))
 
 namespace precast {
 
@@ -59,24 +57,11 @@ ThreadState& ThreadState::here() {
 
 namespace {
 
-std::vector<std::unique_ptr<const Policy>> policies;
+std::vector<std::unique_ptr<Policy>> policies;
 std::map<size_t, c10::RegistrationHandleRAII> registrations;
-thread_local std::string error;
 
 const c10::TensorImpl* source_of(void* tensor) {
   return static_cast<const c10::TensorImpl*>(tensor);
-}
-
-template <class Act>
-int64_t catch_errors(const Act& act) {
-  try {
-    return act();
-  } catch (const std::exception& exception) {
-    error = exception.what();
-  } catch (...) {
-    error = "an exception of an unknown kind";
-  }
-  return -1;
 }
 
 Operation operation_of(const c10::OperatorHandle& op, size_t number, c10::DeviceType device, c10::DispatchKey key) {
@@ -101,11 +86,15 @@ Operation operation_of(const c10::OperatorHandle& op, size_t number, c10::Device
 void hold_for_fork() {
   Process::lock.lock();
   HeldSources::lock().lock();
+  HeldSource::lock().lock();
+  gradient_memory_lock().lock();
   SpareMemory::all().lock().lock();
 }
 
 void release_in_parent() {
   SpareMemory::all().lock().unlock();
+  gradient_memory_lock().unlock();
+  HeldSource::lock().unlock();
   HeldSources::lock().unlock();
   Process::lock.unlock();
 }
@@ -133,41 +122,6 @@ std::optional<at::Tensor> find(const at::Tensor& source, at::ScalarType dtype) {
   return copy.defined() ? std::optional<at::Tensor>(std::move(copy)) : std::nullopt;
 }
 
-}  // namespace
-}  // namespace precast
-
-using namespace precast;
-
-TORCH_LIBRARY(precast_native, library) {
-  library.def("copy_of(Tensor source, ScalarType dtype) -> Tensor", region_copy);
-  library.def("number_of(ScalarType dtype) -> int", number_of);
-  library.def("cast_in_python(Tensor source, ScalarType dtype, str device_type) -> Tensor?");  // Python implements it
-  library.def("find(Tensor source, ScalarType dtype) -> Tensor?", find);
-}
-
-PRECAST_API const char* precast_error() {
-  return error.c_str();
-}
-
-// Called once, after the library is loaded.
-PRECAST_API void precast_begin(void (*compare)(), int uses_between_checks) {
-  Process::compare = compare;
-  Process::uses_between_checks = uses_between_checks;
-  pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
-}
-
-// Called before Python ends.
-PRECAST_API void precast_end() {
-  Process::finalizing = true;
-  Process::compare = nullptr;
-  ThreadState::here().copies.clear();
-}
-
-PRECAST_API int precast_device(const char* type) {
-  return static_cast<int>(c10::Device(type).type());
-}
-
-namespace {
 struct Silence final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
@@ -177,20 +131,57 @@ std::map<std::string, c10::SafeKernelFunction> torch_kernels;
 std::string key_of(const char* name, const char* overload, const char* key) {
   return std::string(name) + "." + overload + " " + key;
 }
+
+// Defines the operations until the process ends. A library that its probe refuses has defined none.
+void define_operations() {
+  static auto* library =
+      new torch::Library(torch::Library::DEF, "precast_native", std::nullopt, "precast", /*line=*/0);
+  library->def("copy_of(Tensor source, ScalarType dtype) -> Tensor", region_copy);
+  library->def("number_of(ScalarType dtype) -> int", number_of);
+  library->def("cast_in_python(Tensor source, ScalarType dtype, str device_type) -> Tensor?");  // Python implements it
+  library->def("find(Tensor source, ScalarType dtype) -> Tensor?", find);
+  define_held_operations(*library);
+}
+
 }  // namespace
+}  // namespace precast
+
+using namespace precast;
+
+// Called once, after the probe and `precast_set_python_functions`.
+void precast_begin(Callback compare, int uses_between_checks) {
+  guarded([&] {
+    define_operations();
+    Process::compare = compare;
+    Process::uses_between_checks = uses_between_checks;
+    pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
+  });
+}
+
+// Called before Python ends.
+void precast_end() {
+  guarded([] {
+    Process::finalizing = true;
+    Process::compare = nullptr;
+    ThreadState::here().copies.clear();
+  });
+}
+
+int precast_device(const char* type) {
+  return guarded([&] { return static_cast<int>(c10::Device(type).type()); });
+}
 
 // Records PyTorch's kernel, before one of precast's is registered above it.
-PRECAST_API int64_t precast_record_torch_kernel(const char* name, const char* overload, const char* key) {
-  return catch_errors([&] {
+void precast_record_torch_kernel(const char* name, const char* overload, const char* key) {
+  guarded([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
     torch_kernels.insert_or_assign(
         key_of(name, overload, key), op.getComputedKernelForDispatchKey(c10::parseDispatchKey(key)));
-    return 0;
   });
 }
 
 // Registers a kernel above the present one at an operation's autocast key, the reference.
-PRECAST_API int64_t precast_register(
+void precast_register(
     const char* name,
     const char* overload,
     const char* key,
@@ -199,11 +190,12 @@ PRECAST_API int64_t precast_register(
     int takes_weights,
     int mixes_with_region,
     int keeps_autocast_on) {
-  return catch_errors([&] {
+  guarded([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
     const auto dispatch_key = c10::parseDispatchKey(key);
     const auto torch_kernel = torch_kernels.find(key_of(name, overload, key));
-    Operation operation = operation_of(op, number, static_cast<c10::DeviceType>(device), dispatch_key);
+    Operation operation =
+        operation_of(op, static_cast<size_t>(number), static_cast<c10::DeviceType>(device), dispatch_key);
     operation.takes_weights = takes_weights != 0;
     operation.mixes_with_region = mixes_with_region != 0;
     operation.keeps_autocast_on = keeps_autocast_on != 0;
@@ -215,7 +207,7 @@ PRECAST_API int64_t precast_register(
     Silence silence;  // suppresses PyTorch's warning about overridden kernels
     c10::WarningUtils::WarningHandlerGuard guard(&silence);
     registrations.insert_or_assign(
-        number,
+        static_cast<size_t>(number),
         c10::Dispatcher::singleton().registerImpl(
             op.operator_name(),
             dispatch_key,
@@ -223,114 +215,126 @@ PRECAST_API int64_t precast_register(
             std::nullopt,
             nullptr,
             "precast"));
-    return 0;
   });
 }
 
-PRECAST_API void precast_deregister(int64_t number) {
-  registrations.erase(number);
+void precast_deregister(int64_t number) {
+  guarded([&] { registrations.erase(static_cast<size_t>(number)); });
 }
 
 // Returns the policy with these actions, by operation number; one object for equal policies.
-PRECAST_API const void* precast_policy(int promotes, const uint8_t* actions, int64_t count) {
-  Policy policy{promotes != 0, {}};
-  for (int64_t i = 0; i < count; ++i) {
-    policy.actions.push_back(static_cast<Action>(actions[i]));
-  }
-  while (!policy.actions.empty() && policy.actions.back() == Action::Pass) {
-    policy.actions.pop_back();
-  }
-  for (const auto& entry : policies) {
-    if (entry->promotes == policy.promotes && entry->actions == policy.actions) {
-      return entry.get();
+void* precast_policy(int promotes, const char* actions, int64_t count) {
+  return guarded([&]() -> void* {
+    Policy policy{promotes != 0, {}};
+    for (int64_t i = 0; i < count; ++i) {
+      policy.actions.push_back(static_cast<Action>(actions[i]));
     }
-  }
-  policies.push_back(std::make_unique<const Policy>(std::move(policy)));
-  return policies.back().get();
+    while (!policy.actions.empty() && policy.actions.back() == Action::Pass) {
+      policy.actions.pop_back();
+    }
+    for (const auto& entry : policies) {
+      if (entry->promotes == policy.promotes && entry->actions == policy.actions) {
+        return entry.get();
+      }
+    }
+    policies.push_back(std::make_unique<Policy>(std::move(policy)));
+    return policies.back().get();
+  });
 }
 
 // Puts a policy in force in this thread; `number` is the bound policy's.
-PRECAST_API void precast_put_in_force(int device, const void* policy, int64_t number) {
-  ThreadState& here = ThreadState::here();
-  here.policies[device] = static_cast<const Policy*>(policy);
-  here.slots->bound[device] = number;
+void precast_put_in_force(int device, void* policy, int64_t number) {
+  guarded([&] {
+    ThreadState& here = ThreadState::here();
+    const auto place = static_cast<size_t>(device);
+    here.policies.at(place) = static_cast<const Policy*>(policy);
+    here.slots->bound.at(place) = number;
+  });
 }
 
-PRECAST_API void precast_install(int device, const void* policy, int64_t number) {
-  Process::installed[device].store(static_cast<const Policy*>(policy));
-  Process::installed_numbers[device] = number;
+void precast_install(int device, void* policy, int64_t number) {
+  guarded([&] {
+    const auto place = static_cast<size_t>(device);
+    Process::installed.at(place).store(static_cast<const Policy*>(policy));
+    Process::installed_numbers.at(place) = number;
+  });
 }
 
-PRECAST_API void precast_watch(int is_watched) {
+void precast_watch(int is_watched) {
   Process::is_watched = is_watched != 0;
 }
 
-PRECAST_API void precast_register_thread(int kind) {
-  ThreadState::here().kind = static_cast<ThreadKind>(kind);
+void precast_register_thread(int kind) {
+  guarded([&] { ThreadState::here().kind = static_cast<ThreadKind>(kind); });
 }
 
-PRECAST_API int precast_attempts(int device) {
-  return ThreadState::here().attempts[device];
+int precast_attempts(int device) {
+  return guarded([&] { return ThreadState::here().attempts.at(static_cast<size_t>(device)); });
 }
 
-PRECAST_API void precast_clear() {
-  ThreadState::here().copies.clear();
+void precast_clear() {
+  guarded([] { ThreadState::here().copies.clear(); });
 }
 
-PRECAST_API void precast_free_spare_memory() {
-  SpareMemory::all().free();
+void precast_free_spare_memory() {
+  guarded([] { SpareMemory::all().free(); });
 }
 
 // Bytes of spare memory; for tests.
-PRECAST_API int64_t precast_spare_bytes() {
-  return static_cast<int64_t>(SpareMemory::all().bytes());
+int64_t precast_spare_bytes() {
+  return guarded([] { return static_cast<int64_t>(SpareMemory::all().bytes()); });
 }
 
-PRECAST_API int64_t precast_count() {
-  return static_cast<int64_t>(ThreadState::here().copies.size());
+int64_t precast_count() {
+  return guarded([] { return static_cast<int64_t>(ThreadState::here().copies.size()); });
 }
 
 // Records the casts of weights from now on, in all threads; for tests.
-PRECAST_API void precast_record_casts() {
-  std::lock_guard<std::mutex> guard(Process::lock);
-  Process::casts.clear();
-  Process::records_casts = true;
+void precast_record_casts() {
+  guarded([] {
+    std::lock_guard<std::mutex> guard(Process::lock);
+    Process::casts.clear();
+    Process::records_casts = true;
+  });
 }
 
 // The number of recorded casts, or of those that are alive.
-PRECAST_API int64_t precast_recorded_casts(int are_alive) {
-  std::lock_guard<std::mutex> guard(Process::lock);
-  const auto& casts = Process::casts;
-  return are_alive == 0 ? static_cast<int64_t>(casts.size())
-                        : std::count_if(casts.begin(), casts.end(), [](const auto& cast) { return !cast.expired(); });
+int64_t precast_recorded_casts(int are_alive) {
+  return guarded([&]() -> int64_t {
+    std::lock_guard<std::mutex> guard(Process::lock);
+    const auto& casts = Process::casts;
+    return are_alive == 0 ? static_cast<int64_t>(casts.size())
+                          : std::count_if(casts.begin(), casts.end(), [](const auto& cast) { return !cast.expired(); });
+  });
 }
 
-PRECAST_API int precast_has(void* source, int dtype) {
-  ThreadState& here = ThreadState::here();
-  const auto scalar = static_cast<at::ScalarType>(dtype);
-  const c10::TensorImpl& impl = *source_of(source);
-  return here.copies.find_held(impl, scalar, CopyLifetime::Leaf).defined() ||
-      here.copies.find(impl, scalar, /*records=*/false).defined();
+int precast_has(void* source, int dtype) {
+  return guarded([&]() -> int {
+    ThreadState& here = ThreadState::here();
+    const auto scalar = static_cast<at::ScalarType>(dtype);
+    const c10::TensorImpl& impl = *source_of(source);
+    return here.copies.find_held(impl, scalar, CopyLifetime::Leaf).defined() ||
+        here.copies.find(impl, scalar, /*records=*/false).defined();
+  });
 }
 
 // The number of operations of this thread that were promoted directly; for tests.
-PRECAST_API int64_t precast_promoted_directly() {
-  return ThreadState::here().promoted_directly;
+int64_t precast_promoted_directly() {
+  return guarded([] { return ThreadState::here().promoted_directly; });
 }
 
 // `dtype` is -1 for all dtypes.
-PRECAST_API void precast_invalidate(void* source, int dtype) {
-  ThreadState::here().copies.invalidate(*source_of(source), dtype);
+void precast_invalidate(void* source, int dtype) {
+  guarded([&] { ThreadState::here().copies.invalidate(*source_of(source), dtype); });
 }
 
-PRECAST_API void precast_hold(void* source, int is_held) {
-  HeldSources::change(source_of(source), is_held != 0);
+void precast_hold(void* source, int is_held) {
+  guarded([&] { HeldSources::change(source_of(source), is_held != 0); });
 }
 
 // Adds the cast of a held copy, which was written when the source had this version and address.
-PRECAST_API int64_t
-precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, int64_t version, int64_t address) {
-  return catch_errors([&] {
+void precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, int64_t version, int64_t address) {
+  guarded([&] {
     const at::Tensor tensor = tensor_of(source);
     ThreadState::here().copies.put_held(
         tensor,
@@ -339,19 +343,21 @@ precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, in
         Copy{
             SourceSnapshot(tensor, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address)),
             tensor_of(cast),
-            held});
-    return 0;
+            held,
+            at::Tensor()});
   });
 }
 
 // Removes the casts of a held copy in all threads.
-PRECAST_API void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
-  std::vector<Copy> removed;  // destroyed here, without a lock
-  evict_everywhere(
-      source_of(source),
-      static_cast<at::ScalarType>(dtype),
-      held,
-      static_cast<Eviction>(which),
-      static_cast<uint32_t>(version),
-      removed);
+void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
+  guarded([&] {
+    std::vector<Copy> removed;  // destroyed here, without a lock
+    evict_everywhere(
+        source_of(source),
+        static_cast<at::ScalarType>(dtype),
+        held,
+        static_cast<Eviction>(which),
+        static_cast<uint32_t>(version),
+        removed);
+  });
 }

@@ -3,7 +3,8 @@
 Invariants:
 
 - a tensor is passed as the address of its TensorImpl, and must live until the call returns;
-- the GIL is held during a call (`ctypes.PyDLL`); a call runs no Python code except the callbacks passed to `begin`.
+- the GIL is held during a call (`ctypes.PyDLL`); a call runs no Python code except the callbacks passed to `begin`;
+- an exception of C++ is raised as a `PrecastError`.
 """
 
 from __future__ import annotations
@@ -19,89 +20,25 @@ from torch import Tensor
 
 from precast._torch import UNUSED_DEVICE_TYPES, all_dtypes, impl_address, isolated
 from precast.errors import PrecastError
+from precast.weights.native.boundary import (
+    COMPARE,
+    FUNCTIONS,
+    CopyLifetime,
+    Eviction,
+    HeldRecord,
+    Owner,
+    RegionPart,
+    ThreadKind,
+    ThreadNumber,
+)
 from precast.weights.native.built_in import built_in
-from precast.weights.native.shared_data import CopyLifetime, Eviction, HeldRecord, Owner
 
-__all__ = ["ONE_OF_SEVERAL", "OUTERMOST", "NativeApi", "NativeHeldCopy"]
+__all__ = ["NativeApi", "NativeHeldCopy"]
 
-OUTERMOST, ONE_OF_SEVERAL = 2, 1
-"""Results of `leave`: the thread's outermost region has ended; or other regions entered by the library are open."""
 
-_Compare: Final = ctypes.CFUNCTYPE(None)
-_SIGNATURES: Final[dict[str, tuple[Any, list[Any]]]] = {
-    "error": (ctypes.c_char_p, []),
-    "begin": (None, [_Compare, ctypes.c_int]),
-    "end": (None, []),
-    "device": (ctypes.c_int, [ctypes.c_char_p]),
-    "record_torch_kernel": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p]),
-    "register": (
-        ctypes.c_int64,
-        [
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            ctypes.c_int,
-            ctypes.c_int64,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int,
-        ],
-    ),
-    "deregister": (None, [ctypes.c_int64]),
-    "policy": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p, ctypes.c_int64]),
-    "put_in_force": (None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]),
-    "install": (None, [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]),
-    "watch": (None, [ctypes.c_int]),
-    "register_thread": (None, [ctypes.c_int]),
-    "attempts": (ctypes.c_int, [ctypes.c_int]),
-    "set_guard_devices": (None, [ctypes.c_int, ctypes.c_int]),
-    "snapshot": (ctypes.c_void_p, [ctypes.c_int]),
-    "free_snapshot": (None, [ctypes.c_void_p]),
-    "set_python_functions": (None, [*[ctypes.c_void_p] * 4, ctypes.py_object]),
-    "allow_fast_entries": (None, [ctypes.c_int64]),
-    "slot": (ctypes.c_void_p, [ctypes.c_int, ctypes.c_int]),
-    "fast_entry": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "free_fast_entry": (None, [ctypes.c_void_p]),
-    "open_region": (ctypes.py_object, [ctypes.c_int64, ctypes.c_int]),
-    "open_count": (ctypes.c_int, [ctypes.c_int64]),
-    "take_record": (ctypes.py_object, []),
-    "any_open": (ctypes.c_int, []),
-    "clear": (None, []),
-    "count": (ctypes.c_int64, []),
-    "record_casts": (None, []),
-    "recorded_casts": (ctypes.c_int64, [ctypes.c_int]),
-    "promoted_directly": (ctypes.c_int64, []),
-    "has": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
-    "invalidate": (None, [ctypes.c_void_p, ctypes.c_int]),
-    "hold": (None, [ctypes.c_void_p, ctypes.c_int]),
-    "keep": (
-        ctypes.c_int64,
-        [
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int,
-            ctypes.c_int,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_int64,
-        ],
-    ),
-    "new_held": (ctypes.c_void_p, [ctypes.c_int64]),
-    "free_held": (None, [ctypes.c_void_p]),
-    "held_record": (ctypes.c_void_p, [ctypes.c_void_p]),
-    "lend": (None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]),
-    "take_back": (ctypes.c_int, [ctypes.c_void_p]),
-    "step_held": (ctypes.c_int, [ctypes.c_void_p]),
-    "set_cast_per_region": (None, [ctypes.c_void_p, ctypes.c_int]),
-    "is_shared": (ctypes.c_int, [ctypes.c_void_p]),
-    "free_temporaries": (None, []),
-    "free_spare_memory": (None, []),
-    "spare_bytes": (ctypes.c_int64, []),
-    "evict": (
-        None,
-        [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int, ctypes.c_int64],
-    ),
-}
+_PYTHON_FUNCTIONS: Final = (
+    *("Py_IncRef", "Py_DecRef", "PyLong_FromLong", "PyLong_AsVoidPtr", "PyErr_SetString"),
+)
 
 
 class NativeHeldCopy:
@@ -162,15 +99,16 @@ class NativeApi:
         self, library: ctypes.PyDLL, compare: Callable[[], None], uses_between_checks: int
     ) -> None:
         self._functions: dict[str, Any] = {}
-        for name, (result, arguments) in _SIGNATURES.items():
+        for name, result, parameters in FUNCTIONS:
             function = getattr(library, f"precast_{name}")
-            function.restype, function.argtypes = result, arguments
+            function.restype = result.ctypes
+            function.argtypes = [kind.ctypes for kind in parameters.values()]
             self._functions[name] = function
-        self._compare = _Compare(compare)  # C++ calls it, so it must live as long as the library
+        python = map(_address, _PYTHON_FUNCTIONS)
+        self._functions["set_python_functions"](*python, None, PrecastError)
+        self._compare = COMPARE(compare)  # C++ calls it, so it must live as long as the library
         self._functions["begin"](self._compare, uses_between_checks)
         atexit.register(self._functions["end"])
-        python = map(_address, ("Py_IncRef", "Py_DecRef", "PyLong_FromLong", "PyLong_AsVoidPtr"))
-        self._functions["set_python_functions"](*python, None)
         self.put_in_force: Callable[[int, int, int], None] = self._functions["put_in_force"]
         self.install: Callable[[int, int, int], None] = self._functions["install"]
         self.allow_fast_entries: Callable[[int], None] = self._functions["allow_fast_entries"]
@@ -186,7 +124,7 @@ class NativeApi:
         self.clear: Callable[[], None] = self._functions["clear"]
         self.attempts: Callable[[int], int] = self._functions["attempts"]
         self.watch: Callable[[bool], None] = self._functions["watch"]
-        self.register_thread: Callable[[int], None] = self._functions["register_thread"]
+        self.register_thread: Callable[[ThreadKind], None] = self._functions["register_thread"]
         self.deregister: Callable[[int], None] = self._functions["deregister"]
         self._operations: Any = torch.ops.precast_native
         number_of = self._operations.number_of.default
@@ -211,24 +149,22 @@ class NativeApi:
 
     def bound_number(self, device_type: str) -> ctypes.c_int64:
         """Return the shared memory of the number of the bound policy in force on a device type in this thread."""
-        address = self._functions["slot"](self.device(device_type), 0)
+        address = self._functions["bound_number"](self.device(device_type))
         return ctypes.c_int64.from_address(address)
 
     def thread_numbers(self) -> Iterator[ctypes.c_int64]:
-        """Yield the shared memory of `guard_id`, `written_guard_id`, `lends` and `open` (`native/state.h`)."""
-        for which in range(4):
-            yield ctypes.c_int64.from_address(self._functions["slot"](-1, which))
+        """Yield the shared memory of the numbers of this thread, in the order of `ThreadNumber`."""
+        for which in ThreadNumber:
+            yield ctypes.c_int64.from_address(self._functions["thread_number"](which))
 
     def fill_record(self, index: int) -> None:
         """Fill the record of a region that the library has entered in this thread, counted from the outermost."""
-        owner, entry, record = (self._open_region(index, which) for which in range(3))
+        owner, entry, record = (self._open_region(index, part) for part in RegionPart)
         record.fill(owner, entry.previous, [self._functions["open_count"](index)])
 
     def record_torch_kernel(self, name: str, overload: str, key: str) -> None:
         """Record the present kernel of an operation at an autocast key as PyTorch's own."""
-        self._check(
-            self._functions["record_torch_kernel"](name.encode(), overload.encode(), key.encode())
-        )
+        self._functions["record_torch_kernel"](name.encode(), overload.encode(), key.encode())
 
     def register(
         self,
@@ -243,17 +179,15 @@ class NativeApi:
         keeps_autocast_on: bool,
     ) -> None:
         """Register a compiled kernel above the present Python kernel of an operation at an autocast key."""
-        self._check(
-            self._functions["register"](
-                name.encode(),
-                overload.encode(),
-                key.encode(),
-                self.device(device_type),
-                number,
-                takes_weights,
-                mixes_with_region,
-                keeps_autocast_on,
-            )
+        self._functions["register"](
+            name.encode(),
+            overload.encode(),
+            key.encode(),
+            self.device(device_type),
+            number,
+            takes_weights,
+            mixes_with_region,
+            keeps_autocast_on,
         )
 
     def policy(self, *, promotes: bool, actions: bytes) -> int:
@@ -291,16 +225,14 @@ class NativeApi:
         pointer: int,
     ) -> None:
         """Add a cast of the held copy with this number, written at this version and address of its source."""
-        self._check(
-            self._functions["keep"](
-                impl_address(source),
-                impl_address(cast),
-                self.dtype(cast.dtype),
-                lifetime,
-                held,
-                version,
-                pointer,
-            )
+        self._functions["keep"](
+            impl_address(source),
+            impl_address(cast),
+            self.dtype(cast.dtype),
+            lifetime,
+            held,
+            version,
+            pointer,
         )
 
     def evict(
@@ -348,11 +280,6 @@ class NativeApi:
     def promoted_directly(self) -> int:
         """Return the number of operations that this thread promoted without calling PyTorch first; for tests."""
         return int(self._functions["promoted_directly"]())
-
-    def _check(self, status: int) -> None:
-        if status < 0:
-            message = self._functions["error"]().decode()
-            raise PrecastError(f"The native engine refused a call: {message}")
 
 
 def _address(function: str) -> int | None:

@@ -18,9 +18,6 @@
 
 namespace precast {
 
-// Selects the casts that an eviction removes.
-enum class Eviction : int { All = 0, Persistent = 1, PersistentAndOlder = 2 };
-
 class Copies {
  public:
   // The valid cast of a source; undefined if there is none, or if it lacks the gradient that is recorded.

@@ -7,6 +7,8 @@
 //   consistent.
 #pragma once
 
+#include "boundary.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/SizesAndStrides.h>
@@ -17,13 +19,6 @@
 #include <vector>
 
 namespace precast {
-
-// The lifetime of a cast.
-enum class CopyLifetime : uint8_t {
-  Leaf = 0,        // with a gradient, until the outermost region ends
-  PerRegion = 1,   // of a frozen held weight while gradients are recorded, until the outermost region ends
-  Persistent = 2,  // of a held weight while no gradients are recorded; outlives regions
-};
 
 struct Key {
   const c10::TensorImpl* source;

@@ -1,6 +1,7 @@
 // Held copies in compiled kernels: the update after a step, and the node for their gradients; see held.h.
 #include "held.h"
 
+#include "exported.h"
 #include "state.h"
 #include "torch_api.h"
 
@@ -12,13 +13,9 @@
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
-#include <torch/library.h>
-
 #include <pthread.h>
 
 #include <map>
-
-#define PRECAST_API extern "C" __attribute__((visibility("default")))
 
 namespace precast {
 
@@ -227,14 +224,14 @@ Pointer make_node(Arguments&&... arguments) {
 class Claim {
  public:
   explicit Claim(HeldRecord& record) : record_(record) {
-    auto lent = Owner::InheritedPolicies;
+    auto lent = Owner::Lent;
     holds_ = record.thread == reinterpret_cast<uint64_t>(pthread_self()) &&
         record.owner.compare_exchange_strong(lent, Owner::InUse, std::memory_order_acq_rel);
   }
 
   ~Claim() {
     if (holds_) {
-      record_.owner.store(Owner::InheritedPolicies, std::memory_order_release);
+      record_.owner.store(Owner::Lent, std::memory_order_release);
     }
   }
 
@@ -268,26 +265,26 @@ at::Tensor GradientMemory::like(const at::Tensor& gradient, at::IntArrayRef layo
 }
 
 void HeldCopy::lend(const at::Tensor& parameter, const at::Tensor& copy) {
-  place_.emplace(parameter, static_cast<uint32_t>(record.version), reinterpret_cast<const void*>(record.address));
+  place_.emplace(parameter, static_cast<uint32_t>(record.version), reinterpret_cast<const void*>(record.pointer));
   source_ = parameter.unsafeGetTensorImpl();
   copy_ = copy;
   record.thread = reinterpret_cast<uint64_t>(pthread_self());
-  record.owner.store(Owner::InheritedPolicies, std::memory_order_release);
+  record.owner.store(Owner::Lent, std::memory_order_release);
 }
 
 bool HeldCopy::take_back() {
-  auto lent = Owner::InheritedPolicies;
+  auto lent = Owner::Lent;
   return record.owner.compare_exchange_strong(lent, Owner::Python, std::memory_order_acq_rel) || lent == Owner::Python;
 }
 
 bool HeldCopy::step(std::vector<Copy>& removed) {
-  auto lent = Owner::InheritedPolicies;
+  auto lent = Owner::Lent;
   if (!record.owner.compare_exchange_strong(lent, Owner::InUse, std::memory_order_acq_rel)) {
     return false;
   }
   record.version = -1;
   evict_everywhere(source_, copy_.scalar_type(), number_, Eviction::All, 0, removed);
-  record.owner.store(Owner::InheritedPolicies, std::memory_order_release);
+  record.owner.store(Owner::Lent, std::memory_order_release);
   return true;
 }
 
@@ -335,8 +332,9 @@ at::Tensor HeldCopy::cast_for(ThreadState& here, const at::Tensor& parameter) {
   }
   const auto version = static_cast<uint32_t>(record.version);
   at::Tensor cast = with_gradient(parameter, copy_, shared_from_this());
-  SourceSnapshot snapshot(parameter, version, reinterpret_cast<const void*>(record.address));
-  here.copies.put_held(parameter, copy_.scalar_type(), CopyLifetime::Leaf, Copy{std::move(snapshot), cast, number_});
+  SourceSnapshot snapshot(parameter, version, reinterpret_cast<const void*>(record.pointer));
+  here.copies.put_held(
+      parameter, copy_.scalar_type(), CopyLifetime::Leaf, Copy{std::move(snapshot), cast, number_, at::Tensor()});
   return cast;
 }
 
@@ -378,55 +376,68 @@ at::Tensor with_gradient_of(const at::Tensor& parameter, const at::Tensor& copy,
 }
 
 }  // namespace
+
+void define_held_operations(torch::Library& library) {
+  library.def("with_gradient(Tensor parameter, Tensor copy, int held) -> Tensor", with_gradient_of);
+}
+
+std::mutex& gradient_memory_lock() {
+  return temporaries().lock;
+}
+
 }  // namespace precast
 
 using namespace precast;
 
-TORCH_LIBRARY_FRAGMENT(precast_native, library) {
-  library.def("with_gradient(Tensor parameter, Tensor copy, int held) -> Tensor", with_gradient_of);
+void* precast_new_held(int64_t number) {
+  return guarded([&]() -> void* { return new std::shared_ptr<HeldCopy>(std::make_shared<HeldCopy>(number)); });
 }
 
-PRECAST_API void* precast_new_held(int64_t number) {
-  return new std::shared_ptr<HeldCopy>(std::make_shared<HeldCopy>(number));
+void precast_free_held(void* held) {
+  guarded([&] {
+    if (!Process::finalizing) {
+      delete static_cast<std::shared_ptr<HeldCopy>*>(held);
+    }
+  });
 }
 
-PRECAST_API void precast_free_held(void* held) {
-  if (!Process::finalizing) {
-    delete static_cast<std::shared_ptr<HeldCopy>*>(held);
-  }
-}
-
-PRECAST_API void* precast_held_record(void* held) {
+void* precast_held_record(void* held) {
   return &held_of(held)->record;
 }
 
-PRECAST_API void precast_lend(void* held, void* parameter, void* copy) {
-  const at::Tensor source = tensor_of(parameter), cast = tensor_of(copy);
-  held_of(held)->lend(source, cast);
-  if (const auto entry = HeldSources::of(source.unsafeGetTensorImpl())) {
-    entry->set(cast.scalar_type(), held_of(held));
-  }
+void precast_lend(void* held, void* parameter, void* copy) {
+  guarded([&] {
+    const at::Tensor source = tensor_of(parameter), cast = tensor_of(copy);
+    held_of(held)->lend(source, cast);
+    if (const auto entry = HeldSources::of(source.unsafeGetTensorImpl())) {
+      entry->set(cast.scalar_type(), held_of(held));
+    }
+  });
 }
 
-PRECAST_API int precast_step_held(void* held) {
-  std::vector<Copy> removed;  // freed here, without a lock
-  return held_of(held)->step(removed);
+int precast_step_held(void* held) {
+  return guarded([&]() -> int {
+    std::vector<Copy> removed;  // freed here, without a lock
+    return held_of(held)->step(removed);
+  });
 }
 
-PRECAST_API int precast_take_back(void* held) {
+int precast_take_back(void* held) {
   return held_of(held)->take_back();
 }
 
-PRECAST_API void precast_set_cast_per_region(void* source, int is_cast_per_region) {
-  if (const auto entry = HeldSources::of(static_cast<const c10::TensorImpl*>(source))) {
-    entry->is_cast_per_region = is_cast_per_region != 0;
-  }
+void precast_set_cast_per_region(void* source, int is_cast_per_region) {
+  guarded([&] {
+    if (const auto entry = HeldSources::of(static_cast<const c10::TensorImpl*>(source))) {
+      entry->is_cast_per_region = is_cast_per_region != 0;
+    }
+  });
 }
 
-PRECAST_API int precast_is_shared(void* tensor) {
-  return is_shared(tensor_of(tensor));
+int precast_is_shared(void* tensor) {
+  return guarded([&]() -> int { return is_shared(tensor_of(tensor)); });
 }
 
-PRECAST_API void precast_free_temporaries() {
-  temporaries().clear();
+void precast_free_temporaries() {
+  guarded([] { temporaries().clear(); });
 }

@@ -11,6 +11,8 @@
 
 #include "copies.h"
 
+#include <torch/library.h>
+
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -19,21 +21,6 @@
 namespace precast {
 
 struct ThreadState;
-
-enum class Owner : int32_t { Python = 0, InheritedPolicies = 1, InUse = 2 };
-
-// The fields of a copy that Python and the kernels share; Python accesses them in place (`native/shared_data.py`).
-struct HeldRecord {
-  int64_t version = -1;               // the parameter's version at the last write; -1 for a copy that must be rewritten
-  int64_t address = -1;               // the parameter's data pointer at the last write
-  int64_t writes = 0;                 // number of writes
-  std::atomic<int64_t> received{0};   // number of gradients through casts of it
-  int64_t received_at_write = 0;      // `received` at the last write
-  int64_t had_gradient_at_write = 0;  // 1 if the parameter had a gradient at the last write
-  int64_t written_by_kernels = 0;     // 1 if kernels made the last write
-  uint64_t thread = 0;                // the thread whose kernels it is lent to
-  std::atomic<Owner> owner{Owner::Python};
-};
 
 // Reusable CPU memory for one parameter's gradient, free once the gradient of the last step is released.
 class GradientMemory {
@@ -80,18 +67,23 @@ class HeldSource {
   std::atomic<bool> is_cast_per_region{false};  // small: each region casts it, as if it were not held
 
   std::shared_ptr<HeldCopy> copy_in(at::ScalarType dtype) {
-    std::lock_guard<std::mutex> guard(lock_);
+    std::lock_guard<std::mutex> guard(lock());
     return dtype == dtype_ ? copy_.lock() : nullptr;
   }
 
   void set(at::ScalarType dtype, std::weak_ptr<HeldCopy> copy) {
-    std::lock_guard<std::mutex> guard(lock_);
+    std::lock_guard<std::mutex> guard(lock());
     dtype_ = dtype;
-    copy_ = std::move(copy);
+    copy_.swap(copy);  // the earlier one is released without the lock
+  }
+
+  // One lock for all, which a fork can hold.
+  static std::mutex& lock() {
+    static auto* all = new std::mutex;
+    return *all;
   }
 
  private:
-  std::mutex lock_;
   at::ScalarType dtype_ = at::ScalarType::Undefined;
   std::weak_ptr<HeldCopy> copy_;
 };
@@ -104,6 +96,12 @@ inline at::Tensor tensor_of(void* address) {
 
 // The copy as a cast of the parameter, whose gradient flows to the parameter in float32 and in its layout.
 at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held);
+
+// The lock of the memory that gradients use.
+std::mutex& gradient_memory_lock();
+
+// Defines the operations of this file.
+void define_held_operations(torch::Library& library);
 
 // `target.copy_(source)`.
 void write(const at::Tensor& target, const at::Tensor& source);

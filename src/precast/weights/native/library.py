@@ -94,6 +94,8 @@ def find() -> Library | Unavailable:
 
     if sys.platform == "win32":
         return Unavailable("the native engine is not built on Windows", "")
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():  # new in Python 3.13
+        return Unavailable("this Python runs without a GIL, which the native engine needs", "")
     version = str(torch.__version__)
     refusals, others = [], []
     for folder in _folders():

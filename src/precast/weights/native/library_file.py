@@ -55,6 +55,8 @@ FLAGS: Final = (
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
     "-Wall",
+    "-Wextra",
+    "-Wmissing-declarations",  # of a function that `boundary.h` does not declare
 )
 """The compiler flags; part of the hash of the sources."""
 

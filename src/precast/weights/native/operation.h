@@ -22,8 +22,8 @@ struct Operation {
   bool keeps_autocast_on = false;  // for the operations inside: PyTorch has no kernel here that disables it
   bool writes = false;             // it writes an argument
   bool takes_several = false;      // it can have several tensors, and so mixed dtypes
-  std::vector<size_t> tensors;     // positions of arguments that are tensors or lists of them, last one first
-  std::vector<bool> are_written;   // for each argument, true if the operation writes it
+  std::vector<size_t> tensors = {};  // positions of arguments that are tensors or lists of them, last one first
+  std::vector<bool> are_written = {};  // for each argument, true if the operation writes it
 };
 
 }  // namespace precast

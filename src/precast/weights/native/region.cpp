@@ -7,30 +7,15 @@
 // - the regions entered here are on a stack above Python's records. Python moves them to its records, outermost first,
 //   when it needs these;
 // - each function changes everything or nothing, and signals of Python cannot interrupt it. The caller holds the GIL.
+#include "exported.h"
 #include "kernel.h"
 #include "torch_api.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ThreadLocalPythonObjects.h>
 
-#define PRECAST_API extern "C" __attribute__((visibility("default")))
-
 namespace precast {
 namespace {
-
-// Functions of Python's C API: reference counts, and conversion of integers.
-struct PythonFunctions {
-  static inline void (*keep)(void*) = nullptr;
-  static inline void (*drop)(void*) = nullptr;
-  static inline void* (*integer)(long) = nullptr;
-  static inline void* (*address)(void*) = nullptr;
-  static inline void* none = nullptr;
-
-  static void* new_reference(void* object) {
-    keep(object);
-    return object;
-  }
-};
 
 // The policies that PyTorch's own threads inherit. Python keeps the object alive as long as a snapshot that names it.
 // An owning reference here would form a cycle, through the policy's own fast entry, that the garbage collector cannot
@@ -146,130 +131,161 @@ struct FastEntry {
 
 using namespace precast;
 
-PRECAST_API void precast_set_guard_devices(int low, int high) {
+void precast_set_guard_devices(int low, int high) {
   GuardDevices::low = static_cast<c10::DeviceType>(low);
   GuardDevices::high = static_cast<c10::DeviceType>(high);
 }
 
-PRECAST_API void precast_set_python_functions(
-    void (*keep)(void*), void (*drop)(void*), void* (*integer)(long), void* (*address)(void*), void* none) {
-  PythonFunctions::keep = keep;
-  PythonFunctions::drop = drop;
-  PythonFunctions::integer = integer;
-  PythonFunctions::address = address;
-  PythonFunctions::none = none;
+void precast_set_python_functions(
+    void* keep, void* drop, void* integer, void* address, void* set_error, void* none, void* error_type) {
+  PythonFunctions::keep = reinterpret_cast<void (*)(void*)>(keep);
+  PythonFunctions::drop = reinterpret_cast<void (*)(void*)>(drop);
+  PythonFunctions::integer = reinterpret_cast<void* (*)(long)>(integer);
+  PythonFunctions::address = reinterpret_cast<void* (*)(void*)>(address);
+  PythonFunctions::set_error = reinterpret_cast<void (*)(void*, const char*)>(set_error);
+  PythonFunctions::none = PythonFunctions::new_reference(none);
+  PythonFunctions::error_type = PythonFunctions::new_reference(error_type);
 }
 
 // Allows the fast entries made since the kernels with this registration number were registered; 0 allows none.
-PRECAST_API void precast_allow_fast_entries(int64_t registration) {
+void precast_allow_fast_entries(int64_t registration) {
   Process::registration = registration;
 }
 
-// The address of a number of this thread: of the bound policy on a device type, or another field of `ThreadSlots`.
-PRECAST_API void* precast_slot(int device, int which) {
-  ThreadSlots& slots = *ThreadState::here().slots;
-  int64_t* const others[] = {&slots.guard_id, &slots.written_guard_id, &slots.lends, &slots.open};
-  return device < 0 ? others[which] : &slots.bound[device];
+// The address of the number of the bound policy on a device type in this thread.
+void* precast_bound_number(int device) {
+  return guarded([&]() -> void* { return &ThreadState::here().slots->bound.at(static_cast<size_t>(device)); });
 }
 
-PRECAST_API void* precast_snapshot(int device) {
-  return new Snapshot(static_cast<c10::DeviceType>(device));
+// The address of another number of this thread.
+void* precast_thread_number(int which) {
+  return guarded([&]() -> void* {
+    ThreadSlots& slots = *ThreadState::here().slots;
+    switch (static_cast<ThreadNumber>(which)) {
+      case ThreadNumber::GuardId:
+        return &slots.guard_id;
+      case ThreadNumber::WrittenGuardId:
+        return &slots.written_guard_id;
+      case ThreadNumber::Lends:
+        return &slots.lends;
+      case ThreadNumber::Open:
+        return &slots.open;
+    }
+    TORCH_CHECK(false, "a thread has no number ", which);
+  });
 }
 
-PRECAST_API void precast_free_snapshot(void* snapshot) {
+void* precast_snapshot(int device) {
+  return guarded([&]() -> void* { return new Snapshot(static_cast<c10::DeviceType>(device)); });
+}
+
+void precast_free_snapshot(void* snapshot) {
   if (!Process::finalizing) {
     delete static_cast<Snapshot*>(snapshot);
   }
 }
 
 // Makes the fast entry from the snapshot and the present state.
-PRECAST_API void* precast_fast_entry(const void* before) {
-  const auto& found = *static_cast<const Snapshot*>(before);
-  return new FastEntry{
-      found,
-      Snapshot(found.device),
-      Process::registration,
-      Process::installed_numbers[static_cast<size_t>(found.device)]};
+void* precast_fast_entry(void* before) {
+  return guarded([&]() -> void* {
+    const auto& earlier = *static_cast<const Snapshot*>(before);
+    return new FastEntry{
+        earlier,
+        Snapshot(earlier.device),
+        Process::registration,
+        Process::installed_numbers[static_cast<size_t>(earlier.device)]};
+  });
 }
 
-PRECAST_API void precast_free_fast_entry(void* fast_entry) {
+void precast_free_fast_entry(void* fast_entry) {
   if (!Process::finalizing) {
     delete static_cast<FastEntry*>(fast_entry);
   }
 }
 
 // Enters a region and returns 1; returns 0 without changes if the state differs from that of the fast entry, or if
-// there is an observer. Called as a built-in function (`built_in.py`), with the address of the fast entry, the region,
-// the fast entry's object and an empty record.
-PRECAST_API void* precast_enter(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
-  ThreadState& here = ThreadState::here();
-  const auto& entry = *static_cast<const FastEntry*>(PythonFunctions::address(arguments[0]));
-  if (!entry.is_usable(here)) {
-    return PythonFunctions::integer(0);
-  }
-  void *owner = arguments[1], *entry_object = arguments[2], *record = arguments[3];
-  here.open.push_back({&entry, owner, entry_object, record, 0});
-  for (void* object : {owner, entry_object, record}) {
-    PythonFunctions::keep(object);
-  }
-  here.slots->open = static_cast<int64_t>(here.open.size());
-  entry.after.replace(entry.before, here);
-  here.open.back().count = at::autocast::increment_nesting();
-  return PythonFunctions::integer(1);
+// there is an observer. The arguments are the address of the fast entry, the region, the fast entry's object and an empty
+// record.
+void* precast_enter(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
+  return guarded([&]() -> void* {
+    ThreadState& here = ThreadState::here();
+    const auto& entry = *static_cast<const FastEntry*>(PythonFunctions::address(arguments[0]));
+    if (!entry.is_usable(here)) {
+      return PythonFunctions::integer(0);
+    }
+    void *owner = arguments[1], *entry_object = arguments[2], *record = arguments[3];
+    here.open.push_back({&entry, owner, entry_object, record, 0});
+    for (void* object : {owner, entry_object, record}) {
+      PythonFunctions::keep(object);
+    }
+    here.slots->open = static_cast<int64_t>(here.open.size());
+    entry.after.replace(entry.before, here);
+    here.open.back().count = at::autocast::increment_nesting();
+    return PythonFunctions::integer(1);
+  });
 }
 
-// Leaves the thread's innermost region if this owner entered it here and its state is unchanged. Returns 0 if not; 1 if
-// other regions entered here are open; 2 if it was the outermost of all, PyTorch's included, so all casts were dropped;
-// 3 if all open regions were entered elsewhere. Called as `precast_enter` is.
-PRECAST_API void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
-  ThreadState& here = ThreadState::here();
-  if (here.open.empty() || here.open.back().owner != arguments[0]) {
-    return PythonFunctions::integer(0);
-  }
-  const OpenRegion left = here.open.back();
-  const Snapshot& after = left.fast_entry->after;
-  const ThreadSlots& slots = *here.slots;
-  if (Process::is_watched || at::impl::torch_function_mode_enabled() ||
-      after.bound != slots.bound[static_cast<size_t>(after.device)] || after.guard_id != slots.guard_id ||
-      after.guard_id != slots.written_guard_id) {
-    return PythonFunctions::integer(0);
-  }
-  here.open.pop_back();
-  here.slots->open = static_cast<int64_t>(here.open.size());
-  left.fast_entry->before.replace(after, here);
-  const int count = at::autocast::decrement_nesting();
-  if (count == 0) {
-    at::autocast::clear_cache();
-    here.copies.clear();
-  }
-  for (void* object : {left.record, left.entry_object, left.owner}) {
-    PythonFunctions::drop(object);
-  }
-  return PythonFunctions::integer(count == 0 ? 2 : here.open.empty() ? 3 : 1);
+// Leaves the thread's innermost region if the owner, the only argument, entered it here and its state is unchanged.
+// Returns a `RegionExit`.
+void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
+  return guarded([&]() -> void* {
+    ThreadState& here = ThreadState::here();
+    const auto result = [](RegionExit exit) { return PythonFunctions::integer(static_cast<long>(exit)); };
+    if (here.open.empty() || here.open.back().owner != arguments[0]) {
+      return result(RegionExit::Elsewhere);
+    }
+    const OpenRegion left = here.open.back();
+    const Snapshot& after = left.fast_entry->after;
+    const ThreadSlots& slots = *here.slots;
+    if (Process::is_watched || at::impl::torch_function_mode_enabled() ||
+        after.bound != slots.bound[static_cast<size_t>(after.device)] || after.guard_id != slots.guard_id ||
+        after.guard_id != slots.written_guard_id) {
+      return result(RegionExit::Elsewhere);
+    }
+    here.open.pop_back();
+    here.slots->open = static_cast<int64_t>(here.open.size());
+    left.fast_entry->before.replace(after, here);
+    const int count = at::autocast::decrement_nesting();
+    if (count == 0) {
+      at::autocast::clear_cache();
+      here.copies.clear();
+    }
+    for (void* object : {left.record, left.entry_object, left.owner}) {
+      PythonFunctions::drop(object);
+    }
+    return result(
+        count == 0               ? RegionExit::Outermost
+            : here.open.empty() ? RegionExit::OthersElsewhere
+                                : RegionExit::OneOfSeveral);
+  });
 }
 
-// Returns 1 if this thread has casts that an optimizer's step makes stale, else 0. Called as `precast_enter` is.
-PRECAST_API void* precast_has_leaves(void* /*module*/, void* const* /*arguments*/, std::ptrdiff_t /*count*/) {
-  return PythonFunctions::integer(ThreadState::here().copies.has_leaves() ? 1 : 0);
+// Returns 1 if this thread has casts that an optimizer's step makes stale, else 0.
+void* precast_has_leaves(void* /*module*/, void* const* /*arguments*/, std::ptrdiff_t /*count*/) {
+  return guarded([]() -> void* { return PythonFunctions::integer(ThreadState::here().copies.has_leaves() ? 1 : 0); });
 }
 
-// An object of an open region: its owner, its fast entry, or its record.
-PRECAST_API void* precast_open_region(int64_t index, int which) {
+// An object of an open region, counted from the outermost; None if there is no such region.
+void* precast_open_region(int64_t index, int part) {
   const auto& open = ThreadState::here().open;
   if (static_cast<size_t>(index) >= open.size()) {
     return PythonFunctions::new_reference(PythonFunctions::none);
   }
   const OpenRegion& region = open[static_cast<size_t>(index)];
-  return PythonFunctions::new_reference(which == 0 ? region.owner : which == 1 ? region.entry_object : region.record);
+  const auto wanted = static_cast<RegionPart>(part);
+  return PythonFunctions::new_reference(
+      wanted == RegionPart::Owner       ? region.owner
+          : wanted == RegionPart::Entry ? region.entry_object
+                                        : region.record);
 }
 
-PRECAST_API int precast_open_count(int64_t index) {
+int precast_open_count(int64_t index) {
   const auto& open = ThreadState::here().open;
   return static_cast<size_t>(index) < open.size() ? open[static_cast<size_t>(index)].count : 0;
 }
 
 // Removes the outermost region and returns its record; None if there is none.
-PRECAST_API void* precast_take_record() {
+void* precast_take_record() {
   ThreadState& here = ThreadState::here();
   if (here.open.empty()) {
     return PythonFunctions::new_reference(PythonFunctions::none);
@@ -283,8 +299,10 @@ PRECAST_API void* precast_take_record() {
 }
 
 // Returns 1 if any thread has a region here.
-PRECAST_API int precast_any_open() {
-  std::lock_guard<std::mutex> guard(Process::lock);
-  const auto& threads = Process::threads;
-  return std::any_of(threads.begin(), threads.end(), [](const ThreadState* thread) { return !thread->open.empty(); });
+int precast_any_open() {
+  return guarded([]() -> int {
+    std::lock_guard<std::mutex> guard(Process::lock);
+    const auto& threads = Process::threads;
+    return std::any_of(threads.begin(), threads.end(), [](const ThreadState* thread) { return !thread->open.empty(); });
+  });
 }

@@ -2,10 +2,15 @@
 //
 // Invariants:
 // - policies are immutable and never freed; equal policies are one object, so there are few;
-// - a thread is one of Python's, which drops its casts when its regions end, or one of PyTorch's own, which stores
-//   none. Until Python has registered it, its operations run on the reference.
+// - until Python has registered a thread, its operations run on the reference;
+// - what kernels read without the GIL is atomic, locked, or of their own thread. The GIL protects what only Python's calls
+//   use: the list of policies, the registrations, PyTorch's recorded kernels, and a thread's open regions. Without a GIL
+//   the library is not loaded (`library.py`);
+// - locks that are held together are taken in this order: `Process::lock`, then a thread's lock of its shared casts. A
+//   fork takes all but the latter, which no other thread uses without the first.
 #pragma once
 
+#include "boundary.h"
 #include "copies.h"
 #include "held.h"
 #include "refusals.h"
@@ -22,13 +27,6 @@ namespace precast {
 
 constexpr size_t kDevices = static_cast<size_t>(c10::DeviceType::COMPILE_TIME_MAX_DEVICE_TYPES);
 
-// The action of an operation's kernel under a policy.
-enum class Action : uint8_t {
-  Pass = 0,      // PyTorch's kernel implements the policy
-  Delegate = 1,  // PyTorch's kernel does, after weights are replaced by casts
-  Reference = 2  // the Python kernel runs
-};
-
 struct Policy {
   bool promotes;                // mixed dtypes that raise an error are promoted
   std::vector<Action> actions;  // by operation number
@@ -41,8 +39,6 @@ struct Policy {
 // The name under which PyTorch's own threads inherit the policies of the thread that they work for; also in
 // `compile_guards.py`.
 inline const std::string kInherited = "precast bound policies";
-
-enum class ThreadKind : uint8_t { Unknown = 0, Python = 1, PyTorch = 2 };
 
 // The held parameters: a table for all threads, and a copy of it in each thread that is read without a lock.
 class HeldSources {
@@ -141,15 +137,15 @@ struct Process {
   static inline std::array<std::atomic<const Policy*>, kDevices> installed{};  // for regions of PyTorch's own
   static inline std::atomic<bool> is_watched{false};                           // a trace is open
   static inline std::atomic<void (*)()> compare{nullptr};  // compares a held copy with its parameter
-  static inline int uses_between_checks = 0;  // operations that take weights, set by `precast_begin`
+  static inline std::atomic<int> uses_between_checks{0};  // operations that take weights
   static inline std::mutex lock;
   static inline std::atomic<bool> records_casts{false};
   static inline std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> casts;
   static inline std::vector<ThreadState*> threads;
   static inline std::vector<ThreadSlots*> free_slots;  // of threads that have ended
-  static inline std::array<int64_t, kDevices> installed_numbers{};  // of the installed bound policies; 0 is none
-  static inline int64_t registration = 0;  // of the kernels on the dispatcher; 0 while fast entries are not allowed
-  static inline bool finalizing = false;  // then tensors are left to the operating system
+  static inline std::array<std::atomic<int64_t>, kDevices> installed_numbers{};  // of bound policies; 0 is none
+  static inline std::atomic<int64_t> registration{0};  // of the kernels; 0 while fast entries are not allowed
+  static inline std::atomic<bool> finalizing{false};   // then tensors are left to the operating system
 };
 
 }  // namespace precast

@@ -1,0 +1,259 @@
+"""The boundary between Python and the library: structures, enumerations and functions, declared here alone.
+
+`boundary.h` is made from this file by `python -m tools.native_boundary`: its prototypes, enumerations and structures,
+with assertions on sizes and offsets.
+
+Invariants:
+
+- a held copy has a record even without the library, so that its fields are read in one place;
+- Python takes a copy back before it changes the record; kernels change only the records of copies lent to them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import re
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "BUILT_INS",
+    "COMPARE",
+    "FUNCTIONS",
+    "SHARED_BY_THREADS",
+    "Action",
+    "CopyLifetime",
+    "Eviction",
+    "Function",
+    "HeldRecord",
+    "Owner",
+    "RegionExit",
+    "RegionPart",
+    "ThreadKind",
+    "ThreadNumber",
+    "ValueType",
+]
+
+
+class Action(enum.IntEnum):
+    """The action of an operation's kernel under a policy."""
+
+    PASS = 0
+    """PyTorch's kernel implements the policy."""
+    DELEGATE = 1
+    """PyTorch's kernel does, after weights are replaced by casts."""
+    REFERENCE = 2
+    """The Python kernel runs."""
+
+
+class CopyLifetime(enum.IntEnum):
+    """The lifetime of a copy in the table of a thread."""
+
+    LEAF = 0
+    """A copy with a gradient, until the outermost region ends."""
+    PER_REGION = 1
+    """A held copy of a frozen weight while gradients are recorded, until the outermost region ends."""
+    PERSISTENT = 2
+    """A held copy while no gradients are recorded. It outlives regions."""
+
+
+class Eviction(enum.IntEnum):
+    """Selects the entries of a held copy that an eviction removes."""
+
+    ALL = 0
+    PERSISTENT = 1
+    PERSISTENT_AND_OLDER = 2
+    """The persistent ones, and those of other versions of the parameter."""
+
+
+class Owner(enum.IntEnum):
+    """The owner of a held copy, who may use and rewrite it."""
+
+    PYTHON = 0
+    LENT = 1
+    """The kernels of one thread."""
+    IN_USE = 2
+    """The kernels of one thread, during a use."""
+
+
+class ThreadKind(enum.IntEnum):
+    """The kind of a thread."""
+
+    UNKNOWN = 0
+    """Not registered: its operations run on the reference."""
+    PYTHON = 1
+    """It drops its casts when its regions end."""
+    PYTORCH = 2
+    """It stores no casts."""
+
+
+class ThreadNumber(enum.IntEnum):
+    """A number of a thread that Python accesses in place."""
+
+    GUARD_ID = 0
+    """The guard id of the policies in force."""
+    WRITTEN_GUARD_ID = 1
+    """The guard id in the flags; 0 while they are being changed."""
+    LENDS = 2
+    """1 if PyTorch's own threads have this thread's policies."""
+    OPEN = 3
+    """The number of open regions without a record in Python."""
+
+
+class RegionPart(enum.IntEnum):
+    """An object of a region that the library has entered."""
+
+    OWNER = 0
+    ENTRY = 1
+    RECORD = 2
+
+
+class RegionExit(enum.IntEnum):
+    """The result of `leave`."""
+
+    ELSEWHERE = 0
+    """The region was not entered by the library, or its state has changed: nothing was done."""
+    ONE_OF_SEVERAL = 1
+    """Other regions that the library has entered are open."""
+    OUTERMOST = 2
+    """It was the outermost of all, PyTorch's included, so all casts were dropped."""
+    OTHERS_ELSEWHERE = 3
+    """The open regions were entered elsewhere."""
+
+
+class HeldRecord(ctypes.Structure):
+    """The shared fields of one held copy."""
+
+    _fields_ = (
+        ("version", ctypes.c_int64),
+        ("pointer", ctypes.c_int64),
+        ("writes", ctypes.c_int64),
+        ("received", ctypes.c_int64),
+        ("received_at_write", ctypes.c_int64),
+        ("had_gradient_at_write", ctypes.c_int64),
+        ("written_by_kernels", ctypes.c_int64),
+        ("thread", ctypes.c_uint64),
+        ("owner", ctypes.c_uint8),
+    )
+
+    version: int
+    """The parameter's version counter at the last write; -1 for a copy that must be rewritten."""
+    pointer: int
+    """The parameter's data pointer at the last write."""
+    writes: int
+    """The number of writes."""
+    received: int
+    """The number of gradients that were computed through casts of the copy."""
+    received_at_write: int
+    """`received` at the last write."""
+    had_gradient_at_write: int
+    """1 if the parameter had a gradient at the last write."""
+    written_by_kernels: int
+    """1 if kernels made the last write."""
+    thread: int
+    """The `ident` of the thread whose kernels the copy is lent to."""
+    owner: int
+    """A value of `Owner`."""
+
+    def __init__(self) -> None:
+        super().__init__(version=-1, pointer=-1)
+
+
+SHARED_BY_THREADS: Final = {"version": "int64_t", "received": "int64_t", "owner": "Owner"}
+"""The fields of `HeldRecord` that are atomic in C++, with their types there."""
+
+BUILT_INS: Final = ("enter", "leave", "has_leaves")
+"""The functions with the signature of `METH_FASTCALL` (`built_in.py`)."""
+
+COMPARE: Final = ctypes.CFUNCTYPE(None)
+"""The type of the callback that compares a held copy with its parameter."""
+
+_DECLARATIONS: Final = """
+void set_python_functions(pointer keep, pointer drop, pointer integer, pointer address, pointer set_error, \
+object none, object error_type)
+void begin(callback compare, int uses_between_checks)
+void end()
+int device(text type)
+void record_torch_kernel(text name, text overload, text key)
+void register(text name, text overload, text key, int device, int64 number, int takes_weights, \
+int mixes_with_region, int keeps_autocast_on)
+void deregister(int64 number)
+pointer policy(int promotes, text actions, int64 count)
+void put_in_force(int device, pointer policy, int64 number)
+void install(int device, pointer policy, int64 number)
+void watch(int is_watched)
+void register_thread(int kind)
+int attempts(int device)
+void set_guard_devices(int low, int high)
+pointer snapshot(int device)
+void free_snapshot(pointer snapshot)
+void allow_fast_entries(int64 registration)
+pointer bound_number(int device)
+pointer thread_number(int which)
+pointer fast_entry(pointer before)
+void free_fast_entry(pointer fast_entry)
+object open_region(int64 index, int part)
+int open_count(int64 index)
+object take_record()
+int any_open()
+void clear()
+int64 count()
+void record_casts()
+int64 recorded_casts(int are_alive)
+int64 promoted_directly()
+int has(pointer source, int dtype)
+void invalidate(pointer source, int dtype)
+void hold(pointer source, int is_held)
+void keep(pointer source, pointer cast, int dtype, int lifetime, int64 held, int64 version, int64 address)
+void evict(pointer source, int dtype, int64 held, int which, int64 version)
+pointer new_held(int64 number)
+void free_held(pointer held)
+pointer held_record(pointer held)
+void lend(pointer held, pointer parameter, pointer copy)
+int take_back(pointer held)
+int step_held(pointer held)
+void set_cast_per_region(pointer source, int is_cast_per_region)
+int is_shared(pointer tensor)
+void free_temporaries()
+void free_spare_memory()
+int64 spare_bytes()
+"""
+
+
+class ValueType(NamedTuple):
+    """A type of an argument or a result, in ctypes and in C++."""
+
+    ctypes: Any
+    cpp: str
+
+
+_TYPES: Final = {
+    "void": ValueType(None, "void"),
+    "int": ValueType(ctypes.c_int, "int"),
+    "int64": ValueType(ctypes.c_int64, "int64_t"),
+    "text": ValueType(ctypes.c_char_p, "const char*"),
+    "pointer": ValueType(ctypes.c_void_p, "void*"),
+    "object": ValueType(ctypes.py_object, "void*"),
+    "callback": ValueType(COMPARE, "Callback"),
+}
+
+
+class Function(NamedTuple):
+    """A function of the library, called `precast_<name>` there."""
+
+    name: str
+    result: ValueType
+    parameters: dict[str, ValueType]
+
+    @classmethod
+    def of(cls, declaration: str) -> Function:
+        """Parse a line of the declarations."""
+        match = re.fullmatch(r"(\w+) (\w+)\((.*)\)", declaration)
+        assert match is not None, declaration
+        result, name, parameters = match.groups()
+        pairs = [part.split(" ") for part in parameters.split(", ") if part]
+        return cls(name, _TYPES[result], {each: _TYPES[kind] for kind, each in pairs})
+
+
+FUNCTIONS: Final = tuple(map(Function.of, _DECLARATIONS.strip().split("\n")))
+"""All functions but `BUILT_INS`."""
