@@ -279,3 +279,27 @@ def test_a_weight_that_got_data_in_inference_mode_is_cast_each_time() -> None:
             found.append(F.linear(x, weight)[0, 0].item())
             found.append(F.linear(x, weight)[0, 0].item())
     assert found == [2, 2, 4, 4, 8, 8, 16, 16]
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_a_call_of_clear_autocast_cache_shows_writes_through_data(
+    mode: Callable[[], Any], is_attached: bool
+) -> None:
+    """PyTorch's own remedy, inside a region and between two."""
+    layer, x = torch.nn.Linear(200, 200, bias=False), torch.ones(1, 200)
+    attachment = precast.attach(layer) if is_attached else None
+    with mode():
+        with torch.no_grad():
+            layer.weight.fill_(1.0)
+        with precast.autocast("cpu"):
+            layer(x)
+            layer.weight.data.fill_(2.0)
+            torch.clear_autocast_cache()
+            assert (layer(x) == 400.0).all()
+        layer.weight.data.fill_(3.0)
+        torch.clear_autocast_cache()
+        with precast.autocast("cpu"):
+            assert (layer(x) == 600.0).all()
+    if attachment is not None:
+        attachment.detach()

@@ -201,10 +201,15 @@ def clear_cache() -> None:
 
 
 def _on_cleared_cache(by_program: bool) -> None:
-    """Drop the copies when `torch.clear_autocast_cache` is called; if the program calls it, also free spare memory."""
+    """Drop the copies when `torch.clear_autocast_cache` is called; by the program, also held ones and spare memory.
+
+    That call is PyTorch's remedy after a write that no version counter records.
+    """
     clear_cache()
-    if by_program and native_engine.api is not None:
-        native_engine.api.free_spare_memory()
+    if by_program:
+        held.invalidate_all()
+        if native_engine.api is not None:
+            native_engine.api.free_spare_memory()
 
 
 _optimizer_hooks: Final[list[Callable[[], None]]] = []

@@ -62,6 +62,7 @@ __all__ = [
     "held_parameters",
     "hold",
     "invalidate_after_step",
+    "invalidate_all",
     "is_held_in_training",
     "leave_to_cuda_graphs",
     "lend",
@@ -255,6 +256,13 @@ def lend(handle: CopyHandle, parameter: Tensor) -> None:
             and held_parameter.has_observed_optimizer()
         ):
             copy.lend(parameter)
+
+
+def invalidate_all() -> None:
+    """Make the next use of each held weight rewrite its copies."""
+    with lock:
+        for held_parameter in list(held_parameters.values()):
+            held_parameter.invalidate(at_once=True)
 
 
 def record_unversioned_writes(tensors: Iterable[Tensor]) -> None:
