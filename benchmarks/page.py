@@ -201,7 +201,7 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|" + "---|" * (len(others) + 1)
     for network, work, found in _groups(rows):
         if base := found.get(BASELINE):
-            time = f"{base['median_ms']:.2f} ({base['iqr_ms']:.2f})"
+            time = f"{base['median_ms']:.2f}"
             figures = (_figure(found.get(kind), "ratio") for kind in others)
             yield _line([network, work, time, *figures])
 

@@ -6,7 +6,7 @@ Invariants:
   shares are between 0 and 1;
 - numbers are finite: others are null in a file, and None here;
 - a key that may be missing can be added without a new version; removing a key, or changing its meaning, needs one;
-- `python -m tools.report_schema` generates the tables of `docs/report-data.md` from these classes and docstrings.
+- `python -m tools.report_schema` generates the lists of `docs/report-data.md` from these classes and docstrings.
 """
 
 # ruff: noqa: RUF009 -- `may_be_missing` and `written_as` are `dataclasses.field`
@@ -276,7 +276,7 @@ class FormatLoss:
     with_best: LossShares | None
     """The loss with that scale."""
     error: float | None = may_be_missing()
-    """The relative error of rounding, each tensor scaled so that it just fits, as the float8 rules scale."""
+    """The relative error of rounding, with the scale of the float8 rules."""
 
 
 @dataclass(slots=True)
@@ -294,7 +294,7 @@ class HealthModule:
     zeros: list[int]
     """The number of zeros."""
     underflow_zeros: list[int | None]
-    """The number of zeros caused by underflow; if unknown it is null, or `underflow_known` is false."""
+    """The number of zeros caused by underflow."""
     subnormal: list[int]
     """The number of values below the format's smallest normal value."""
     overflow: list[int]
@@ -312,19 +312,17 @@ class HealthModule:
     what_if: dict[str, FormatLoss]
     """The loss in other formats."""
     underflow_known: list[bool] | None = may_be_missing(is_left_out=True)
-    """True if the number of zeros caused by underflow is known."""
+    """False where `underflow_zeros` is unknown."""
     updates_rounded_away: list[float | None] | None = may_be_missing(is_left_out=True)
-    """For a parameter, the share of its values that the step should change and that stayed; null if unknown."""
+    """For a parameter, the share of values that the step should change and did not; null if unknown."""
     updates_lost: list[float | None] | None = may_be_missing(is_left_out=True)
     """The share of the update's size that falls on these values."""
     updates_rounded_away_with_kahan: list[float | None] | None = may_be_missing(is_left_out=True)
-    """The share of values that would have stayed with `precast.optim.bfloat16_weights`."""
+    """The share with `precast.optim.bfloat16_weights`."""
     states_rounded_away: list[dict[str, float]] | None = may_be_missing(is_left_out=True)
-    """For a parameter, and for each of its optimizer states in 16 bits, the share of values that the step should change
-    and that stayed."""
+    """The same share for each 16-bit optimizer state of a parameter."""
     average_rounded_away: list[float | None] | None = may_be_missing(is_left_out=True)
-    """For a 16-bit average of a parameter, the share of values that differ from the parameter and that an update did
-    not change; null if no such average was written."""
+    """The share of differing values that an update of a 16-bit average of the parameter did not change."""
 
 
 @dataclass(slots=True)
@@ -338,7 +336,7 @@ class Health:
     first: NonfiniteOrigin | None
     """The first tensor of the run that was not finite."""
     ring: list[dict[str, Any]]
-    """The latest steps: as `StepData`, with the tensors nearest to the limit of their format as "worst"."""
+    """The latest steps, as `StepData`; "worst" has the tensors nearest to the limit of their format."""
     every: int | None = may_be_missing(is_left_out=True)
     """The number of steps from one count of the values to the next."""
     steps: int | None = may_be_missing(is_left_out=True)
