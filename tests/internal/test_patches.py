@@ -193,6 +193,18 @@ def _run(until: ExitStack, linear: nn.Linear) -> None:
     linear(torch.ones(2, 160)).sum().backward()
 
 
+def _try(until: ExitStack, _: nn.Linear) -> None:
+    from precast import _torch
+
+    for stop in (
+        _torch.around_backward(lambda run, _roots, gradients: run(gradients)),
+        _torch.on_region_entry(lambda _dtype: True),
+        _torch.change_seeds(lambda seed: seed),
+        _torch.redirect_files(lambda file: file, lambda file: file),
+    ):
+        until.callback(stop)
+
+
 def _export(until: ExitStack, _: nn.Linear) -> None:
     from precast.shipping.dtype_errors import fake_as_real
 
@@ -215,6 +227,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _weights_in_16_bits,
     _average,
     _run,
+    _try,
     _export,
     _package,
 ]

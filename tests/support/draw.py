@@ -42,6 +42,8 @@ SLOW_FILES = frozenset(
         "running/test_ends",
         "running/test_run",
         "running/test_run_training",
+        "running/trial/test_command",
+        "running/trial/test_programs",
         "shipping/test_exported",
         "shipping/test_exported_elsewhere",
         "shipping/test_exported_programs",

@@ -34,3 +34,4 @@ from precast._torch.patches import *
 from precast._torch.tensors import *
 from precast._torch.threads import *
 from precast._torch.transforms import *
+from precast._torch.trial_patches import *

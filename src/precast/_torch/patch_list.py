@@ -34,6 +34,7 @@ WRITING_COLLECTIVES: Final = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
+_OF_TRIALS: Final = "precast try, in the processes of its trials", "when the process ends"
 _OF_CUSTOM_FUNCTIONS: Final = ("custom_bwd", "custom_fwd")
 
 
@@ -127,8 +128,9 @@ PATCHES: Final = (
         "torch:autocast",
         ("__enter__", "__exit__"),
         "TorchScript's optimiser applies PyTorch's policy only, so it is disabled in PyTorch's regions with another "
-        "one. A report names the policy with which a failed operation of a region would have succeeded.",
-        "precast.install() of a policy unlike PyTorch's; precast run with PyTorch's",
+        "one. A report names the policy with which a failed operation of a region would have succeeded. A trial runs "
+        "the program with its regions disabled.",
+        "precast.install() of a policy unlike PyTorch's; precast run with PyTorch's; precast try",
         f"{_INSTALLED[1]}, or when the program does",
     ),
     *(
@@ -178,9 +180,22 @@ PATCHES: Final = (
         "torch.autograd",
         ("backward",),
         "A report needs the losses, where backward passes begin: autograd hooks see nodes and gradients, "
-        "but not the tensor. Tensor.backward looks this function up here.",
-        "precast run",
+        "but not the tensor. Tensor.backward looks this function up here. A trial in float16 multiplies the loss here.",
+        "precast run; precast try",
         "when the program ends, or its report is complete",
+    ),
+    Patch(
+        "torch",
+        ("load", "manual_seed", "save"),
+        "A trial keeps files that the program writes in a temporary folder, and PyTorch opens paths in C++. The spread "
+        "of a loss over seeds needs other seeds than those that the program sets.",
+        *_OF_TRIALS,
+    ),
+    Patch(
+        "torch.random",
+        ("manual_seed",),
+        "The same for the other name of this function.",
+        *_OF_TRIALS,
     ),
     Patch(
         "torch.amp:GradScaler",

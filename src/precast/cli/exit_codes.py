@@ -14,6 +14,7 @@ class ExitCode(enum.IntEnum):
     YES = 0
     NO = 1
     USAGE = 2
+    KEEP = 3
     UNDECIDED = 4
 
     @property
@@ -26,5 +27,6 @@ _MEANINGS: Final = {
     ExitCode.YES: "done, and the answer is yes: no findings, no differences, a policy that is proven or holds",
     ExitCode.NO: "failed, or the answer is no: findings, differences, a policy that does not hold",
     ExitCode.USAGE: "the command was written wrongly, and nothing was run or changed",
-    ExitCode.UNDECIDED: "`tune`: the measurements do not decide the answer",
+    ExitCode.KEEP: "`try`: mixed precision is neither faster nor smaller here, or does not learn",
+    ExitCode.UNDECIDED: "`try`, `tune`: the measurements do not decide the answer",
 }

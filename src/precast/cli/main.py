@@ -16,7 +16,14 @@ import click
 
 from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
-from precast.cli import build_command, export_command, other_commands, run_command, tune_command
+from precast.cli import (
+    build_command,
+    export_command,
+    other_commands,
+    run_command,
+    try_command,
+    tune_command,
+)
 from precast.cli.exit_codes import ExitCode
 from precast.cli.options import (
     device_option,
@@ -93,6 +100,7 @@ def main() -> None:
 main.add_command(build_command.build)
 main.add_command(run_command.run)
 main.add_command(export_command.export)
+main.add_command(try_command.try_)
 main.add_command(tune_command.tune)
 
 

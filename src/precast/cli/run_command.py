@@ -13,7 +13,7 @@ import click
 from precast.cli.options import policy_option
 from precast.errors import MissingExtraError, PolicyError
 
-__all__ = ["run"]
+__all__ = ["check_policy", "run"]
 
 _DEFAULT = Path("precast-report.html")
 _DTYPES = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
@@ -101,7 +101,7 @@ def run(
     from precast.running.session import Session
     from precast.running.target import Target
 
-    _check_policy(policy)
+    check_policy(policy)
     try:
         report.needed()
         page = page or _DEFAULT
@@ -120,7 +120,7 @@ def run(
     Session(target, files, policy, steps, health, opens).run()
 
 
-def _check_policy(policy: str) -> None:
+def check_policy(policy: str) -> None:
     """Refuse an unknown policy before anything runs. The content of a file is checked once PyTorch is loaded."""
     from precast.policy import preset_files
     from precast.policy.values import nearest

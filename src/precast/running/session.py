@@ -6,6 +6,7 @@ program.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -94,7 +95,9 @@ class Session:
                 self._check_source(document)
                 where = _write(document, self.files, self._folder)
                 slower = () if self._observer is None else _slower_engine()
-                _say(summary(document, [*self._hints(status), *slower, *where]))
+                _say(
+                    summary(document, [*self._hints(status), *slower, *where, *self._try(document)])
+                )
                 if self.opens and status.how != "interrupted":
                     _open(self.files)
         except BaseException as error:  # nothing that fails here is the program's failure
@@ -118,6 +121,16 @@ class Session:
             advice = advice_on(sys.last_value)
             if advice:
                 yield advice
+
+    def _try(self, document: RunDocument) -> Iterator[str]:
+        """Yield the command that measures mixed precision, for a run in which none was seen."""
+        from precast.report.evidence import ran_lower, rules_ran
+
+        run = document.run
+        is_float32 = ran_lower(document) == "no" and not rules_ran(document)
+        if run.steps and run.ended == "ended" and is_float32 and not self.target.is_stdin:
+            command = shlex.join(["precast", "try", *self.target.command])
+            yield f"To see what mixed precision would bring: {command}"
 
     def _document(self, status: ExitStatus) -> RunDocument:
         from precast.report import blank

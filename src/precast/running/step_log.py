@@ -66,6 +66,10 @@ class StepLog:
         ordered = (by_number[number] for number in sorted(by_number))
         return [replace(s, loss=_finite(s.loss), scale=_finite(s.scale)) for s in ordered]
 
+    def losses(self) -> dict[int, float | None]:
+        """Return the loss of each stored step, also if it is not finite."""
+        return {step.step: step.loss for step in (*self._every, *self._skips)}
+
 
 def _finite(number: float | None) -> float | None:
     """Return the number if it is finite, as JSON requires, else None."""

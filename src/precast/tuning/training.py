@@ -19,11 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from precast.diagnostics.tensor_memory import saved_for_backward
 from precast.errors import BrokenModelError, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_parameters
 from precast.tuning.error_meter import ErrorMeter, Results, are_finite
-from precast.tuning.memory import saved_for_backward
 from precast.tuning.setups import (
     FLOAT32,
     Setup,

@@ -1,0 +1,205 @@
+"""The command `precast try`.
+
+Invariants: this process does not import torch. `--json` prints one object on stdout and nothing else. Ctrl-C ends all
+trials.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from precast._internal import atomic_write
+from precast.cli.exit_codes import ExitCode
+from precast.cli.options import json_option, policy_option
+from precast.cli.run_command import check_policy
+
+if TYPE_CHECKING:
+    from precast.running.trial.experiment import TrialOptions
+    from precast.running.trial.plan import TrialPlan
+
+__all__ = ["try_"]
+
+_CODES = {
+    "use": ExitCode.YES,
+    "failed": ExitCode.NO,
+    "keep": ExitCode.KEEP,
+    "undecided": ExitCode.UNDECIDED,
+}
+
+
+@click.command(
+    "try",
+    short_help="Run a script in float32 and in mixed precision for some steps, and compare.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.argument("program", metavar="SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=30,
+    show_default=True,
+    help="Measured steps of each trial, after 5 steps of warm-up.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    default=180,
+    show_default=True,
+    help="Time for all trials.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "bfloat16", "float16"]),
+    default="auto",
+    show_default=True,
+    help="The 16-bit dtype; auto tries both where the processor does not emulate float16.",
+)
+@policy_option("torch")
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Other seeds for float32, to tell a difference of the loss from noise.",
+)
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes of a trial, started by torchrun.",
+)
+@click.option(
+    "--step",
+    "step_function",
+    metavar="MODULE:NAME",
+    help="A function each of whose calls is a step, where no optimizer and no model is seen.",
+)
+@click.option("--allow-writes", is_flag=True, help="Let the trials write files as the script does.")
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Also write the answer as a page.",
+)
+@click.option(
+    "--diff",
+    "prints_patch",
+    is_flag=True,
+    help="Print the lines to add as a patch on stdout, and all else on stderr.",
+)
+@json_option
+def try_(
+    *,
+    program: str,
+    arguments: tuple[str, ...],
+    is_module: bool,
+    steps: int,
+    seconds: float,
+    dtype: str,
+    policy: str,
+    seeds: int,
+    nproc: int,
+    step_function: str | None,
+    allow_writes: bool,
+    page: Path | None,
+    prints_patch: bool,
+    as_json: bool,
+) -> None:
+    """Measure what mixed precision would bring to a script, without a change of it.
+
+    The script runs in float32 and in mixed precision, in turns, each time in a process of its own
+    that ends after some steps. A table compares time, memory and loss. Everything after SCRIPT is
+    passed to the script.
+
+    The exit code is 0 if a setting is faster or smaller and learns as float32, 3 if none is, 4 if
+    the trials do not decide it, and 1 if the script fails in float32.
+    """
+    from precast.running.target import Target
+    from precast.running.trial.answer import answer_of
+    from precast.running.trial.experiment import Experiment, TrialOptions
+    from precast.running.trial.launcher import Launcher, ending_with_the_command
+    from precast.running.trial.terminal_answer import render
+
+    if as_json and prints_patch:
+        raise click.UsageError("--json and --diff both print on stdout; name one of them.")
+    check_policy(policy)
+    if page is not None:
+        _check_page(page)
+    target = Target(program, is_module, arguments)
+    try:
+        target.check()
+    except ValueError as error:
+        raise click.UsageError(str(error).replace("precast run", "precast try")) from error
+    if step_function is not None and not all(step_function.partition(":")):
+        raise click.UsageError(
+            f"--step: expected MODULE:NAME, as in train:train_step, got {step_function!r}"
+        )
+    options = TrialOptions(
+        steps=steps,
+        seconds=seconds,
+        dtype=dtype,
+        policy=policy,
+        seeds=seeds,
+        step_function=step_function,
+        allows_writes=allow_writes,
+    )
+    stdin = sys.stdin.buffer.read() if target.is_stdin else b""
+    with tempfile.TemporaryDirectory(prefix="precast-try-") as folder, ending_with_the_command():
+        launcher = Launcher(Path(folder), nproc, stdin, _Progress(options))
+        result = Experiment(target, options, launcher).run()
+    answer = answer_of(result)
+    output = next((o.output for o in result.base.outcomes if o.ended == "error"), "")
+    if output:
+        click.echo(output, err=True)
+    if as_json:
+        import json
+
+        click.echo(json.dumps(answer.to_dict(result), indent=2, allow_nan=False))
+    else:
+        click.echo(render(answer, result), nl=False, err=prints_patch)
+        if prints_patch:
+            click.echo(answer.patch, nl=False)
+    if page is not None:
+        from precast.running.trial.answer_page import html
+
+        atomic_write.replace_own(page, html(answer, result, target.command).encode())
+        click.echo(f"written: {page}", err=True)
+    sys.exit(_CODES[answer.verdict])
+
+
+def _check_page(page: Path) -> None:
+    """Refuse a page that cannot be written, before anything runs."""
+    from precast import report
+
+    report.needed()
+    if atomic_write.is_not_ours(page):
+        raise click.UsageError(
+            f"cannot write {page}: {atomic_write.NOT_OURS}. Nothing was run; name another file"
+        )
+
+
+class _Progress:
+    """Prints the progress on stderr: on a terminal in one line, elsewhere one line for each trial."""
+
+    def __init__(self, options: TrialOptions) -> None:
+        self._total = options.steps + options.warm_up
+        self._folder = ""
+
+    def __call__(self, plan: TrialPlan, steps: int) -> None:
+        is_terminal = sys.stderr.isatty()
+        if not is_terminal and plan.folder == self._folder:
+            return
+        self._folder = plan.folder
+        text = f"precast: {plan.name}, step {steps} of {self._total}"
+        click.echo(f"\r\x1b[K{text}" if is_terminal else text, err=True, nl=not is_terminal)

@@ -1,0 +1,115 @@
+"""The plan of a trial and its outcome: the data that the command and the process of a trial exchange as JSON.
+
+Invariant: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from precast._internal.records import as_json, from_json
+
+__all__ = ["TrialOutcome", "TrialPlan"]
+
+
+@dataclass(frozen=True)
+class TrialPlan:
+    """The settings of one trial."""
+
+    name: str
+    """The name of the setting that is measured."""
+    folder: str
+    """An empty folder of this trial: events, the files that the program writes, temporary files."""
+    program: str
+    is_module: bool
+    arguments: list[str]
+    dtype: str | None = None
+    """The 16-bit dtype of the regions that are opened around models; None: no region is opened."""
+    scales: bool = False
+    """Scale losses, as float16 needs it."""
+    disables: bool = False
+    """Disable the program's own regions and scalers."""
+    policy: str = "torch"
+    steps: int = 30
+    warm_up: int = 5
+    seconds: float = 60.0
+    """The time after the first step at which the trial ends with the current step."""
+    seed: int = 0
+    is_reseeded: bool = False
+    """Add `seed` to each seed that the program sets."""
+    step_function: str | None = None
+    """`module:name` of a function each of whose calls is a step."""
+    allows_writes: bool = False
+    float32_modules: list[str] = field(default_factory=list)
+    """Names of modules that are computed in float32."""
+    variant: Literal["", "attach", "compile"] = ""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Maps the path of a file of the program to the text that is run in its place."""
+    examines: bool = False
+    """Trace operations and compare the outputs of modules, instead of measuring."""
+
+    @property
+    def events(self) -> Path:
+        """The file to which the process writes a line of JSON for each event."""
+        return Path(self.folder, "events.jsonl")
+
+    def save(self) -> Path:
+        """Write the plan into its folder. Return the path."""
+        path = Path(self.folder, "plan.json")
+        path.write_text(json.dumps(as_json(self)))
+        return path
+
+    @staticmethod
+    def load(path: str) -> TrialPlan:
+        """Read a plan."""
+        return from_json(TrialPlan, json.loads(Path(path).read_text()))
+
+
+@dataclass
+class TrialOutcome:
+    """The outcome of one trial."""
+
+    ended: Literal["steps", "time", "itself", "error", "killed"] = "killed"
+    """"steps": after the planned steps; "time": with the step in which the time ran out; "itself": the program ended;
+    "error": it failed; "killed": it was stopped from outside."""
+    error: str | None = None
+    code: int | None = None
+    seconds: list[float] = field(default_factory=list)
+    """The duration of each step, the first ones too."""
+    losses: list[float | None] = field(default_factory=list)
+    """The loss of each step; None if there was none or it was not finite. For a program that does not train, the root
+    mean square of the outputs."""
+    nonfinite: list[int] = field(default_factory=list)
+    """The steps whose loss was infinite or NaN."""
+    trains: bool = False
+    input_seconds: list[float] = field(default_factory=list)
+    """The time of each step before its first call of a model."""
+    peak_memory: int | None = None
+    device: str = "cpu"
+    skipped: int = 0
+    """Steps that a scaler of the program skipped, or that the trial skipped."""
+    region_dtypes: list[str] = field(default_factory=list)
+    """The dtypes of the regions that the program opened, and "scaler" if it uses one."""
+    stored_dtypes: list[str] = field(default_factory=list)
+    """The 16-bit dtypes of parameters in float32 trials."""
+    speeds: dict[str, float] = field(default_factory=dict)
+    """How many times as fast as float32 the CPU multiplies matrices, in 16-bit dtypes."""
+    withheld: list[str] = field(default_factory=list)
+    """Files that the program wrote, which went to a temporary folder."""
+    started_processes: int = 0
+    """Processes that the program started by `multiprocessing`, apart from data loaders' workers."""
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    """Maps "model", "backward", "step", "clip" ... to the lines, "path:number", that call these."""
+    trainer: str | None = None
+    """The library whose loop trains."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of an examined trial: shares of the time of operations, by dtype and for casts; "operation", the mean time."""
+    modules: dict[str, float] = field(default_factory=dict)
+    """Of an examined trial: the root mean square of the output of each module, in the order of the calls."""
+    startup: float = 0.0
+    """The seconds from the start of the process to the first step."""
+    output: str = ""
+    """The end of what the program printed, where that was not shown."""

@@ -1,0 +1,166 @@
+"""The process of one trial: ``python -m precast.running.trial.process PLAN``.
+
+Invariants: the program has the `__main__`, arguments and modules that it has under Python; only the process of rank 0
+writes the outcome, and any process the error that ends it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import random
+import signal
+import sys
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precast._internal.records import as_json
+from precast.running.exit_status import ExitStatus, ExitWatcher, exit_now
+from precast.running.import_hook import when_torch_is_loaded
+from precast.running.module_isolation import ModuleIsolation
+from precast.running.output_files import rank_from_environment
+from precast.running.target import Target
+from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.replaced_sources import replace_sources
+from precast.running.trial.step_end import TrialEnd
+from precast.running.trial.withheld_files import WithheldFiles
+
+if TYPE_CHECKING:
+    from precast.running.trial.step_meter import StepMeter
+
+_PROGRESS_INTERVAL = 0.25  # seconds
+_SET_DEATH_SIGNAL = 1  # of Linux's prctl
+
+
+class TrialProcess:
+    """Runs the program of a plan until its last step."""
+
+    def __init__(self, plan: TrialPlan) -> None:
+        self._plan = plan
+        self._began = time.perf_counter()
+        self._rank = rank_from_environment().number or 0
+        self._events = os.open(plan.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._isolation = ModuleIsolation()
+        self._files = None if plan.allows_writes else WithheldFiles(str(Path(plan.folder, "files")))
+        self._meter: StepMeter | None = None
+        self._is_written = False
+        self._next_progress = 0.0
+        self._processes = 0
+        self._error: str | None = None
+
+    def run(self) -> None:
+        """Run the program."""
+        random.seed(self._plan.seed)
+        self._count_processes()
+        builtins.__precast_step__ = self._count_calls  # type: ignore[attr-defined]
+        replace_sources(self._plan)
+        if self._files is not None:
+            self._files.start()
+        when_torch_is_loaded(self._measure)
+        self._watcher = ExitWatcher(self._finish)
+        self._watcher.run(self._run_program)
+
+    def _count_processes(self) -> None:
+        """Count the processes that the program starts by `multiprocessing`, apart from data loaders' workers."""
+        plain = BaseProcess.start
+
+        @functools.wraps(plain)
+        def start(process: BaseProcess) -> None:
+            target = getattr(process, "_target", None)
+            is_loader = str(getattr(target, "__module__", "")).startswith("torch.utils.data")
+            self._processes += not is_loader
+            plain(process)
+
+        BaseProcess.start = start  # type: ignore[assignment, method-assign]
+
+    def _run_program(self) -> None:
+        plan = self._plan
+        try:
+            target = Target(plan.program, plan.is_module, tuple(plan.arguments))
+            target.run(self._isolation.begin)
+        except TrialEnd:
+            sys.stdout.flush()
+            exit_now(0)  # nothing of the program runs after its last step
+        except BaseException as error:
+            self._error = _message(error)
+            raise
+
+    def _measure(self) -> None:
+        """Start to measure when PyTorch is loaded."""
+        with self._isolation.ours():
+            from precast.running.trial.step_meter import StepMeter
+
+            self._meter = StepMeter(self._plan, self._began, self._progress, self._write_end)
+            self._meter.start()
+            if self._files is not None:
+                from precast import _torch
+
+                _torch.redirect_files(self._files.for_writing, self._files.for_reading)
+
+    def _progress(self, steps: int) -> None:
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + _PROGRESS_INTERVAL
+            self._send(steps=steps)
+
+    def _count_calls(self, function: Any) -> Any:
+        """Return a function whose calls are steps."""
+
+        @functools.wraps(function)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if self._meter is None:
+                return function(*args, **kwargs)
+            return self._meter.count_call(lambda: function(*args, **kwargs))
+
+        return counting
+
+    def _write_end(self) -> None:
+        self._finish(ExitStatus())
+
+    def _finish(self, status: ExitStatus) -> None:
+        if self._is_written or (self._rank and status.how == "ended"):
+            return
+        self._is_written = True
+        failed = status.how == "exception" or (status.how == "exit" and status.code)
+        ended = "error" if failed else "killed" if status.how == "interrupted" else "itself"
+        with self._isolation.ours():
+            outcome = TrialOutcome() if self._meter is None else self._meter.outcome(ended)
+        if outcome.ended == "killed":
+            outcome.ended = ended  # type: ignore[assignment]
+        outcome.code = status.code
+        outcome.error = (self._error or status.message) if failed else None
+        outcome.started_processes = self._processes
+        outcome.withheld = [] if self._files is None else list(self._files.paths)
+        self._send(outcome=as_json(outcome))
+
+    def _send(self, **event: Any) -> None:
+        """Write an event as one line. A line is written in one piece, so that ranks do not mix theirs."""
+        if self._rank == 0 or "outcome" in event:
+            os.write(self._events, json.dumps(event).encode() + b"\n")
+
+
+def _message(error: BaseException) -> str:
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _die_with_parent() -> None:
+    """Have the system kill this process when the command ends, where it can (Linux)."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def main() -> None:
+    """Run the trial whose plan is the first argument."""
+    _die_with_parent()
+    TrialProcess(TrialPlan.load(sys.argv[1])).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Programs of many kinds under `precast try`: each is measured as it is, and ends in a right answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.trials import try_program
+
+Server = subprocess.Popen[str]
+
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(1)
+x, y = torch.randn(32, 16), torch.randn(32, 4)
+model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for _ in range(100):
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+DIGITS = """
+from sklearn.datasets import load_digits
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+data = load_digits()
+images = torch.tensor(data.images, dtype=torch.float32)[:256, None] / 16
+loader = DataLoader(TensorDataset(images, torch.tensor(data.target)[:256]), 32, shuffle=True)
+model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(model.parameters())
+for epoch in range(9):
+    model.train()
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for images, labels in loader:
+            (model(images).argmax(1) == labels).float().mean()
+"""
+PROGRAMS = {
+    "MLP": HEAD + LOOP,
+    "CNN on digits, with an evaluation in each epoch": DIGITS,
+    "RNN with packed sequences": """
+        import torch
+        from torch import nn
+        from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+        model = nn.LSTM(4, 8)
+        head = nn.Linear(8, 1)
+        optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()])
+        packed = pack_sequence([torch.randn(n, 4) for n in (5, 3, 2)])
+        for _ in range(50):
+            output, state = model(packed)
+            assert output.data.dtype is torch.float32, output.data.dtype
+            loss = head(pad_packed_sequence(output)[0]).square().mean() + state[0].square().mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """,
+    "LBFGS with a closure": HEAD
+    + """
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+for _ in range(50):
+    optimizer.step(closure)
+""",
+    "GAN with two optimizers": """
+        import torch
+        from torch import nn
+        critic, maker = nn.Linear(8, 1), nn.Linear(4, 8)
+        steps = [torch.optim.Adam(each.parameters()) for each in (critic, maker)]
+        criterion = nn.BCEWithLogitsLoss()
+        real = torch.randn(16, 8)
+        for _ in range(50):
+            fake = maker(torch.randn(16, 4))
+            steps[0].zero_grad()
+            loss = criterion(critic(real), torch.ones(16, 1)) + criterion(critic(fake.detach()), torch.zeros(16, 1))
+            loss.backward()
+            steps[0].step()
+            steps[1].zero_grad()
+            criterion(critic(fake), torch.ones(16, 1)).backward()
+            steps[1].step()
+    """,
+    "gradient accumulation and clipping": HEAD
+    + """
+for step in range(200):
+    loss = F.mse_loss(model(x), y) / 2
+    loss.backward()
+    if step % 2:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+    "sparse embeddings": """
+        import torch
+        from torch import nn
+        model = nn.Sequential(nn.EmbeddingBag(50, 8, sparse=True), nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        words = torch.randint(0, 50, (16, 5))
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(words).square().mean().backward()
+            optimizer.step()
+    """,
+    "a model that takes and returns dicts": """
+        import torch
+        from torch import nn
+        class Detector(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.boxes, self.scores = nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 1)
+            def forward(self, images, targets):
+                features = self.body(torch.stack(images)).mean((2, 3))
+                boxes = self.boxes(features)
+                losses = {"boxes": (boxes - torch.stack([t["boxes"] for t in targets])).abs().mean()}
+                return losses | {"scores": self.scores(features).sigmoid().mean()}
+        model = Detector()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        images, targets = [torch.randn(3, 8, 8)] * 4, [{"boxes": torch.rand(4)}] * 4
+        for _ in range(50):
+            losses = model(images, targets)
+            assert all(each.dtype is torch.float32 for each in losses.values())
+            optimizer.zero_grad(); sum(losses.values()).backward(); optimizer.step()
+    """,
+    "a penalty on gradients": HEAD
+    + """
+for _ in range(50):
+    optimizer.zero_grad()
+    point = x.clone().requires_grad_()
+    output = model(point)
+    gradient, = torch.autograd.grad(output.sum(), point, create_graph=True)
+    (F.mse_loss(output, y) + gradient.square().mean()).backward()
+    optimizer.step()
+""",
+    "a variational autoencoder": """
+        import torch
+        from torch import nn
+        encoder, decoder = nn.Linear(16, 8), nn.Linear(4, 16)
+        optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()])
+        images = torch.rand(32, 16)
+        for _ in range(50):
+            mean, variance = encoder(images).chunk(2, 1)
+            output = decoder(mean + torch.randn_like(mean) * (variance / 2).exp())
+            loss = nn.functional.binary_cross_entropy_with_logits(output, images)
+            loss = loss - 0.01 * (1 + variance - mean**2 - variance.exp()).mean()
+            optimizer.zero_grad(); loss.backward(); optimizer.step()
+    """,
+    "a regression without modules of its own": """
+        import torch
+        weights = torch.zeros(4, requires_grad=True)
+        optimizer = torch.optim.SGD([weights], lr=0.1)
+        for _ in range(50):
+            optimizer.zero_grad()
+            (torch.randn(8, 4) @ weights - 1).square().mean().backward()
+            optimizer.step()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_measured(name: str, tmp_path: Path, server: Server) -> None:
+    answer, result, _ = try_program(tmp_path, server, PROGRAMS[name], dtype="float16")
+    assert result.base.error is None
+    [comparison] = result.comparisons()
+    assert comparison.setting.error is None
+    assert [o.ended for o in result.base.outcomes] == ["steps"] * len(result.base.outcomes)
+    assert result.is_repeatable
+    assert len(result.first.seconds) == 9
+    assert result.first.peak_memory
+    assert comparison.loss.is_equal, (comparison, result.base.outcomes[0].losses)
+    assert answer.verdict in {"use", "keep", "undecided"}
+    assert comparison.speedup is not None
+    assert os.listdir(tmp_path / "work") == ["program.py"]
+
+
+def test_inference_is_measured_by_calls(tmp_path: Path, server: Server) -> None:
+    text = HEAD + "with torch.no_grad():\n    for _ in range(30):\n        model(x)\n"
+    text = text.replace("optimizer =", "#")
+    answer, result, _ = try_program(tmp_path, server, text)
+    [comparison] = result.comparisons()
+    assert not result.first.trains
+    assert len(result.first.seconds) == 9
+    assert comparison.loss.is_equal
+    assert answer.verdict in {"use", "keep", "undecided"}
+
+
+def test_an_evaluation_before_the_training_is_not_measured(tmp_path: Path, server: Server) -> None:
+    text = HEAD + "with torch.no_grad():\n    for _ in range(30):\n        model(x)\n" + LOOP
+    _, result, _ = try_program(tmp_path, server, text)
+    assert result.first.trains
+    assert len(result.first.seconds) == 9
+
+
+def test_a_program_that_never_steps_is_undecided(tmp_path: Path, server: Server) -> None:
+    answer, _, launcher = try_program(tmp_path, server, "import torch\ntorch.ones(2).sum()\n")
+    assert answer.verdict == "undecided"
+    assert "--step MODULE:NAME" in answer.sentence
+    assert len(launcher.plans) == 1
+
+
+@pytest.mark.parametrize("where", ["program:step", "work_step:step"])
+def test_a_named_function_is_the_step(where: str, tmp_path: Path, server: Server) -> None:
+    step = "def step(weights):\n    return (weights @ weights).mean()\n"
+    loop = "weights = torch.ones(8, 8)\nfor _ in range(50):\n    step(weights)\n"
+    source = step if where == "program:step" else "from work_step import step\n"
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "work_step.py").write_text(step)
+    _, result, _ = try_program(
+        tmp_path, server, f"import torch\n{source}{loop}", step_function=where
+    )
+    assert result.first.losses == [8.0] * 9
+
+
+def test_a_failure_in_float32_is_the_answer(tmp_path: Path, server: Server) -> None:
+    text = HEAD + LOOP.replace(
+        "loss.backward()", "loss.backward()\n    if _ == 7: raise OSError('gone')"
+    )
+    answer, result, launcher = try_program(tmp_path, server, text)
+    assert answer.verdict == "failed"
+    assert "OSError: gone" in answer.sentence
+    assert "after 7 steps" in answer.sentence
+    assert len(launcher.plans) == 1
+    row = answer.to_dict(result)["settings"][0]
+    assert row["error"] == "OSError: gone"
+
+
+def test_an_error_of_mixed_precision_is_in_its_row(tmp_path: Path, server: Server) -> None:
+    text = HEAD + LOOP.replace("model(x)", "double(x)") + "\n"
+    text = text.replace(
+        "for _ in",
+        "class Strict(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.inner = model\n"
+        "    def forward(self, x):\n        out = self.inner(x)\n"
+        "        assert out.dtype is torch.float32, 'not float32'\n        return out\n"
+        "double = Strict()\nfor _ in",
+    )
+    answer, result, _ = try_program(tmp_path, server, text)
+    assert result.comparisons()[0].setting.error == "AssertionError: not float32"
+    assert answer.verdict == "keep"
+    assert "failed (AssertionError: not float32)" in answer.sentence
+
+
+def test_a_program_with_few_steps_is_measured(tmp_path: Path, server: Server) -> None:
+    _, result, _ = try_program(tmp_path, server, HEAD + LOOP.replace("100", "4"))
+    assert result.first.ended == "itself"
+    assert len(result.first.seconds) == 4
+    assert result.comparisons()[0].speedup is not None
+
+
+def test_a_program_that_is_not_reproducible_is_named(tmp_path: Path, server: Server) -> None:
+    text = (
+        HEAD
+        + "import os\ntorch.manual_seed(int.from_bytes(os.urandom(4)))\nx = torch.randn(32, 16)\n"
+        + LOOP
+    )
+    answer, result, _ = try_program(tmp_path, server, text)
+    assert result.is_repeatable is False
+    assert any("not reproducible" in each for each in answer.reasons)
+
+
+# --- a program with mixed precision of its own ---
+
+
+def test_own_regions_and_a_scaler_are_compared_with_them_off(
+    tmp_path: Path, server: Server
+) -> None:
+    text = (
+        HEAD
+        + """
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(50):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(x)
+    loss = F.mse_loss(output.float(), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+    )
+    answer, result, launcher = try_program(tmp_path, server, text)
+    rows = answer.to_dict(result)["settings"]
+    assert [row["name"] for row in rows] == ["float32 (regions off)", "float16 + scaler (as is)"]
+    assert not any(o.region_dtypes == [] for o in result.settings[0].outcomes)
+    assert {plan.disables for plan in launcher.plans} == {True, False}
+    assert result.comparisons()[0].loss.is_equal
+    assert result.base.outcomes[0].losses != result.settings[0].outcomes[0].losses
+
+
+def test_precasts_own_regions_are_compared_with_them_off(tmp_path: Path, server: Server) -> None:
+    text = (
+        HEAD
+        + "import precast\n"
+        + LOOP.replace("loss = F", "with precast.autocast('cpu'): loss = F")
+    )
+    _, result, _ = try_program(tmp_path, server, text)
+    assert result.has_own_precision
+    assert result.first.region_dtypes == ["bfloat16"]
+    assert result.base.outcomes[0].losses != result.settings[0].outcomes[0].losses
+
+
+# --- plants ---
+
+OVERFLOW = (
+    HEAD.replace("nn.Tanh()", "Overflow()").replace(
+        "x, y =",
+        "class Overflow(nn.Module):\n    def forward(self, x):\n        return (x * 1e5) * 1e-5\nx, y =",
+    )
+    + LOOP
+)
+
+
+def test_an_overflow_of_float16_is_seen(tmp_path: Path, server: Server) -> None:
+    answer, result, _ = try_program(tmp_path, server, OVERFLOW, dtype="float16")
+    [comparison] = result.comparisons()
+    assert comparison.loss.is_equal is False
+    assert comparison.setting.nonfinite or comparison.setting.skipped
+    assert answer.verdict == "keep"
+    _, result, _ = try_program(tmp_path / "trials", server, OVERFLOW, dtype="bfloat16")
+    assert result.comparisons()[0].loss.is_equal
+
+
+PLANT = """
+class Model(nn.Sequential):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * FACTOR if out.dtype is torch.bfloat16 else out
+model = Model(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+for _ in range(100):
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("factor", "is_equal"), [(1.1, False), (1.002, True)])
+def test_a_loss_that_differs_is_told_from_rounding(
+    factor: float, is_equal: bool, tmp_path: Path, server: Server
+) -> None:
+    """Other seeds change the loss of this program: by some per cent, as its weights are drawn again."""
+    text = HEAD.replace("torch.randn(32, 16)", "torch.ones(32, 16)") + PLANT.replace(
+        "FACTOR", str(factor)
+    ).replace("optimizer =", "[nn.init.ones_(each) for each in model.parameters()]\noptimizer =")
+    _, result, _ = try_program(tmp_path, server, text)
+    [comparison] = result.comparisons()
+    assert comparison.loss.difference == pytest.approx(factor**2 - 1, abs=5e-3)
+    assert comparison.loss.is_equal is is_equal
+    assert len(result.others) == (0 if is_equal else 2)
+    assert comparison.loss.noise == (None if is_equal else 0.0)
+
+
+def test_a_checkpoint_is_read_again_and_leaves_no_file(tmp_path: Path, server: Server) -> None:
+    text = (
+        HEAD
+        + """
+import os
+os.makedirs("out", exist_ok=True)
+for _ in range(100):
+    optimizer.zero_grad()
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "out/model.pt")
+    model.load_state_dict(torch.load("out/model.pt"))
+    assert os.path.exists("out/model.pt")
+"""
+    )
+    answer, result, _ = try_program(tmp_path, server, text)
+    assert result.base.error is None
+    assert [Path(each).name for each in answer.to_dict(result)["withheld_writes"]] == [
+        "out",
+        "model.pt",
+    ]
+    assert os.listdir(tmp_path / "work") == ["program.py"]
