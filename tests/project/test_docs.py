@@ -40,6 +40,7 @@ IN_TWO_LANGUAGES = (
     "comparison",
     "ship",
     "tune",
+    "try",
     "float8",
     "guide/*",
     "recipes/*",

@@ -6,6 +6,7 @@ trials.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["try_"]
 
+_UNSEEN = re.compile(
+    r"^\s*(?:import|from)\s+(h5py|lmdb|pyarrow|sqlite3|subprocess|tables|zarr)\b", re.MULTILINE
+)
 _CODES = {
     "use": ExitCode.YES,
     "failed": ExitCode.NO,
@@ -37,7 +41,7 @@ _CODES = {
     short_help="Run a script in float32 and in mixed precision for some steps, and compare.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.argument("program", metavar="SCRIPT")
+@click.argument("program", metavar="SCRIPT", required=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
@@ -101,7 +105,7 @@ _CODES = {
 @json_option
 def try_(
     *,
-    program: str,
+    program: str | None,
     arguments: tuple[str, ...],
     is_module: bool,
     steps: int,
@@ -131,6 +135,8 @@ def try_(
     from precast.running.trial.launcher import Launcher, ending_with_the_command
     from precast.running.trial.terminal_answer import render
 
+    if program is None:
+        raise click.UsageError("expected a script, as in `precast try train.py`")
     if as_json and prints_patch:
         raise click.UsageError("--json and --diff both print on stdout; name one of them.")
     check_policy(policy)
@@ -154,6 +160,12 @@ def try_(
         step_function=step_function,
         allows_writes=allow_writes,
     )
+    unseen = [] if is_module or allow_writes else _unseen_writers(program)
+    if unseen:
+        click.echo(
+            f"precast: the script imports {', '.join(unseen)}: files that these write are not withheld",
+            err=True,
+        )
     stdin = sys.stdin.buffer.read() if target.is_stdin else b""
     with tempfile.TemporaryDirectory(prefix="precast-try-") as folder, ending_with_the_command():
         launcher = Launcher(Path(folder), nproc, stdin, _Progress(options))
@@ -176,6 +188,15 @@ def try_(
         atomic_write.replace_own(page, html(answer, result, target.command).encode())
         click.echo(f"written: {page}", err=True)
     sys.exit(_CODES[answer.verdict])
+
+
+def _unseen_writers(program: str) -> list[str]:
+    """Return the modules that a script imports and that write files without Python's functions."""
+    try:
+        text = Path(program).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return []
+    return sorted(set(_UNSEEN.findall(text)))
 
 
 def _check_page(page: Path) -> None:

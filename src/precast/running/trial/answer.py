@@ -134,7 +134,7 @@ def _effect(comparison: Comparison) -> str:
     if speedup is None:
         return f"{setting.name} made no measured step"
     if comparison.speed == "unclear":
-        speed = f"was {speedup:.2f} times as fast, which is within the noise"
+        speed = f"was {speedup:.2f} times as fast (within the noise)"
     elif comparison.speed == "same":
         speed = "was as fast"
     elif speedup > 1:

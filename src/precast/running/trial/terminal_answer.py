@@ -68,8 +68,10 @@ def _wrapped(text: str, mark: str = "") -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
+    if _width(rows) > terminal_width(sys.__stdout__):
+        rows = [[cell.replace(" within noise", "") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if sum(widths) + 2 * len(widths) <= terminal_width(sys.__stdout__):
+    if _width(rows) <= terminal_width(sys.__stdout__):
         for row in rows:
             yield "  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip()
         return
@@ -79,6 +81,12 @@ def _table(rows: list[list[str]]) -> Iterator[str]:
         for name, cell in zip(heading[1:], row[1:], strict=True):
             if cell:
                 yield from _wrapped(f"{name}: {cell}", "    ")
+
+
+def _width(rows: list[list[str]]) -> int:
+    """Return the width of a table with two spaces between columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 def _time(time: tuple[float, float] | None) -> str:
