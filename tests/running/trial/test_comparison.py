@@ -154,3 +154,17 @@ def test_a_table_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.Mo
     assert ("    step: 50.0 ms" in text) == (columns < 100)
     for part in ("float32 (as is)", "(equal", "1 of 12 steps skipped"):
         assert part in " ".join(text.split())
+
+
+def test_the_page_shows_the_answer_and_escapes_the_program() -> None:
+    pytest.importorskip("plotly")
+    from precast.running.trial.answer_page import html
+
+    result = result_of(bfloat16(outcome(0.05, 1.001, withheld=["/a/<b>.pt"])))
+    answer = answer_of(result)
+    page = html(answer, result, ["train.py", "<script>"])
+    assert page.startswith("<!doctype html>")
+    assert f"<h1>{answer.sentence}</h1>" in page
+    assert "&lt;script&gt;" in page
+    assert "<code>/a/&lt;b&gt;.pt</code>" in page
+    assert "<td>1.001 (equal within noise)</td>" in page

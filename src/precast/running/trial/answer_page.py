@@ -1,20 +1,32 @@
 """The answer of `precast try` as one HTML file: the sentence, the table, the curves of the losses, the lines to add.
 
-Invariants: all text of the program is escaped; the page needs no network and no script but the chart's.
+Invariants: all text of the program is escaped; the answer and the table are readable without a script.
 """
 
 from __future__ import annotations
 
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 from precast._internal.version import __version__
-from precast.report.page import asset, needed, script_json
+from precast.report.page import page_of
 from precast.running.trial.answer import TryAnswer
 from precast.running.trial.experiment import ExperimentResult
 from precast.running.trial.terminal_answer import cells, memory_note
 
 __all__ = ["html"]
+
+_CHART: Final = """
+const element = document.getElementById("losses");
+const curves = JSON.parse(document.getElementById("data").textContent);
+const colors = {margin: {t: 10}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};
+if (element) Plotly.newPlot(element, curves, colors, {displayModeBar: false});
+"""
+_STYLE: Final = """
+main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
+main td, main th { text-align: left; padding: .3rem 1rem .3rem 0; }
+#losses { height: 20rem; }
+"""
 
 
 def html(answer: TryAnswer, result: ExperimentResult, command: list[str]) -> str:
@@ -23,25 +35,21 @@ def html(answer: TryAnswer, result: ExperimentResult, command: list[str]) -> str
     Raises:
         MissingExtraError: jinja2 or plotly is not installed.
     """
-    jinja2, plotly = needed()
-    from markupsafe import Markup  # for text of precast, and JSON that `script_json` made
-
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = resources.files("precast.running.trial").joinpath("try.html.jinja").read_text()
     heading, *rows = cells(result) if result.base.steps else [[]]
-    page: str = environment.from_string(template).render(
-        command=" ".join(["precast try", *command]),
+    return page_of(
+        template,
+        _curves(result),
+        script=_CHART,
+        style=_STYLE,
+        title=" ".join(["precast try", *command]),
+        version=__version__,
         answer=answer,
         heading=heading,
         rows=rows,
         memory=memory_note(result) if rows else "",
         withheld=result.withheld,
-        version=__version__,
-        style=Markup(asset("style.css")),
-        data=Markup(script_json(_curves(result))),
-        plotly=Markup(plotly),
     )
-    return page
 
 
 def _curves(result: ExperimentResult) -> list[dict[str, Any]]:
