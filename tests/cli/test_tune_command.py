@@ -145,9 +145,9 @@ def test_an_undecided_answer_has_its_own_exit_code_and_says_what_would_decide_it
     for text in (done.stdout, Path("tuned.toml").read_text()):
         assert "undecided: float32, because nothing better is proven" in text
     printed = " ".join(done.stdout.split())
-    assert "could not tell whether default is faster than float32: it takes " in printed
+    [name, *_] = evidence()["undecided"]
+    assert f"could not tell whether {name} is faster than float32: it takes " in printed
     assert "It would be decided by: - a quieter machine, as the times varied too much" in printed
-    assert "default" in evidence()["undecided"]
     page = Path("tuned.html").read_text()
     assert '<div class="summary undecided">' in page
     assert '<p class="level">Undecided</p>' in page

@@ -14,8 +14,8 @@ from precast.errors import MissingExtraError
 from precast.policy.policy import Rule
 from precast.tuning.chooser import choose
 from precast.tuning.costs import CallCost, ProgramCosts
-from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
+from precast.tuning.tasks import PrecisionErrors
 from tests.tuning.programs import F32, LOW, costs_of, programs, total_cost
 
 

@@ -20,7 +20,6 @@ from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule
 from precast.tuning import float8_products, training
 from precast.tuning.costs import CallCost
-from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.float8_products import (
     Float8Choice,
     Float8Product,
@@ -32,6 +31,7 @@ from precast.tuning.options import TuningOptions, checked_candidates
 from precast.tuning.recorder import record
 from precast.tuning.setups import Setup, Workload
 from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.tasks import PrecisionErrors
 from precast.tuning.training import GradientMeter, TrainingTask
 from tests.support.processor import has_bfloat16
 
@@ -280,17 +280,6 @@ def test_time_is_saved_where_there_is_a_kernel(
     declined = tune(Layers(), "float8_rowwise", step=timed, objective="time")
     assert "float8" not in declined.name
     assert "float8_rowwise saves nothing here: its products take 2.00 times" in declined.because
-
-
-@pytest.mark.skipif(
-    not has_bfloat16(),
-    reason="emulated float8 is faster than emulated bfloat16: both multiply in float32",
-)
-def test_where_8_bits_save_no_time_the_answer_says_so() -> None:
-    found = tune(Layers(), "float8", objective="time")
-    assert "float8" not in found.name
-    assert "float8 saves nothing here" in found.because
-    assert "tuned with float8" not in found._evidence.proof.figures
 
 
 # --- what is asked ---

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from precast.tuning.intervals import Interval, mean_interval, median_interval
+from precast.tuning.proof import Interval, mean_interval, median_interval
 
 LOOKS = (3, 6, 12, 24)
 

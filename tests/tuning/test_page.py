@@ -7,15 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from precast.errors import MissingExtraError, OutputError
 from precast.report import page as report_page
 from precast.tuning import page, tuner
 from precast.tuning.result import TuningResult
 from precast.tuning.training import TrainingTask
-from tests.tuning.test_tuner import Wide, tune
+from tests.tuning.test_tuner import tune
 
 BAD = "</script><b>&"
 
@@ -102,11 +100,3 @@ def test_without_the_packages_of_the_page_it_is_left_out_unless_asked_for(
     with pytest.raises(MissingExtraError):
         result.save(tmp_path / "b.toml", page=True)
     assert not (tmp_path / "b.toml").exists()
-
-
-def test_the_traced_step_leaves_the_model_alone() -> None:
-    model: nn.Module = Wide()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = tune(model)
-    assert found._evidence.traced
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())

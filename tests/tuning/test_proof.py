@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning.intervals import Interval
-from precast.tuning.proof import outcome_of, prove
+from precast.tuning.proof import Interval, outcome_of, prove
 from precast.tuning.setups import Setup, Workload
 from precast.tuning.training import TrainingTask
 

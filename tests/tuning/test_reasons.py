@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from precast.policy.policy import Policy, Rule
-from precast.tuning.chooser import Chosen
+from precast.tuning.chooser import Chosen, RowReasons
 from precast.tuning.costs import CallCost, ProgramCosts
-from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.policy_rows import PolicyRow, policy_of
-from precast.tuning.reasons import RowReasons
-from precast.tuning.sensitivity import Sensitivity
 from precast.tuning.sites import OperationSite, TensorEdge, TunedProgram
+from precast.tuning.tasks import PrecisionErrors
 
 F32, LOW = torch.float32, torch.bfloat16
 ONE, TWO = OperationSite("a", "softmax"), OperationSite("b", "softmax")
@@ -21,7 +19,7 @@ PROGRAM = TunedProgram(SITES, tuple(TensorEdge(None, site, 8, dtype=LOW) for sit
 COSTS = ProgramCosts({site: {F32: CallCost(2e-3, 1e-3), LOW: CallCost(1e-3)} for site in SITES})
 
 
-ERRORS = Sensitivity({TWO: PrecisionErrors(loss=0.0004, gradient=0.01)})
+ERRORS = {TWO: PrecisionErrors(loss=0.0004, gradient=0.01)}
 TOO_WRONG = "bfloat16 changes gradients by 10%, and the loss by 2%"
 
 

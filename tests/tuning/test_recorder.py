@@ -9,12 +9,10 @@ import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import networks
-from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.recorder import record
@@ -205,18 +203,6 @@ def test_numbers_without_dimensions_and_weights_of_norms_decide_nothing():
     ]
 
 
-def test_the_model_and_the_random_state_stay_as_they_were():
-    model, step = _of(
-        lambda self, x: F.dropout(self.part1(self.part0(x))), nn.Linear(8, 8), nn.BatchNorm1d(8)
-    )
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    state = torch.get_rng_state()
-    record(model, step, BASE)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_calls_that_are_alike_are_one_with_a_count():
     model, step = _of(lambda self, x: self.part0(x) + self.part0(x), nn.Linear(8, 8))
     [call] = _site(_recorded(model, step), "part0: linear").calls
@@ -231,10 +217,3 @@ def test_an_inference_has_sites_too():
             return step(model)
 
     assert _names(_recorded(model, infer))[:2] == ["part0: linear", "the model: tanh"]
-
-
-def test_a_model_that_cannot_be_copied_is_an_error():
-    model, step = _of(lambda self, x: self.part0(x), nn.Linear(8, 8))
-    model.lock = __import__("threading").Lock()
-    with pytest.raises(TuningError, match="cannot be copied"):
-        record(model, step, BASE)

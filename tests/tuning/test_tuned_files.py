@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import precast
-from precast.policy.policy import Policy
 from precast.tuning.training import TrainingTask
 from tests.tuning import planted
 from tests.tuning.test_tuner import tune
@@ -98,10 +97,3 @@ def test_run(path: Path, tmp_path: Path) -> None:
             check=False,
         )
         assert ("trained" in done.stdout) is is_trained, done.stderr[-2000:]
-
-
-def test_the_names_of_plugins_take_it(path: Path) -> None:
-    """The plugins themselves are tested in tests/clients; each reads its policy by this function."""
-    from precast.policy.policy import as_policy
-
-    assert as_policy(path) == Policy.load(path) == as_policy(str(path))

@@ -55,21 +55,20 @@ class _Tune(click.Command):
         return super().parse_args(ctx, args)
 
 
+def _object_option(name: str, text: str) -> Callable[[Any], Any]:
+    """Return an option that names an object; a name without a module is looked up in the model's."""
+    return click.option(name, metavar="MODULE:NAME", help=text)
+
+
+def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
+    return click.option(name, default=default, show_default=True, help=text)
+
+
 @click.command(cls=_Tune, short_help="Find the best policy for a model on this machine.")
 @click.argument("model", metavar="MODULE:FACTORY", required=False)
-@click.option(
-    "--data",
-    metavar="MODULE:NAME",
-    help="The batches: a list, a data loader, or a function that returns one.",
-)
-@click.option(
-    "--loss",
-    metavar="MODULE:NAME",
-    help="A function of output and target, for batches that are pairs of input and target.",
-)
-@click.option(
-    "--step", metavar="MODULE:NAME", help="A function of model and batch that returns the loss."
-)
+@_object_option("--data", "The batches: a list, a data loader, or a function that returns one.")
+@_object_option("--loss", "A function of output and target, for batches that are such pairs.")
+@_object_option("--step", "A function of model and batch that returns the loss.")
 @click.option(
     "--optimizer",
     metavar="OPTIMIZER",
@@ -82,35 +81,14 @@ class _Tune(click.Command):
     show_default=True,
     help="Quantity to minimize: the time of a step or run, or the memory that it needs.",
 )
-@click.option(
-    "--tolerance",
-    default="1%",
-    show_default=True,
-    help="Allowed increase of the loss or metric over float32.",
-)
-@click.option(
-    "--budget",
-    default="5m",
-    show_default=True,
-    help="Most time of the search; one that is too short for any comparison is refused.",
-)
-@click.option(
-    "--candidates",
-    default="bfloat16",
-    show_default=True,
-    help="16-bit dtypes and float8 rules, separated by commas.",
-)
-@click.option(
+@_text_option("--tolerance", "1%", "Allowed increase of the loss or metric over float32.")
+@_text_option("--budget", "5m", "Most time of the search; one that is too short is refused.")
+@_text_option("--candidates", "bfloat16", "16-bit dtypes and float8 rules, separated by commas.")
+@_object_option(
     "--metric",
-    metavar="MODULE:NAME",
-    help="A function of model and batch, compared after training, or alone for inference; smaller is better.",
+    "A function of model and batch, compared after training, or alone for inference; smaller is better.",
 )
-@click.option(
-    "--base",
-    default="default",
-    show_default=True,
-    help="The policy to change: a preset or a policy file.",
-)
+@_text_option("--base", "default", "The policy to change: a preset or a policy file.")
 @seed_option
 @click.option(
     "--out",
@@ -227,8 +205,8 @@ def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json
     from precast._internal.display import terminal_width
     from precast.policy.policy import Policy
     from precast.tuning import checking
+    from precast.tuning.evidence import figures_of, table_lines, wrapped
     from precast.tuning.setups import workload_of
-    from precast.tuning.tables import figures_of, table_lines, wrapped
 
     policy = Policy.load(path)
     question = _question(policy, explicit)

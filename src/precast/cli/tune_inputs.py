@@ -32,12 +32,7 @@ def inputs(
     optimizer: str | None,
     metric: str | None,
 ) -> dict[str, Any]:
-    """Return the arguments of `precast.tune` that these texts name, by their names, with the metric.
-
-    Raises:
-        ValueError: an object is not found, or is not a function where one is needed.
-        PrecastError: an object is found, and raises an error.
-    """
+    """Return the arguments of `precast.tune` that these texts name, by their names, with the metric."""
     module = model.partition(":")[0]
     loaded = load_model(model)
     step_function = None
@@ -56,11 +51,7 @@ def inputs(
 
 
 def tolerance(text: str) -> float:
-    """Return a share: `1%` or `0.01`.
-
-    Raises:
-        ValueError: the text is not a share.
-    """
+    """Return a share: `1%` or `0.01`."""
     number, percent, rest = text.partition("%")
     try:
         share = float(number) / (100 if percent else 1)
@@ -74,11 +65,7 @@ def tolerance(text: str) -> float:
 
 
 def budget(text: str) -> float:
-    """Return seconds: `90`, `90s`, `5m` or `1h`.
-
-    Raises:
-        ValueError: the text is not a time above 0.
-    """
+    """Return seconds: `90`, `90s`, `5m` or `1h`."""
     matched = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([smh]?)\s*", text)
     seconds = float(matched[1]) * _SECONDS[matched[2]] if matched else 0.0
     if seconds <= 0:

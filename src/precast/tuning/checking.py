@@ -64,11 +64,7 @@ def check(
     question: CheckQuestion,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PolicyCheck:
-    """Train or run copies in float32, under the base policy and under this one, and compare them.
-
-    Raises:
-        TuningError: as `precast.tune`; also where the budget is too small.
-    """
+    """Train or run copies in float32, under the base policy and under this one, and compare them."""
     task = task_of(workload)
     budget = SearchBudget(task, question.budget)
     name, setups = _setups(policy, question)

@@ -7,7 +7,8 @@ needs a row in the file, and a row of a module slows its calls down.
 
 Invariants:
 - the choice is settled (`TunedProgram.settle`), and the best one by these costs unless the solver ran out of time;
-- an operation that is excluded from 16 bits, or has an infinite error, is in float32.
+- an operation that is excluded from 16 bits, or has an infinite error, is in float32;
+- every figure in the reason of a row was measured.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
+from precast._internal.display import dtype_name, milliseconds, plural
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
 from precast.tuning.costs import ProgramCosts
-from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.options import Objective
+from precast.tuning.policy_rows import PolicyRow
 from precast.tuning.sites import (
     FLOAT32_RULES,
     DtypeChoice,
@@ -32,8 +34,10 @@ from precast.tuning.sites import (
     TensorEdge,
     TunedProgram,
 )
+from precast.tuning.tasks import PrecisionErrors
+from precast.tuning.words import INFERENCE, TRAINING
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["Chosen", "RowReasons", "choose", "error_text"]
 
 _F32: Final = torch.float32
 _SECONDS: Final = 60.0
@@ -45,12 +49,9 @@ _TOTAL_ROW_PENALTY: Final = 0.1
 
 @dataclass(frozen=True)
 class Chosen:
-    """A choice and its prices.
+    """A choice, and the seconds or bytes a step that each operation in float32 alone would save in 16 bits.
 
-    Attributes:
-        choice: the dtype of every operation.
-        prices: for each operation that stays in float32 and could run in 16 bits, the seconds or bytes a step that it
-            alone would save in 16 bits; below 0 where its casts would cost more than it saves.
+    A price is below 0 where casts would cost more than the operation saves.
     """
 
     choice: DtypeChoice
@@ -71,9 +72,6 @@ def choose(
 
     `loss` and `gradient` are squares of the relative errors that all operations in 16 bits together may add. After
     `seconds` the best choice so far is taken.
-
-    Raises:
-        MissingExtraError: SciPy is not installed.
     """
     linear = _linear_costs(program, costs, objective)
     terms = list(_terms(program, costs, objective))
@@ -277,3 +275,87 @@ def _import_scipy() -> tuple[Any, Any, Any]:
     except ModuleNotFoundError as error:
         raise missing_extra("precast.tune", "scipy", "tune") from error
     return numpy, optimize, sparse
+
+
+_Kind = Literal["in 16 bits", "unable", "too wrong", "dear"]
+
+
+@dataclass(frozen=True)
+class RowReasons:
+    """The reasons of the rows of a choice."""
+
+    program: TunedProgram
+    costs: ProgramCosts
+    errors: Mapping[OperationSite, PrecisionErrors]
+    chosen: Chosen
+    objective: Objective
+
+    def __call__(self, row: PolicyRow) -> str:
+        """Return the reason of a row: a clause for its operations of each kind, with their number."""
+        groups: dict[_Kind, list[OperationSite]] = {}
+        for site in sorted(row.sites, key=lambda site: self._kind(site) != "in 16 bits"):
+            groups.setdefault(self._kind(site), []).append(site)
+        clauses = ((self._clause(kind, sites), len(sites)) for kind, sites in groups.items())
+        texts = (
+            f"{text} ({plural(count, 'place')})" if count > 1 else text
+            for text, count in clauses
+            if text
+        )
+        return "; ".join(texts)
+
+    def _kind(self, site: OperationSite) -> _Kind:
+        errors = self.errors.get(site)
+        if self.chosen.choice[site] is self.program.low:
+            return "in 16 bits"
+        if site.barred:
+            return "unable"
+        if errors is not None and (errors.barred or self.chosen.prices.get(site, 0.0) > 0):
+            return "too wrong"
+        return "dear"
+
+    def _clause(self, kind: _Kind, sites: Sequence[OperationSite]) -> str:
+        low, objective, is_inference = self.program.low, self.objective, self.program.is_inference
+        name, words = dtype_name(low), INFERENCE if is_inference else TRAINING
+        prices = [self.chosen.prices.get(site, 0.0) for site in sites]
+        if kind == "in 16 bits":
+            if not any(len(self.costs.sites.get(site, {})) == 2 for site in sites):
+                return ""
+            verb = "takes" if objective == "time" else words.needs
+            narrow, wide = (
+                self._amount(sum(self.costs.amount(site, dtype, objective) for site in sites))
+                for dtype in (low, torch.float32)
+            )
+            return f"{name} {verb} {narrow} a {words.run}, float32 {wide}"
+        if kind == "unable":
+            return f"{name}: {sites[0].barred}"
+        if kind == "too wrong":
+            errors = [self.errors[site] for site in sites]
+            worst = max(errors, key=lambda each: (bool(each.barred), each.gradient))
+            saved = sum(price for price in prices if price > 0)
+            price = f", and would save {self._amount(saved)} a {words.run}" if saved else ""
+            return f"{name} {error_text(worst, is_inference=is_inference)}{price}"
+        if sum(prices) < 0:
+            with_casts = ", with its casts" if objective == "time" else ""
+            return f"{name} would cost {self._amount(-sum(prices))} more a {words.run}{with_casts}"
+        return "in float32 because its neighbours are"
+
+    def _amount(self, amount: float) -> str:
+        return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"
+
+
+def error_text(errors: PrecisionErrors, *, is_inference: bool = False) -> str:
+    """Return the effect of 16 bits on an operation with these errors, with figures."""
+    if errors.barred:
+        return f"is excluded: {errors.barred}"
+    gradient, loss = _percent(errors.gradient), _percent(errors.loss)
+    if is_inference:
+        return f"changes outputs by {gradient}, and the metric by {loss}"
+    if errors.flushed > 0.1:
+        return f"makes {errors.flushed:.0%} of the gradient of {errors.parameter} zero"
+    subject = f"the gradient of {errors.parameter}" if errors.parameter else "gradients"
+    return f"changes {subject} by {gradient}, and the loss by {loss}"
+
+
+def _percent(square: float) -> str:
+    share = math.sqrt(square)
+    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.2g}%"

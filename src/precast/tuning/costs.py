@@ -4,10 +4,8 @@ Invariants:
 - equal calls are measured once, however many modules make them, those with the most work in a step first. Operations
   that there is no time for have no cost, so no dtype is preferred for them;
 - the variants of one call are timed in the same rounds, in an order that changes from round to round, so that other
-  work of the machine affects all of them alike. A function that is shorter than the clock can resolve runs several
-  times;
-- a call is made at the dispatcher on random tensors of the recorded shapes, strides and ranges. Casts of its arguments
-  are measured separately;
+  work of the machine affects all of them alike;
+- a call is made at the dispatcher on random tensors of the recorded shapes, strides and ranges;
 - times are those of the host, and so only right for devices that work synchronously, such as the CPU.
 """
 
@@ -56,13 +54,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class CallCost:
-    """The cost of calls in one dtype.
+    """The cost of calls in one dtype: seconds of both passes, and the bytes that autograd keeps, without weights.
 
-    Attributes:
-        forward: seconds of the forward pass.
-        backward: seconds of the backward pass; 0 where no gradient is needed.
-        kept_bytes: the bytes that autograd keeps for the backward pass, without weights. Bytes that two operations keep
-            count for both. In inference, the bytes of the results.
+    Bytes that two operations keep count for both. In inference they are those of the results.
     """
 
     forward: float = 0.0
@@ -79,8 +73,7 @@ class ProgramCosts:
     """The costs of the operations and casts of a program.
 
     Attributes:
-        sites: the cost of all calls of an operation in one step, by dtype. Operations that could not be measured, as
-            they refuse random numbers or there was no time, are missing.
+        sites: the cost of all calls of an operation in one step, by dtype; missing where it was not measured.
         casts: the seconds of one cast by its number of elements; the key is True for casts to 16 bits.
         skipped: the number of operations that there was no time for.
     """
@@ -112,7 +105,6 @@ def measure_costs(
     program: TunedProgram,
     *,
     rounds: int = _ROUNDS,
-    seed: int = 0,
     deadline: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> ProgramCosts:
@@ -121,44 +113,35 @@ def measure_costs(
     After `deadline`, on `time.monotonic`'s clock, one call and casts of two sizes are measured anyway.
     """
     casts: dict[bool, dict[int, float]] = {True: {}, False: {}}
-    largest, size = max((edge.elements for edge in program.edges), default=0), _SMALLEST
-    while size < 4 * max(largest, 1 + _SMALLEST // 4) and (
-        size <= 4 * _SMALLEST or time.monotonic() < deadline
-    ):
+    largest = max([1, *(edge.elements for edge in program.edges)])
+    for power in range(1 + max(0, math.ceil(math.log(largest / _SMALLEST, 4)))):
+        if power > 1 and time.monotonic() > deadline:
+            break
+        size = _SMALLEST * 4**power
         progress(f"casts of {size:,} elements")
-        for down, seconds in _time_casts(size, program, rounds, deadline).items():
+        wide = torch.ones(size, device=program.device)
+        functions = {
+            True: functools.partial(_time_cast, wide, program.low),
+            False: functools.partial(_time_cast, wide.to(program.low), _F32),
+        }
+        for down, seconds in time_in_turns(functions, rounds, deadline).items():
             casts[down][size] = seconds
-        size *= 4
     variants = {dtype: CallVariant(dtype) for dtype in (_F32, program.low)}
     sites, skipped = measure_calls(
         program,
         program.sites,
         variants,
         rounds=rounds,
-        seed=seed,
         deadline=deadline,
         progress=progress,
     )
     return ProgramCosts(sites, casts, skipped)
 
 
-def _time_casts(
-    size: int, program: TunedProgram, rounds: int, deadline: float
-) -> dict[bool, float]:
-    wide = torch.randn(
-        size, generator=torch.Generator(program.device).manual_seed(0), device=program.device
-    )
-
-    def cast(tensor: Tensor, dtype: torch.dtype) -> float:
-        start = perf_counter()
-        tensor.to(dtype)
-        return perf_counter() - start
-
-    functions = {
-        True: functools.partial(cast, wide, program.low),
-        False: functools.partial(cast, wide.to(program.low), _F32),
-    }
-    return time_in_turns(functions, rounds, deadline)
+def _time_cast(tensor: Tensor, dtype: torch.dtype) -> float:
+    start = perf_counter()
+    tensor.to(dtype)
+    return perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -175,7 +158,6 @@ def measure_calls(
     variants: Mapping[Any, CallVariant],
     *,
     rounds: int = _ROUNDS,
-    seed: int = 0,
     deadline: float = math.inf,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[dict[OperationSite, dict[Any, CallCost]], int]:
@@ -191,8 +173,7 @@ def measure_calls(
         progress(f"{len(costs)} of {len(calls)}, {call.overload}")
         with torch.random.fork_rng([]):
             trials = {
-                key: _CallTrial(call, variant, program.device, seed)
-                for key, variant in variants.items()
+                key: _CallTrial(call, variant, program.device) for key, variant in variants.items()
             }
             costs[call] = _time_trials(trials, rounds, deadline, program.is_inference)
     totals = {site: _sum_of_calls(site, costs) for site in sites}
@@ -254,8 +235,8 @@ def _time_trials(
 class _CallTrial:
     """One call on random tensors."""
 
-    def __init__(self, call: CallRecord, variant: CallVariant, device: str, seed: int) -> None:
-        generator = torch.Generator(device).manual_seed(seed)
+    def __init__(self, call: CallRecord, variant: CallVariant, device: str) -> None:
+        generator = torch.Generator(device).manual_seed(0)
         function = _torch.find_overload(call.overload)
         assert function is not None, f"{call.overload} was recorded"
         self._function = function

@@ -9,29 +9,39 @@ import datetime
 import json
 import math
 import platform
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 
-from precast._internal.display import dtype_name
+from precast._internal.display import dtype_name, milliseconds
 from precast._internal.records import as_json
 from precast._internal.version import __version__
 from precast.policy.measured import Value, here
 from precast.report.tree import TreeNode
 from precast.tuning.costs import CallCost, ProgramCosts
-from precast.tuning.error_meter import PrecisionErrors
 from precast.tuning.float8_products import Float8Choice
 from precast.tuning.options import Objective
-from precast.tuning.proof import Proof
+from precast.tuning.proof import UNKNOWN, Interval, Proof, SetupFigures
 from precast.tuning.sensitivity import Sensitivity
-from precast.tuning.setups import Workload
 from precast.tuning.sites import TunedProgram
+from precast.tuning.tasks import PrecisionErrors
+from precast.tuning.words import words_for
 
 __all__ = ["SCHEMA", "DtypeEvidence", "SearchSettings", "SiteEvidence", "TuningEvidence"]
-__all__ += ["as_values", "new_evidence"]
+__all__ += ["as_values", "columns_of", "figures_of", "rows_of_setups"]
+__all__ += ["setup_cells", "table_lines", "wrapped"]
 
 SCHEMA: Final = "precast.tuning/3"
+
+
+def _machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclass
@@ -69,7 +79,7 @@ class DtypeEvidence:
     sites: list[SiteEvidence]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TuningEvidence:
     """The whole file.
 
@@ -85,17 +95,17 @@ class TuningEvidence:
         traced: one step of the model under the answer, by module.
     """
 
-    schema: str
-    precast: str
-    torch: str
-    machine: str
-    date: str
+    schema: str = SCHEMA
+    precast: str = __version__
+    torch: str = torch.__version__
+    machine: str = field(default_factory=_machine)
+    date: str = field(default_factory=_now)
     model: str
     parameters: int
     settings: SearchSettings
     answer: str = "float32"
     dtype: str = "float32"
-    because: str = ""
+    because: str = "the search was interrupted before anything was proven"
     seconds: float = 0.0
     interrupted: bool = False
     command: str = ""
@@ -143,31 +153,84 @@ class TuningEvidence:
         return json.dumps(as_values(self), indent=1, allow_nan=False) + "\n"
 
 
-def new_evidence(workload: Workload, settings: SearchSettings) -> TuningEvidence:
-    """Return the evidence of a search that starts now."""
-    model = workload.model
-    return TuningEvidence(
-        SCHEMA,
-        __version__,
-        torch.__version__,
-        f"{platform.system()} {platform.machine()}, {torch.get_num_threads()} threads",
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        type(model).__name__,
-        sum(parameter.numel() for parameter in model.parameters()),
-        settings,
-    )
-
-
 def as_values(value: object) -> Any:
     """Return dataclasses as plain values for JSON; a number that is not finite becomes None."""
-    return _without_infinity(as_json(value))
+    return json.loads(json.dumps(as_json(value)), parse_constant=lambda _: None)
 
 
-def _without_infinity(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_infinity(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_infinity(each) for each in value]
-    return value
+def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return a text in lines of at most a width; longer words, such as paths, are not broken."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
+    return wrapper.wrap(text)
+
+
+def figures_of(proof: Proof | None) -> list[dict[str, Any]]:
+    """Return the figures of each setup as plain values."""
+    return [
+        {
+            "name": figures.name,
+            "dtype": figures.dtype,
+            "step_seconds": figures.median_seconds,
+            "loss": figures.mean_final,
+            "kept_bytes": figures.kept_bytes,
+            "failure": figures.failure,
+        }
+        for figures in (proof.figures.values() if proof is not None else ())
+    ]
+
+
+def setup_cells(proof: Proof, figures: SetupFigures) -> dict[str, str]:
+    """Return the figures of a setup, and its comparison with float32, as texts; "" where one is unknown."""
+    median, final, memory = figures.median_seconds, figures.mean_final, figures.kept_bytes
+    difference, ratio, outcome = UNKNOWN, UNKNOWN, ""
+    if figures.name != "float32":
+        compared = proof.comparison(figures.name)
+        difference, ratio, outcome = compared.difference, compared.ratio, compared.loss
+    return {
+        "name": figures.name,
+        "dtype": figures.dtype,
+        "step": "-" if median is None else milliseconds(median),
+        "loss": "-" if final is None else f"{final:.4g}",
+        "difference": _ends(difference, "{:+.2%}"),
+        "outcome": outcome,
+        "failure": figures.failure,
+        "ratio": _ends(ratio, "{:.2f}"),
+        "kept": f"{memory / 2**20:.3g} MiB" if memory >= 2**20 else f"{memory / 2**10:.3g} KiB",
+    }
+
+
+def _ends(interval: Interval, form: str) -> str:
+    """Return the ends of an interval; "" where they are infinite."""
+    if not math.isfinite(interval.high):
+        return ""
+    return f"{form.format(interval.low)} to {form.format(interval.high)}"
+
+
+def columns_of(task: str) -> tuple[str, ...]:
+    """Return the titles of `rows_of_setups`."""
+    words = words_for(task)
+    return "setup", words.run, words.value, "against float32", "time", "memory"
+
+
+def rows_of_setups(proof: Proof) -> list[tuple[str, ...]]:
+    """Return the cells of each setup."""
+    cells = [setup_cells(proof, figures) for figures in proof.figures.values()]
+    for cell in cells:
+        cell["against"] = f"{cell['difference']} {cell['outcome']}".strip()
+    names = ("name", "step", "loss", "against", "ratio", "kept")
+    return [tuple(cell[name] for name in names) for cell in cells]
+
+
+def table_lines(proof: Proof, task: str, width: int) -> list[str]:
+    """Return the figures of a proof, a line for each setup, or a paragraph where the width is too small for that."""
+    columns, rows = columns_of(task), rows_of_setups(proof)
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
+    if max(map(len, lines)) > width:
+        lines = []
+        for row in rows:
+            cells = [f"{title} {cell}" for title, cell in zip(columns, row, strict=True) if cell]
+            lines += wrapped(", ".join([row[0], *cells[1:]]), width, "", "  ")
+    extent = words_for(task).extent(proof.seeds, proof.steps)
+    return [*lines, *wrapped(f"{extent}; ended: {proof.ended}", width)]

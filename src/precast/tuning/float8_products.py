@@ -28,10 +28,10 @@ from precast.policy.module_rules import decide
 from precast.policy.policy import Policy, Rule, pattern_index
 from precast.policy.rows import FLOAT8_OPERATIONS, canonical
 from precast.tuning.costs import CallCost, CallVariant, measure_calls
-from precast.tuning.error_meter import ErrorMeter
 from precast.tuning.options import Objective
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.tasks import ErrorMeter
 from precast.weights.float8.support import support_of
 
 __all__ = ["Float8Choice", "Float8Product", "choose_products", "products_of", "with_products"]
@@ -42,16 +42,9 @@ _MOST_RUNS: Final = 32
 
 @dataclass
 class Float8Product:
-    """A product that runs in 16 bits, with its cost and errors in 8 bits.
+    """A product that runs in 16 bits, with the cost of its calls in a step and its errors under a float8 rule.
 
-    Attributes:
-        module: the module that runs it.
-        op: the operation.
-        in_16_bits: the cost of its calls in a step.
-        in_8_bits: the same under the float8 rule.
-        loss: the square of the relative error that 8 bits add to the loss; None if not measured.
-        gradient: that of the gradient that changes most.
-        is_chosen: True if it runs in 8 bits.
+    `loss` and `gradient` are squares of the relative errors that 8 bits add; None if they are not measured.
     """
 
     module: str
@@ -85,7 +78,6 @@ def choose_products(
     objective: Objective,
     loss: float,
     gradient: float,
-    seed: int = 0,
     deadline: float = math.inf,
 ) -> tuple[Setup | None, Float8Choice]:
     """Choose the products of a 16-bit setup that run in 8 bits, and return the setup with them; None without any.
@@ -95,7 +87,7 @@ def choose_products(
     """
     base = around.policy
     assert base is not None, "the setup is in 16 bits"
-    products = measure_products(products_of(program, base), program, rule, seed, deadline)
+    products = measure_products(products_of(program, base), program, rule, deadline)
     saving = [product for product in products if product.saves(objective) > 0]
     if not saving:
         because = _no_gain_text(rule, products, objective, program)
@@ -151,7 +143,7 @@ def _is_inside(place: str, module: str) -> bool:
 
 
 def measure_products(
-    sites: Sequence[OperationSite], program: TunedProgram, rule: str, seed: int, deadline: float
+    sites: Sequence[OperationSite], program: TunedProgram, rule: str, deadline: float
 ) -> list[Float8Product]:
     """Measure the cost of products in 16 bits and under a float8 rule, apart from those that there is no time for."""
     base = Policy.load("default")
@@ -162,7 +154,7 @@ def measure_products(
             policy = base.replace(ops=dict.fromkeys(FLOAT8_OPERATIONS, each))
             region = autocast(program.device, dtype=program.low, policy=policy)
             variants[each] = CallVariant(program.low, region)
-        costs, _ = measure_calls(program, sites, variants, seed=seed, deadline=deadline)
+        costs, _ = measure_calls(program, sites, variants, deadline=deadline)
     return [
         Float8Product(str(site.module), site.op, total["lower"], total[rule])
         for site, total in costs.items()

@@ -25,9 +25,8 @@ from precast.diagnostics.tensor_memory import ResultMemory, storage_sizes
 from precast.errors import PrecastError, PrecastWarning
 from precast.policy.policy import Policy
 from precast.shipping.converted import convert
-from precast.tuning.error_meter import ErrorMeter, PrecisionErrors, Results
 from precast.tuning.setups import Setup, Workload, attached, copy_model, current_time
-from precast.tuning.tasks import ModelTrial, TuningTask
+from precast.tuning.tasks import ErrorMeter, ModelTrial, PrecisionErrors, Results, TuningTask
 from precast.tuning.words import INFERENCE
 
 __all__ = ["InferenceRun", "InferenceTask", "OutputMeter"]

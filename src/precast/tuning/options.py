@@ -70,43 +70,38 @@ def check_arguments(
     tolerance: object,
     budget: object,
 ) -> None:
-    """Check the arguments of `tune`; `functions` are its `step`, `optimizer` and `metric`, or None.
-
-    Raises:
-        TuningError: one has another type, or is out of its range.
-    """
-    if not isinstance(model, nn.Module):
-        raise TuningError(f"model is {type(model).__name__}; it has to be a torch.nn.Module")
+    """Check the arguments of `tune`; `functions` are its `step`, `optimizer` and `metric`, or None."""
+    is_inference = functions["step"] is None
     for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise TuningError(f"{name} is {type(function).__name__}; it has to be a function")
-    if functions["step"] is None and functions["optimizer"] is not None:
+        _check(function is None or callable(function), name, function, "a function")
+    _check(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
+    if is_inference and functions["optimizer"] is not None:
         raise TuningError(
             "optimizer needs step: pass the step of the training, or leave out optimizer for inference"
         )
-    if functions["step"] is None and functions["metric"] is None:
+    if is_inference and functions["metric"] is None:
         raise TuningError(
             "step is None: pass step(model, batch), which returns the loss; for inference, pass "
             "options=TuningOptions(metric=...)"
         )
-    if objective not in ("time", "memory"):
-        raise TuningError(f'objective is {objective!r}. Allowed: "time", "memory"')
-    if not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
-        raise TuningError(
-            f"tolerance is {tolerance!r}; it has to be a number between 0 and 1, such as 0.01"
-        )
-    if not isinstance(budget, int | float) or not 0 < budget < math.inf:
-        raise TuningError(f"budget is {budget!r}; it has to be a number of seconds above 0")
+    _check(objective in ("time", "memory"), "objective", objective, '"time" or "memory"')
+    is_share = isinstance(tolerance, int | float) and 0 < tolerance < 1
+    _check(is_share, "tolerance", tolerance, "a number between 0 and 1, such as 0.01")
+    is_time = isinstance(budget, int | float) and 0 < budget < math.inf
+    _check(is_time, "budget", budget, "a number of seconds above 0")
+
+
+def _check(is_right: bool, name: str, value: object, expected: str) -> None:
+    if not is_right:
+        is_plain = isinstance(value, int | float | str)
+        shown = repr(value) if is_plain else f"of type {type(value).__name__}"
+        raise TuningError(f"{name} is {shown}; it has to be {expected}")
 
 
 def checked_candidates(
     candidates: Sequence[torch.dtype | str], *, is_training: bool = True
 ) -> list[torch.dtype | str]:
-    """Return the candidates as dtypes and float8 rules, each once.
-
-    Raises:
-        TuningError: there is none, or one of them is neither, or there is a float8 rule for inference.
-    """
+    """Return the candidates as dtypes and float8 rules, each once."""
     allowed = ["bfloat16", "float16", *map(str, FLOAT8_RULES)]
     names = [] if isinstance(candidates, str) else [_spelled(each) for each in candidates]
     if not names:

@@ -14,9 +14,8 @@ from importlib import resources
 from typing import Any
 
 from precast.report.page import page_of
-from precast.tuning.evidence import TuningEvidence, as_values
+from precast.tuning.evidence import TuningEvidence, as_values, setup_cells
 from precast.tuning.proof import Proof
-from precast.tuning.tables import setup_cells
 from precast.tuning.words import words_for
 
 __all__ = ["html"]
@@ -36,9 +35,6 @@ def html(evidence: TuningEvidence, policy: str) -> str:
     Args:
         evidence: the measurements.
         policy: the text of the policy's file.
-
-    Raises:
-        MissingExtraError: jinja2 or plotly is not installed.
     """
     settings, proof = evidence.settings, evidence.proof
     words, figures = words_for(settings.task), [*proof.figures.values()] if proof else []

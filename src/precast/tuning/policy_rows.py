@@ -48,11 +48,7 @@ def policy_of(
     *,
     reason: Callable[[PolicyRow], str] = lambda _: "",
 ) -> Policy:
-    """Return the policy that carries out a settled choice; `reason` tells why a row is needed, with figures.
-
-    Raises:
-        PolicyError: the base has rules for modules.
-    """
+    """Return the policy that carries out a settled choice; `reason` tells why a row is needed, with figures."""
     rows = with_patterns(rows_of(choice, program), program.modules)
     return _with_rows(base, rows, program, reason)
 

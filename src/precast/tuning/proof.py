@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -20,16 +21,79 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 from precast._internal.display import dtype_name
+from precast._internal.missing import missing_extra
 from precast.errors import TuningError
-from precast.tuning.intervals import UNKNOWN, Interval, mean_interval, median_interval
 from precast.tuning.setups import FLOAT32, Setup
 from precast.tuning.tasks import ModelTrial, TuningTask
 
-__all__ = ["ComparisonOutcome", "Proof", "SetupComparison", "SetupFigures", "compare"]
-__all__ += ["is_time_decided", "outcome_of", "prove"]
+__all__ = ["CONFIDENCE", "UNKNOWN", "ComparisonOutcome", "Interval", "Proof", "SetupComparison"]
+__all__ += ["SetupFigures", "compare", "is_time_decided", "mean_interval", "median_interval"]
+__all__ += ["outcome_of", "prove"]
+
+CONFIDENCE: Final = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the ends of its interval; the ends are infinite where nothing is measured."""
+
+    low: float
+    middle: float
+    high: float
+
+
+UNKNOWN: Final = Interval(-math.inf, math.nan, math.inf)
+
+
+def mean_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
+    """Return the interval of the mean of the distribution that these numbers are a sample of."""
+    count = len(numbers)
+    if count < 2:
+        return _without_ends(numbers)
+    mean = statistics.fmean(numbers)
+    half = _standard_errors(looks, count) * statistics.stdev(numbers) / math.sqrt(count)
+    return Interval(mean - half, mean, mean + half)
+
+
+def median_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
+    """Return the interval of the median; its ends are numbers of the sample."""
+    ordered, rank = sorted(numbers), _rank(looks, len(numbers))
+    if rank == 0:
+        return _without_ends(ordered)
+    return Interval(ordered[rank - 1], statistics.median(ordered), ordered[-rank])
+
+
+def _without_ends(numbers: Sequence[float]) -> Interval:
+    return Interval(-math.inf, statistics.median(numbers) if numbers else math.nan, math.inf)
+
+
+@functools.cache
+def _standard_errors(looks: int, count: int) -> float:
+    """Return half of the width of the interval of a mean, in standard errors."""
+    return float(_special().stdtrit(count - 1, 1 - (1 - CONFIDENCE) / looks / 2))
+
+
+@functools.cache
+def _rank(looks: int, count: int) -> int:
+    """Return the rank of the numbers, from below and from above, between which the median lies; 0 if none suffices."""
+    missed = (1 - CONFIDENCE) / looks
+    rank = 0
+    while rank < count / 2 and _special().bdtr(rank, count, 0.5) <= missed / 2:
+        rank += 1
+    return rank
+
+
+def _special() -> Any:
+    """Return SciPy's special functions, which load in a tenth of the time of its statistics."""
+    try:
+        from scipy import special
+    except ModuleNotFoundError:
+        raise missing_extra("precast.tune", "scipy", "tune") from None
+    return special
+
 
 ComparisonOutcome = Literal["better", "equal", "worse", "cannot tell"]
 
@@ -43,7 +107,6 @@ class SetupFigures:
         curves: the losses of all steps, for each seed.
         seconds: the times of steps. Equal places belong to steps that followed each other.
         failure: why the setup cannot run; empty if it can.
-        policy: the text of its policy; empty for float32.
         kept_bytes: the bytes that autograd keeps for the backward pass; in inference, those of weights and results.
     """
 
@@ -72,9 +135,7 @@ class SetupComparison:
     """The comparison of one setup with another.
 
     Attributes:
-        loss: the outcome for the loss. "equal" is within the tolerance.
         difference: the relative difference of the losses; below zero is better.
-        time: the outcome for the time.
         ratio: the time of a step as a share of the other's.
         seeds: the number of pairs of losses.
         because: why the loss is worse, where no interval decides that.
@@ -97,11 +158,9 @@ class SetupComparison:
 
 @dataclass
 class Proof:
-    """The figures and comparisons of setups.
+    """The figures of setups, float32 first, and the comparisons of each with each one before it.
 
     Attributes:
-        figures: by the name of the setup, float32 first.
-        comparisons: of each setup with each one before it.
         steps: the steps of a training, or the passes of an inference.
         seeds: the number of pairs: of seeds, or of batches.
         ended: everything was decided, the time or the seeds were used up, or Ctrl-C.
@@ -131,17 +190,8 @@ def prove(
 ) -> Proof:
     """Compare setups with float32 and with each other until their losses and, if `timed`, their times are decided.
 
-    Args:
-        task: opens the copies.
-        setups: all setups but float32, which is always compared and comes first.
-        steps: the steps of a training.
-        tolerance: the relative difference of losses that does not count.
-        deadline: on `time.monotonic`'s clock.
-        timed: True if the times have to be decided too.
-        progress: called before each round with its number and setups.
-
-    Raises:
-        TuningError: float32 fails.
+    Float32 comes first and is always compared. `steps` is the length of a training, `tolerance` the relative difference
+    of losses that does not count, and the `deadline` on `time.monotonic`'s clock.
     """
     running = [FLOAT32, *setups]
     with closing(task):

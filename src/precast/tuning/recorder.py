@@ -77,9 +77,6 @@ def record(
 
     Copies of the model run. `step` returns the loss; it opens no region and does not call backward. `base` is the
     policy whose rules the operations have, and `low` the 16-bit dtype.
-
-    Raises:
-        TuningError: the model cannot be copied.
     """
     with autocast(device, dtype=low, policy=base):
         pass  # so that operations with rules in the base have kernels, which report them
@@ -92,8 +89,7 @@ def record(
         _run(copied, step, recorder)
     program = recorder.program(rules, torch_rules, low, is_inference=is_inference)
     for _ in range(_ROUNDS):
-        listener = _DtypeListener(copy_model(model), device, ruled)
-        barred = _unable_sites(listener, step, program, base)
+        barred = _unable_sites(copy_model(model), step, program, base, ruled)
         if not barred:
             break
         sites = (replace(each, barred=barred.get(each, each.barred)) for each in program.sites)
@@ -113,10 +109,7 @@ def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
 class _DtypeListener(SiteListener):
     """Records the dtypes of the first result of each operation."""
 
-    def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
-        super().__init__(model, device, ruled)
-        self.model = model
-        self.dtypes: dict[OperationSite, set[torch.dtype]] = {}
+    dtypes: dict[OperationSite, set[torch.dtype]]
 
     def after(self, call: ObservedCall, out: Any) -> None:
         first = first_floating(out)
@@ -125,15 +118,17 @@ class _DtypeListener(SiteListener):
 
 
 def _unable_sites(
-    listener: _DtypeListener, step: Step, program: TunedProgram, base: Policy
+    model: nn.Module, step: Step, program: TunedProgram, base: Policy, ruled: Collection[str]
 ) -> dict[OperationSite, str]:
     """Return the operations that cannot run in 16 bits at their places in the program, with the reasons."""
+    listener = _DtypeListener(model, program.device, ruled)
+    listener.dtypes = {}
     choice = program.choose(program.sites)
     policy = explicit_policy(choice, program, base)
     region = autocast(program.device, dtype=program.low, policy=policy)
     try:
-        with attach(listener.model, policy), region:
-            _run(listener.model, step, listener)
+        with attach(model, policy), region:
+            _run(model, step, listener)
     except Exception as error:
         failed = listener.failed_call
         if failed is None or choice.get(failed.site) is not program.low:

@@ -24,8 +24,16 @@ from precast._internal.display import Card, Displayed, dtype_name, plural, termi
 from precast.errors import MissingExtraError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
-from precast.tuning.evidence import SCHEMA, TuningEvidence, as_values
-from precast.tuning.tables import columns_of, figures_of, rows_of_setups, table_lines, wrapped
+from precast.tuning.evidence import (
+    SCHEMA,
+    TuningEvidence,
+    as_values,
+    columns_of,
+    figures_of,
+    rows_of_setups,
+    table_lines,
+    wrapped,
+)
 from precast.tuning.words import words_for
 
 __all__ = ["TuningResult", "evidence_of", "is_replaceable"]

@@ -23,10 +23,10 @@ from typing import Final
 import torch
 
 from precast.policy.policy import Policy
-from precast.tuning.error_meter import ErrorMeter, PrecisionErrors
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.tasks import ErrorMeter, PrecisionErrors
 
 __all__ = ["MOST_RUNS", "Sensitivity", "measure_sensitivity"]
 
@@ -38,14 +38,12 @@ _MOST_EXCESS: Final = 16.0
 
 @dataclass
 class Sensitivity:
-    """The errors of all operations of a program.
+    """The errors of each operation that may run in 16 bits.
 
     Attributes:
-        sites: the errors of each operation that may run in 16 bits.
         scale: the loss scale that a gradient scaler would reach; 1 for bfloat16.
         runs: the number of groups that were measured.
-        shared: the number of operations in groups that were not halved although their error is too large, because the
-            time or the runs were used up.
+        shared: the number of operations in groups that there was no time to halve although their error is too large.
     """
 
     sites: dict[OperationSite, PrecisionErrors] = field(default_factory=dict)

@@ -65,11 +65,7 @@ class Workload:
         return "inference" if self.step is None else "training"
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            TuningError: it is not a tensor of one floating-point number.
-        """
+        """Return the loss of a batch."""
         assert self.step is not None, "a training has a step"
         loss = self.step(model, batch)
         if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
@@ -80,11 +76,7 @@ class Workload:
         )
 
     def measure(self, model: nn.Module, number: int) -> float:
-        """Return the metric of a batch, without gradients; its number also seeds random operations.
-
-        Raises:
-            TuningError: it is not a number.
-        """
+        """Return the metric of a batch, without gradients; its number also seeds random operations."""
         assert self.metric is not None, "there is a metric"
         seed_all(self.seed, number)
         with torch.no_grad():
@@ -134,11 +126,7 @@ def workload_of(
     metric: Metric | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Return a workload with the first batches of a list or iterable, or of the iterator that a function returns.
-
-    Raises:
-        TuningError: there are no batches, or `batches` is neither.
-    """
+    """Return a workload with the first batches of a list or iterable, or of the iterator that a function returns."""
     source = batches() if callable(batches) and not isinstance(batches, Iterable) else batches
     if isinstance(source, Tensor) or not isinstance(source, Iterable):
         raise TuningError(
@@ -155,11 +143,7 @@ def workload_of(
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a copy of a model, whose parameters have no gradients.
-
-    Raises:
-        TuningError: it cannot be copied.
-    """
+    """Return a copy of a model, whose parameters have no gradients."""
     if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
         raise TuningError(
             f"the model, a {type(model).__name__}, is or has a module of TorchScript, whose copy cannot be trained "

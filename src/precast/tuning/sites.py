@@ -2,14 +2,11 @@
 
 An *operation site* is an operation of one module, by the name of its row in a policy. All calls of the operation in
 that module are one site, because one row decides for all of them. A *choice* assigns float32 or the program's 16-bit
-dtype to each site, and is *settled* if a policy can carry it out: then `TunedProgram.settle` returns it.
+dtype to each site, and is *settled* if a policy can carry it out.
 
 Invariants:
-- everything here is plain data; neither tensors nor modules are kept. In a recorded call lists become tuples;
-- calls are equal if they cost the same: the ranges of their numbers and their counts do not matter;
-- random arguments for a call have the recorded strides, overlapping ones too, and numbers within the recorded range, so
-  that indices stay inside of what they index;
-- sites are equal if their module and operation are;
+- neither tensors nor modules are kept. Calls are equal if they cost the same, and sites if their module and operation
+  are;
 - edges are floating-point tensors only, other than float64, because rules act on nothing else.
 """
 
@@ -41,11 +38,9 @@ class TensorArgument:
     """One tensor of a call.
 
     Attributes:
-        dtype: its dtype in the float32 run.
         low: the smallest finite number in it; 0 if there is none.
         high: the largest one.
         is_weight: True for a parameter, or a view of one.
-        needs_grad: True if the backward pass computes its gradient.
         stays: True if it keeps its dtype where the others are in 16 bits, as the weights of `layer_norm` do.
     """
 
@@ -100,10 +95,9 @@ class OperationSite:
     Attributes:
         module: the module's name in the model, "" for the model itself; None where no module of the model runs it.
         op: its name in a policy's row, such as `softmax` or `mylib::scan`.
-        rule: the rule of the base policy that casts its arguments; None if there is none.
+        rule: the rule of the base policy that casts its arguments.
         barred: why it cannot run in 16 bits; "" if it can.
-        casts_down: False if the rule `lower` is impossible, because the operation writes to its arguments: it would
-            write to their 16-bit copies.
+        casts_down: False if it writes to its arguments: under the rule `lower` it would write to 16-bit copies.
         pinned: True if rules for modules around may not reach it: it is called from elsewhere, or has two names.
     """
 
@@ -124,7 +118,6 @@ class TensorEdge:
     """Tensors of one size that flow from one site, or from outside, to another site.
 
     Attributes:
-        producer: the site that made them; None for weights and batches.
         elements: of one tensor.
         count: the number of them in a step.
         dtype: the dtype, where there is no producer or the program fixes it; else None.
@@ -161,11 +154,7 @@ DtypeChoice = Mapping[OperationSite, torch.dtype]
 class TunedProgram:
     """One training step, or one run, of a model: its sites in the order of their first calls, and their edges.
 
-    Attributes:
-        low: the 16-bit dtype.
-        device: the device type of the rows.
-        modules: the names of all modules of the model, each after those that contain it.
-        is_inference: True if it runs without gradients, and weights are stored in the dtypes in which they are used.
+    `modules` names all modules of the model, each after those that contain it.
     """
 
     sites: tuple[OperationSite, ...]
@@ -296,6 +285,7 @@ def _random_tensor(
 
 
 def _random_numbers(size: int, argument: TensorArgument, generator: torch.Generator) -> Tensor:
+    """Return numbers within the recorded range, so that indices stay inside of what they index."""
     low, high, dtype, device = argument.low, argument.high, argument.dtype, generator.device
     if dtype is torch.bool:
         return torch.rand(size, generator=generator, device=device) < 0.5

@@ -23,7 +23,6 @@ from precast.diagnostics.tensor_memory import saved_for_backward
 from precast.errors import BrokenModelError, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_parameters
-from precast.tuning.error_meter import ErrorMeter, Results, are_finite
 from precast.tuning.setups import (
     FLOAT32,
     Setup,
@@ -34,7 +33,7 @@ from precast.tuning.setups import (
     move_weights,
     seed_all,
 )
-from precast.tuning.tasks import ModelTrial, TuningTask
+from precast.tuning.tasks import ErrorMeter, ModelTrial, Results, TuningTask, are_finite
 from precast.tuning.words import TRAINING
 
 __all__ = ["GradientMeter", "Training", "TrainingTask"]

@@ -31,9 +31,9 @@ from torch.optim import Optimizer
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
-from precast.tuning.chooser import choose
+from precast.tuning.chooser import RowReasons, choose
 from precast.tuning.costs import ProgramCosts, measure_costs
-from precast.tuning.evidence import SearchSettings, new_evidence
+from precast.tuning.evidence import SearchSettings, TuningEvidence
 from precast.tuning.float8_products import choose_products, products_of
 from precast.tuning.inference import InferenceTask
 from precast.tuning.judging import Judge
@@ -46,7 +46,6 @@ from precast.tuning.options import (
 )
 from precast.tuning.policy_rows import policy_of
 from precast.tuning.proof import Proof, prove
-from precast.tuning.reasons import RowReasons
 from precast.tuning.result import TuningResult, evidence_of
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, workload_of
@@ -56,14 +55,11 @@ from precast.tuning.training import TrainingTask
 
 __all__ = ["SearchBudget", "duration_text", "evidence_of", "task_of", "tune"]
 
+# Shares of the budget: until groups are not halved any more, then for costs, for each float8 rule, for each choice.
 _ERRORS: Final = 0.3
-"""The share of the budget after which groups are not halved any more."""
 _COSTS: Final = 0.15
-"""The share of the budget, after that, for costs."""
 _PRODUCTS: Final = 0.1
-"""The share of the budget for each float8 rule."""
 _CHOICE: Final = 0.05
-"""The share of the budget for each choice."""
 _PROOF: Final = 0.8
 """The share of the remaining time for the first look at a proof."""
 _SAFETY: Final = 2
@@ -147,11 +143,7 @@ def tune(
 
 
 def task_of(workload: Workload) -> TuningTask:
-    """Return the task of a workload: training if it has a step, else inference.
-
-    Raises:
-        TuningError: there are too few batches to compare metrics.
-    """
+    """Return the task of a workload: training if it has a step, else inference."""
     if workload.step is not None:
         return TrainingTask(workload)
     task, count = InferenceTask(workload), len(workload.batches)
@@ -185,9 +177,6 @@ class SearchBudget:
         """Measure a step in float32; refuse a budget that is too small even for a proof without measurements.
 
         The time so far does not count: on a busy machine most of it loads code.
-
-        Raises:
-            TuningError: the budget is too small.
         """
         self._step_seconds = self._task.seconds()
         if self._seconds < self._proof_seconds(self._task.steps[0], setups):
@@ -230,9 +219,13 @@ class _PolicySearch:
         self._base = base
         self._settings = settings
         self._progress = progress
-        self._evidence = new_evidence(task.workload, settings)
+        model = task.workload.model
+        self._evidence = TuningEvidence(
+            model=type(model).__name__,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            settings=settings,
+        )
         self._best: Setup = FLOAT32
-        self._evidence.because = "the search was interrupted before anything was proven"
 
     def run(self, candidates: Sequence[torch.dtype | str]) -> TuningResult:
         """Search, and return the answer."""
@@ -304,59 +297,39 @@ class _PolicySearch:
             yield _ENDED[proof.ended]
 
     def _setups(self, dtypes: Sequence[torch.dtype], float8_rules: Sequence[str]) -> list[Setup]:
-        """Return the setups of the base policy, the chosen ones, and last those of presets.
-
-        First all errors are measured, then all costs.
-        """
-        count, meter, share = len(dtypes), self._task.meter, self._budget.share
-        measured = [
-            self._measure_errors(dtype, share(_ERRORS * number / count))
-            for number, dtype in enumerate(dtypes, 1)
-        ]
-        all_costs = [
-            measure_costs(
-                program,
-                seed=self._settings.seed,
-                deadline=share(_ERRORS + _COSTS * number / count),
-                progress=partial(self._tell, "costs"),
-            )
-            for number, (program, _) in enumerate(measured, 1)
-        ]
+        """Return the setups of the base policy, the chosen ones, and last those of presets."""
+        task, settings, share = self._task, self._settings, (_ERRORS + _COSTS) / len(dtypes)
         setups: list[Setup] = []
         presets: list[Setup] = []
-        for (program, errors), costs in zip(measured, all_costs, strict=True):
+        for number, dtype in enumerate(dtypes, 1):
+            self._tell("record", f"the operations of a {task.words.run}, in {dtype_name(dtype)}")
+            program = task.record(self._base, dtype)
+            errors = measure_sensitivity(
+                task.meter,
+                program,
+                self._base,
+                loss=settings.tolerance,
+                gradient=task.allowed_change,
+                deadline=self._budget.share(number * share - _COSTS / len(dtypes)),
+                progress=partial(self._tell, "errors"),
+            )
+            costs = measure_costs(
+                program,
+                deadline=self._budget.share(number * share),
+                progress=partial(self._tell, "costs"),
+            )
             self._evidence.add_search(program, errors, costs)
-            suffix = f" in {dtype_name(program.low)}" if count > 1 else ""
-            meter.scale = errors.scale
-            base, *others = [
-                Setup(f"{policy.name}{suffix}", policy, program.low)
-                for policy in (self._base, *_other_presets(self._base, program))
-            ]
-            setups.append(replace(base, silent=meter.errors(base).silent))
-            presets += [replace(other, silent=meter.errors(other).silent) for other in others]
+            suffix = f" in {dtype_name(dtype)}" if len(dtypes) > 1 else ""
+            for policy in (self._base, *_other_presets(self._base, program)):
+                setup = Setup(f"{policy.name}{suffix}", policy, dtype)
+                setup = replace(setup, silent=task.meter.errors(setup).silent)
+                (setups if policy is self._base else presets).append(setup)
             policy, silent = self._choose(program, errors, costs)
             if _rules_for(policy, program) != _rules_for(self._base, program):
-                setups.append(Setup(f"tuned{suffix}", policy, program.low, silent))
-            if costs is all_costs[0]:
+                setups.append(Setup(f"tuned{suffix}", policy, dtype, silent))
+            if number == 1:
                 setups += [*self._float8_setups(program, setups, float8_rules)]
         return setups + presets
-
-    def _measure_errors(
-        self, dtype: torch.dtype, deadline: float
-    ) -> tuple[TunedProgram, Sensitivity]:
-        task = self._task
-        self._tell("record", f"the operations of a {task.words.run}, in {dtype_name(dtype)}")
-        program = task.record(self._base, dtype)
-        errors = measure_sensitivity(
-            task.meter,
-            program,
-            self._base,
-            loss=self._settings.tolerance,
-            gradient=task.allowed_change,
-            deadline=deadline,
-            progress=partial(self._tell, "errors"),
-        )
-        return program, errors
 
     def _choose(
         self, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
@@ -377,7 +350,7 @@ class _PolicySearch:
                 gradient=gradient * share**2,
                 seconds=max(1.0, _CHOICE * settings.budget),
             )
-            reasons = RowReasons(program, costs, errors, chosen, settings.objective)
+            reasons = RowReasons(program, costs, errors.sites, chosen, settings.objective)
             policy = policy_of(chosen.choice, program, self._base, reason=reasons)
             together = self._task.meter.errors(Setup("tuned", policy, program.low))
             if together.fits(loss, gradient):
@@ -400,7 +373,6 @@ class _PolicySearch:
                 objective=self._settings.objective,
                 loss=self._settings.tolerance,
                 gradient=self._task.allowed_change,
-                seed=self._settings.seed,
                 deadline=time.monotonic() + _PRODUCTS * self._settings.budget,
             )
             self._evidence.eight_bits.append(choice)
