@@ -34,7 +34,6 @@ def _codes(*names: str, help: str) -> Callable[[_Command], _Command]:
 
 
 def _with_options(command: _Command) -> _Command:
-    """Add the argument and the options of `check` that select files, rules and the output."""
     for option in reversed(
         [
             click.argument("paths", nargs=-1, type=click.Path(path_type=Path, allow_dash=True)),
@@ -119,7 +118,6 @@ def check(apply: bool, explain: str | None, **request: Any) -> None:
 
 
 def _explain(code: str) -> None:
-    """Print the finding, the reason and the fix of a rule; with ALL a line for each rule."""
     from precast_lint.selecting.registry import index, load
 
     if code == "ALL":
@@ -154,7 +152,6 @@ def _main(
     jobs: int | None,
     **request: Any,
 ) -> None:
-    """Run, print, and end the process with the exit code."""
     from precast_lint.running.runner import RunMode
 
     paths = paths or (Path(),)

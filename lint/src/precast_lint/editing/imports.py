@@ -117,7 +117,6 @@ def move_names(
 
 
 def _line(home: str, aliases: Sequence[cst.ImportAlias], new: Mapping[Node, str]) -> str:
-    """Return the statement that imports names of one module, or modules."""
     names = []
     for alias in aliases:
         bound = dotted(alias.asname.name if alias.asname else alias.name) or ""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst
 
-__all__ = ["default_of_field", "the_value", "value_stored", "values_seen"]
+__all__ = ["by_default", "default_of_field", "the_value", "value_stored", "values_seen"]
 
 _Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes around it
 _DEEP = 4  # calls that pass an object on
@@ -186,3 +187,26 @@ def _is_unsure(outer: Node, inside: _Inside) -> bool:
     loops = (cst.For, cst.While, cst.Try, cst.TryStar, cst.ExceptHandler, cst.Finally, cst.Match)
     others = isinstance(outer, (*loops, cst.MatchCase, cst.ClassDef))
     return others and any(outer in around for _, around in inside)
+
+
+def by_default(source: Source, node: Node | None, depth: int = 3) -> Node | None:
+    """Return the default value of an expression: of a field, `cfg.dtype`, or of a parameter."""
+    result = the_value(source, node)
+    if depth == 0 or result is None:
+        return None
+    if isinstance(result, cst.Attribute):
+        value = default_of_field(source, result)
+        if isinstance(value, cst.Call) and source.origin(value.func) == "dataclasses.field":
+            return Arguments.of(value).keywords.get("default")
+        return value
+    binding = source.names.only_binding(result)
+    if binding is None or binding.kind != "param":
+        return None
+    values = source.values.handed.whatever_to(binding) or [binding.value]
+    if len(values) > 1 or values[0] is None:
+        return None
+    return (
+        values[0]
+        if source.origin(values[0])
+        else by_default(source, values[0], depth - 1) or values[0]
+    )

@@ -267,5 +267,4 @@ def _decorators(
         inner: Node = decorator.decorator
         func = inner.func if isinstance(inner, cst.Call) else inner
         if source.names.builtin(func) not in _PLAIN:
-            partial = source.values.filled_in(func)
-            yield decorator, source.origin(partial.args[0].value if partial is not None else func)
+            yield decorator, source.origin(func)

@@ -1,4 +1,4 @@
-"""Detection of texts and devices.
+"""Detection of texts, devices and tensors.
 
 Invariants: True only with evidence: a literal, an operation with only such results, an annotation, a
 default value, or a name whose values all have such evidence. A variable's name is no evidence.
@@ -6,17 +6,20 @@ default value, or a name whose values all have such evidence. A variable's name 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
-from precast_lint.meaning.assignments import value_stored
+from precast_lint.meaning.assignments import value_stored, values_seen
+from precast_lint.meaning.functions import MODULES
 from precast_lint.meaning.regions import TRAINERS
-from precast_lint.meaning.tensor_values import is_tensor
 from precast_lint.parsing.names import is_none
+from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, is_self, strings
 
 __all__ = [
     "is_device",
+    "is_tensor",
     "is_text",
     "texts",
 ]
@@ -56,7 +59,6 @@ def is_device(source: Source, node: Node | None, depth: int = _DEPTH) -> bool:
 
 
 def _has_device(source: Source, node: Node) -> bool:
-    """Return True if the attribute `device` of an object is a `torch.device`."""
     if _is_tensor(source, node) or source.instance(node) in TRAINERS:
         return True
     return isinstance(node, cst.Name) and is_tensor(source, node)
@@ -111,3 +113,44 @@ def texts(source: Source, node: Node | None, depth: int = _DEPTH) -> frozenset[s
             return part
         results |= part
     return results
+
+
+_NOTES = ("torch.Tensor", "torch.FloatTensor", "torch.nn.Parameter")
+# Functions and methods that return a tensor; a method only if it is called on one.
+_OPERATIONS = (
+    r"abs|bfloat16|clone|contiguous|cpu|cuda|detach|double|exp|expand|flatten|float|half|log|masked_fill|matmul|max|"
+    r"mean|min|norm|permute|prod|relu|reshape|sigmoid|softmax|squeeze|std|sum|tanh|to|transpose|unsqueeze|var|view"
+)
+_METHODS = re.compile(_OPERATIONS)
+_FUNCTIONS = re.compile(
+    rf"torch\.nn\.functional\.\w+|torch\.({_OPERATIONS}|arange|as_tensor|cat|einsum|empty|eye|from_numpy|full|linspace|"
+    r"ones|rand|randn|stack|tensor|where|zeros)"
+)
+
+
+def is_tensor(source: Source, node: Node, depth: int = 4) -> bool:
+    """Return True if a value is certainly a tensor."""
+    if depth == 0:
+        return False
+    if isinstance(node, cst.BinaryOperation):
+        return any(is_tensor(source, side, depth - 1) for side in (node.left, node.right))
+    if isinstance(node, cst.Call):
+        if (origin := source.origin(node.func)) is not None:
+            return _FUNCTIONS.fullmatch(origin) is not None
+        func = node.func
+        is_method = isinstance(func, cst.Attribute) and _METHODS.fullmatch(func.attr.value)
+        return bool(is_method) and is_tensor(source, func.value, depth - 1)  # type: ignore[attr-defined]
+    if not isinstance(node, cst.Name) or is_self(node):
+        return False
+    results = values_seen(source, node)
+    return bool(results) and all(_holds_tensor(source, binding, depth) for binding in results)
+
+
+def _holds_tensor(source: Source, binding: Binding, depth: int) -> bool:
+    if binding.annotation is not None:
+        return source.origin(binding.annotation) in _NOTES
+    if binding.kind == "param":  # of a module's method
+        home = source.values.enclosing_class(binding.node)
+        return home is not None and any(source.origin(base.value) in MODULES for base in home.bases)
+    is_plain = binding.kind == "assign" and binding.value is not None
+    return is_plain and is_tensor(source, binding.value, depth - 1)  # type: ignore[arg-type]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from precast_lint.meaning.assignments import the_value, values_seen
-from precast_lint.meaning.defaults import by_default
+from precast_lint.meaning.assignments import by_default, the_value, values_seen
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, strings, walk
@@ -120,9 +119,6 @@ def region_of_call(source: Source, node: Node, call: cst.Call) -> Region | None:
     """The region that a call makes; None if it makes none."""
     origin = source.origin(call.func)
     arguments = arguments_of(source, call)
-    if origin is None and (definition := source.values.filled_in(call.func)) is not None:
-        origin = source.origin(definition.args[0].value)
-        arguments = Arguments.of_partial(definition, call)
     if origin not in AUTOCASTS:
         return None
     if arguments.starred:
@@ -172,7 +168,6 @@ def is_trainer(source: Source, node: Node) -> bool:
 
 @once
 def _regions(source: Source) -> list[Region]:
-    """Return all regions of a file, those of trainers too."""
     return [*_regions_of_statements(source), *_regions_of_decorators(source)]
 
 
@@ -342,7 +337,7 @@ def _dtype(source: Source, node: Node | None, device: str | None) -> str | None:
 
 
 def _named(source: Source, node: Node) -> str | None:
-    """`torch.float16` of `getattr(torch, "float16")`, of `{"fp16": torch.float16}[precision]`, or of a function."""
+    """`torch.float16` of `{"fp16": torch.float16}[precision]`, or of a function."""
     definition = the_value(source, node)
     if isinstance(definition, cst.Subscript):
         index = definition.slice[0].slice
@@ -357,15 +352,5 @@ def _named(source: Source, node: Node) -> str | None:
         return None
     if not isinstance(definition, cst.Call):
         return None
-    if source.names.builtin(definition.func) != "getattr":
-        origins = {source.origin(value) for value in source.values.returned(definition)}
-        return origins.pop() if len(origins) == 1 else None
-    if len(definition.args) != 2 or source.origin(definition.args[0].value) != "torch":
-        return None
-    name = the_value(source, definition.args[1].value)
-    text = strings(name) if name is not None else None
-    if text is None:
-        argument = by_default(source, name)
-        text = strings(argument) if argument is not None else None
-        text = text if text in ("float16", "half") else None
-    return f"torch.{text}" if text else None
+    origins = {source.origin(value) for value in source.values.returned(definition)}
+    return origins.pop() if len(origins) == 1 else None

@@ -98,16 +98,7 @@ _TABLED = ("max", "min")  # with a dim they give the values and the places
 
 @dataclass(frozen=True)
 class TensorOperation:
-    """A call of an operation.
-
-    Attributes:
-        name: "softmax".
-        operand: its first tensor.
-        positional: the arguments after it.
-        keywords: those by keyword.
-        call: the call.
-        is_method: whether it is written `x.softmax(...)`.
-    """
+    """A call of an operation on its first tensor, `torch.softmax(x, 1)`, or as a method, `x.softmax(1)`."""
 
     name: str
     operand: Node
@@ -351,7 +342,6 @@ def _makes_half(source: Source, call: cst.Call, depth: int) -> bool:
 
 
 def _keeps_half(source: Source, call: cst.Call, depth: int) -> bool:
-    """Return True if an operation keeps the dtype of its operand, and that is float16."""
     result = operation(source, call, *_SAME_DTYPE, *_SUMS, *_LIMITS)
     if result is None:
         return False
@@ -399,7 +389,6 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
 
 
 def _is_lowered_call(source: Source, node: cst.Call, depth: int) -> bool:
-    """Return True if a call multiplies matrices, or reshapes such a product."""
     alike = _made_like(source, node)
     if alike is not None:
         return is_lowered(source, alike, depth - 1)
@@ -528,7 +517,6 @@ def _is_number(source: Source, call: cst.Call) -> bool:
 
 
 def _casts(node: Node) -> bool:
-    """Return True if an expression contains a cast."""
     return any(
         isinstance(inner, cst.Attribute)
         and inner.attr.value in ("float", "double", "to", "type", "type_as")

@@ -92,7 +92,7 @@ def evaluate_test(source: Source, node: Node, releases: Iterable[str]) -> dict[s
     for release in releases:
         try:
             value = eval(code, _variables(source, release))  # no names but those
-        except (TypeError, ValueError, LookupError, AttributeError):
+        except (TypeError, ValueError, LookupError, AttributeError, NameError):
             return None
         if value is not None and not isinstance(value, bool):
             return None
@@ -191,7 +191,6 @@ def _index(index: Node, again: Callable[[Node], str]) -> str:
 
 
 def _sign(operation: Node) -> str:
-    """Return an operator as text."""
     return cst.Module(body=[]).code_for_node(operation).strip()
 
 
@@ -210,7 +209,6 @@ def _sides(node: cst.BooleanOperation, again: Callable[[Node], str]) -> str:
 
 
 def _compares(side: Node) -> bool:
-    """Return True if a test contains a comparison or an index."""
     return any(isinstance(n, (cst.Comparison, cst.Subscript)) for n in walk(side))
 
 
@@ -225,7 +223,6 @@ def _comparison(node: cst.Comparison, again: Callable[[Node], str]) -> str:
 
 
 def _loop(loop: cst.CompFor, again: Callable[[Node], str]) -> str:
-    """Return the `for` of a comprehension with one variable and one loop."""
     if not isinstance(loop.target, cst.Name) or loop.inner_for_in is not None:
         raise _Unknown
     tests = "".join(f" if {again(part.test)}" for part in loop.ifs)

@@ -33,16 +33,6 @@ class Arguments:
             starred=len(plain) < len(call.args),
         )
 
-    @classmethod
-    def of_partial(cls, definition: cst.Call, call: cst.Call) -> Arguments:
-        """The arguments that a function gets from `functools.partial` and from the call of what that made."""
-        first, then = cls.of(definition), cls.of(call)
-        return cls(
-            first.positional[1:] + then.positional,
-            first.keywords | then.keywords,
-            first.starred or then.starred,
-        )
-
     def get(self, name: str, position: int | None = None) -> Node | None:
         """The value of a parameter, given by keyword or at its position."""
         if name in self.keywords:

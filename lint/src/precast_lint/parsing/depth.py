@@ -46,7 +46,6 @@ def deeper() -> AbstractContextManager[None]:
 
 
 def _depth() -> int:
-    """The number of calls that are open."""
     return sum(1 for _ in traceback.walk_stack(None))
 
 

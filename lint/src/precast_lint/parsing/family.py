@@ -106,7 +106,6 @@ class Family:
 
     @cached_property
     def _direct(self) -> dict[cst.ClassDef, list[cst.ClassDef]]:
-        """The classes that have bases in this file, with these bases."""
         table: dict[cst.ClassDef, list[cst.ClassDef]] = {}
         for scope in self.names.scopes.owned.values():
             if isinstance(scope.node, cst.ClassDef):
@@ -130,6 +129,5 @@ def is_left_open(function: cst.FunctionDef) -> bool:
 
 
 def _says_nothing(line: Node) -> bool:
-    """Return True if a line is a text or `...`."""
     value = line.value if isinstance(line, cst.Expr) else None
     return isinstance(value, (cst.SimpleString, cst.ConcatenatedString, cst.Ellipsis))

@@ -86,7 +86,6 @@ class NameTable:
         return node.value
 
     def _variable(self, node: cst.Name) -> object:
-        """Return a key that is equal for all reads of one name of one scope."""
         scope = self.scopes.scope_of.get(node)
         return (scope and scope.home(node.value), node.value)
 

@@ -162,7 +162,6 @@ def _members(text: str, at: int) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _items(text: str, at: int) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the items of a list."""
     if text[at : at + 1] != "[":
         raise ValueError("the cells of a notebook are a list")
     at = _skip(text, at + 1)
@@ -189,7 +188,6 @@ def _shown(source: str) -> str | Broken | None:
 
 
 def _is_indented(source: str) -> bool:
-    """Return True if the first line of code in a cell is indented."""
     lines = (line for line in source.split("\n") if line.strip() and line.lstrip()[0] != "#")
     return next(lines, "")[:1] in (" ", "\t")
 
@@ -209,7 +207,6 @@ def _without_magics(lines: list[str], magic: re.Pattern[str]) -> Iterator[str]:
 
 
 def _error(source: str) -> Broken | None:
-    """Return the syntax error of a text, if it is not Python."""
     try:
         guard(source)
         cst.parse_module((_OPENING + "\n" if _is_indented(source) else "") + _ended(source))

@@ -25,7 +25,6 @@ def returned_by(function: cst.FunctionDef) -> list[Node]:
 
 
 def _returns(block: Node | None) -> bool:
-    """Return True if a block always ends with `return` or `raise`."""
     last = (
         block.body[-1]
         if isinstance(block, (cst.IndentedBlock, cst.SimpleStatementSuite))

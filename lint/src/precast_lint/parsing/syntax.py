@@ -7,6 +7,7 @@ whitespace, punctuation and operators out, and visits every other node once.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -40,37 +41,16 @@ __all__ = [
     "walk",
 ]
 
-_TRIVIA = (
-    "whitespace",
-    "lpar",
-    "rpar",
-    "lbracket",
-    "rbracket",
-    "lbrace",
-    "rbrace",
-    "header",
-    "footer",
-    "leading_lines",
-    "lines_after",
-    "trailing_whitespace",
-    "semicolon",
-    "comma",
-    "equal",
-    "dot",
-    "operator",
-    "colon",
-    "asynchronous",
-    "newline",
-    "indent",
-    "first_colon",
-    "second_colon",
-    "separator",
+_TRIVIA = re.compile(
+    r"whitespace|lpar|rpar|lbracket|rbracket|lbrace|rbrace|header|footer|"
+    r"leading_lines|lines_after|trailing_whitespace|semicolon|comma|equal|dot|"
+    r"operator|colon|asynchronous|newline|indent|first_colon|second_colon|separator"
 )
 
 
 @functools.cache
 def _child_fields(kind: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(kind) if not f.name.startswith(_TRIVIA))
+    return tuple(f.name for f in fields(kind) if not _TRIVIA.match(f.name))
 
 
 class _Kinds(dict[type, bool]):

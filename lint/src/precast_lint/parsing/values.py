@@ -120,12 +120,10 @@ class Values:
         return None
 
     def _scaler_made(self, func: Node) -> str | None:
-        """Return the class of a scaler whose class is chosen by the version of PyTorch or by a flag."""
         results = {b.path and canonical(b.path) for b in self.names.bindings(func)}
         return "torch.amp.GradScaler" if len(results) > 1 and results <= SCALERS else None
 
     def _by_use(self, node: Node) -> str | None:
-        """Return the scaler class if a value is used as a scaler."""
         return "torch.amp.GradScaler" if self.variable(node) in self._used_as_scalers else None
 
     def _is_foreign(self, node: Node, sources: list[tuple[Node | None, Node | None]]) -> bool:
@@ -167,19 +165,6 @@ class Values:
             for name in ("step", "update")
         )
         return (results | stepped & updated) - {None}
-
-    def filled_in(self, func: Node) -> cst.Call | None:
-        """Return the `functools.partial` call that defines a function: `region = partial(torch.autocast, "cuda")`."""
-        if "functools" not in self._imported:
-            return None
-        sources = self.sources(func) if isinstance(func, (cst.Name, cst.Attribute)) else []
-        definition = sources[0][0] if len(sources) == 1 else func
-        is_it = (
-            isinstance(definition, cst.Call)
-            and self.names.path(definition.func) == "functools.partial"
-        )
-        plain = is_it and bool(definition.args) and not any(arg.star for arg in definition.args)  # type: ignore[union-attr]
-        return definition if plain and isinstance(definition, cst.Call) else None
 
     def returned(self, call: cst.Call) -> list[Node]:
         """Return the values that a call of a function of this file returns; empty if one is unknown."""
@@ -289,13 +274,6 @@ class Values:
             [self.names.path(base.value) or "" for base in home.bases] if home is not None else []
         )
         return self.sources(node) if any(base.startswith("enum.") for base in bases) else []
-
-    @cached_property
-    def _imported(self) -> set[str]:
-        bound = (
-            b.path or "" for results in self.names.scopes.module.bindings.values() for b in results
-        )
-        return {path.partition(".")[0] for path in bound}
 
     @cached_property
     def _stored_outside(self) -> set[str]:
@@ -433,7 +411,6 @@ def _agreed(results: Iterable[str | None]) -> str | None:
 
 
 def _common_optimizer(kinds: set[str]) -> str | None:
-    """The base of several optimizers, or of several schedulers."""
     are_schedulers = {kind.startswith("torch.optim.lr_scheduler.") for kind in kinds}
     if are_schedulers == {True}:
         return "torch.optim.lr_scheduler.LRScheduler"

@@ -17,7 +17,7 @@ from precast_lint.model import Edit, Fix
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.scopes import Binding, Scope
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst
+from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.renaming.moves import (
     MODULES,
     NameUse,
@@ -73,9 +73,10 @@ def groups_of(source: Source, uses: list[NameUse]) -> _Groups:
         for name, bindings in scope.bindings.items():
             if bindings and _is_moved(source, bindings):
                 groups.setdefault((scope, name), Group(bindings))
+    quoted = {n for tree in source.scopes.quoted_trees.values() for n in walk(tree)}
     for (scope, name), group in groups.items():
         group.foreign = not all(is_deprecated(_path(source, b)) for b in group.bindings)
-        entries = {root(use.node) for use in group.uses}
+        entries = quoted | {root(use.node) for use in group.uses}
         group.foreign |= any(
             node not in entries and not is_bound_here(source, node)
             for node in source.scopes.references(scope, name)
@@ -188,7 +189,7 @@ def _own_fix(source: Source, use: NameUse) -> Fix | None:
     edits = _edits([use])
     if edits is None or not _is_selected(source, [use]):
         return None
-    renamed = use.renamed if use.renamed is not None else _renamed(source, use.node)
+    renamed = _renamed(source, use.node)
     if renamed is None:
         return None
     unsafe = any(inner.unsafe for inner in _all(use))

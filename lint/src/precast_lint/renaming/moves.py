@@ -7,15 +7,13 @@ Invariant: a use is listed only if its expression certainly means a deprecated n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from precast_lint.editing.imports import name_for
 from precast_lint.model import Edit, Fix
 from precast_lint.parsing.names import canonical
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst
 
 __all__ = [
     "MODULES",
@@ -23,7 +21,6 @@ __all__ = [
     "NameUse",
     "Old",
     "expressions",
-    "in_string",
     "is_bound_here",
     "is_deprecated",
     "is_in_old_module",
@@ -94,7 +91,6 @@ class NameUse:
         edits: the changes here besides the name; None if the use cannot be changed.
         unsafe: True if the change may change the program's results.
         followers: the uses of the alias that is bound here.
-        renamed: the edits of the name, if they are not a replacement of the node.
     """
 
     node: Node
@@ -106,7 +102,6 @@ class NameUse:
     unsafe: bool = False
     fix: Fix | None = None
     followers: list[NameUse] = field(default_factory=list)
-    renamed: tuple[Edit, ...] | None = None
 
 
 def root(node: Node) -> Node:
@@ -116,12 +111,8 @@ def root(node: Node) -> Node:
     return node
 
 
-def expressions(source: Source) -> Iterator[tuple[Node, Node, str]]:
-    """Yield each expression that means a deprecated name, with the node to report and the name.
-
-    In a quoted annotation the expression is parsed from the string, and the string is the node to report.
-    """
-    node: Node
+def expressions(source: Source) -> Iterator[tuple[Node, str]]:
+    """Yield each expression that means a deprecated name, with the name."""
     for node in [*source.all(cst.Attribute), *source.all(cst.Name)]:
         if isinstance(node, cst.Name) and node not in source.scopes.scope_of:
             continue
@@ -130,50 +121,12 @@ def expressions(source: Source) -> Iterator[tuple[Node, Node, str]]:
         # `autocast.__init__` is not listed, so its group counts it as foreign.
         inside = isinstance(source.parents.get(node), cst.Attribute)
         if origin and counts and not inside and not is_bound_here(source, node):
-            yield node, node, origin
-    for string, tree in source.scopes.quoted_trees.items():
-        inner = {n.value for n in walk(tree) if isinstance(n, cst.Attribute)}
-        for node in walk(tree):
-            origin = source.origin(node)
-            if origin in OLD and node not in inner:
-                yield node, string, origin
+            yield node, origin
 
 
 def is_bound_here(source: Source, node: Node) -> bool:
     """Return True if a name is being assigned, not read."""
     return isinstance(node, cst.Name) and any(b.node is node for b in source.names.bindings(node))
-
-
-def in_string(source: Source, string: Node, node: Node) -> tuple[Edit, ...] | None:
-    """Return edits that rename a dotted name in a quoted annotation; None if the string has escapes or a prefix."""
-    text, value = source.code(string), strings(string)
-    base = source.names.path(root(node))
-    if value is None or text[1:-1] != value or base is None:
-        return None
-    if is_in_old_module(base):
-        return ()  # the edit of its import changes it
-    tree: Node = node
-    while source.names.path(tree) not in MODULES:
-        if not isinstance(tree, cst.Attribute):
-            return None
-        tree = tree.value
-    first = root(node)
-    available = name_for(source, "torch", first)
-    if available is None or not isinstance(first, cst.Name):
-        return None
-    spelled = first.value + (source.names.path(tree) or "")[len(base) :]
-    expected = f"{available[0]}.amp"
-    start = source.span(string).start + 1
-    results = re.finditer(rf"(?<![\w.]){re.escape(spelled)}(?!\w)", value)
-    edits = (
-        Edit(start + _bytes(value[: m.start()]), start + _bytes(value[: m.end()]), expected)
-        for m in results
-    )
-    return (*edits, *available[1])
-
-
-def _bytes(text: str) -> int:
-    return len(text.encode("utf-8"))
 
 
 def _is_module_alias(source: Source, node: Node) -> bool:

@@ -21,7 +21,6 @@ from precast_lint.renaming.moves import (
     OLD,
     NameUse,
     expressions,
-    in_string,
     is_in_old_module,
     new_name,
     reference_kind,
@@ -43,10 +42,10 @@ def findings(source: Source, rule: LintRule) -> Iterator[LintFinding]:
 def _uses(source: Source) -> list[NameUse]:
     """Return all uses of deprecated names in a file, in the order of the text."""
     every = list(expressions(source))
-    results = [_classified(source, *one) for one in every if _counts(source, *one[1:])]
+    results = [_classified(source, *one) for one in every if _counts(source, *one)]
     groups = groups_of(source, results)
     # An import stays if the oldest supported PyTorch has a name that is read through it in the old module only.
-    old = {group_key(source, node) for node, _, origin in every if not _is_new(source, origin)}
+    old = {group_key(source, node) for node, origin in every if not _is_new(source, origin)}
     imports = [
         use
         for key, group in groups.items()
@@ -89,10 +88,7 @@ def is_instance_test(source: Source, arg: cst.Arg) -> bool:
     return source.names.builtin(func) in ("isinstance", "issubclass")
 
 
-def _classified(source: Source, node: Node, place: Node, origin: str) -> NameUse:
-    if node is not place:
-        edits = in_string(source, place, node)
-        return NameUse(node, place, origin, "annotation", "AMP006", edits and (), renamed=edits)
+def _classified(source: Source, node: Node, origin: str) -> NameUse:
     parent = source.parents[node]
     old = OLD.get(origin)
     if old is None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_guarded, is_tried
+from precast_lint.meaning.kinds import is_tensor
 from precast_lint.meaning.regions import AUTOCASTS
-from precast_lint.meaning.tensor_values import is_tensor
 from precast_lint.model import Applicability, Edit, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted

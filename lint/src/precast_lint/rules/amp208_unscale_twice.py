@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
-from precast_lint.training_step.counters import counts
 from precast_lint.training_step.flow import FunctionFlow, Say
-from precast_lint.training_step.flow_events import Event
+from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     comes_each_time,
     followed,
@@ -162,12 +161,12 @@ def _is_counted(source: Source, node: Node) -> bool:
     for outer in source.around(node):
         if isinstance(outer, (cst.FunctionDef, cst.For, cst.While)):
             return False
-        if isinstance(outer, cst.If) and inner is not outer.test and counts(source, outer.test):
+        if isinstance(outer, cst.If) and inner is not outer.test and _counts(source, outer.test):
             return True
         if isinstance(outer, cst.IndentedBlock):
             block: list[Node] = list(outer.body)
             before = block[: block.index(inner)]
-            if any(_leaves(line) and counts(source, line.test) for line in before):  # type: ignore[attr-defined]
+            if any(_leaves(line) and _counts(source, line.test) for line in before):  # type: ignore[attr-defined]
                 return True
         inner = outer
     return False
@@ -197,6 +196,30 @@ def _always_runs(source: Source, node: Node) -> bool:
     before = block[: block.index(line)]
     ends = (cst.Return, cst.Raise)
     return not any(isinstance(inner, ends) for one in before for inner in walk(one))
+
+
+def _counts(source: Source, test: Node, depth: int = 2) -> bool:
+    """Return True if a test is of a counter."""
+    function = source.function(test)
+    added = {
+        key(source, line.target)
+        for line in source.all(cst.AugAssign)
+        if source.function(line) is function and isinstance(line.operator, cst.AddAssign)
+    }
+    for inner in walk(test):
+        if isinstance(inner, cst.BinaryOperation) and isinstance(inner.operator, cst.Modulo):
+            return True
+        if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
+            return True
+        if depth and isinstance(inner, cst.Call):
+            returned = source.values.returned(inner)
+            if returned and all(_counts(source, value, depth - 1) for value in returned):
+                return True
+        binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None
+        value = binding.value if binding is not None and binding.kind == "assign" else None
+        if value is not None and depth and _counts(source, value, depth - 1):
+            return True
+    return False
 
 
 RULE = LintRule(

@@ -17,7 +17,6 @@ from precast_lint.training_step.protocol import assigned_in, followed, loop_arou
 __all__ = ["RULE"]
 
 _IN_STEP = "each call creates this scaler: create one before the loop that calls this function, and pass it"
-_DEEP = 4  # functions between the loop and the step
 
 
 def check(source: Source) -> Iterator[LintFinding]:
@@ -39,7 +38,7 @@ def check(source: Source) -> Iterator[LintFinding]:
             roots = {_root(e.optimizer) for e in steps}
             bound = source.scopes.owned[flow.node].bindings
             is_own = any(b.kind != "param" for root in roots for b in bound.get(root, ()))
-            if not is_own and _runs_in_loop(source, flow.node, roots, _DEEP):
+            if not is_own and _runs_in_loop(source, flow.node, roots):
                 yield source.find(RULE, definitions[0].value, _IN_STEP)
 
 
@@ -80,16 +79,12 @@ def _root(name: str | None) -> str:
     return (name or "").partition(".")[0].partition("[")[0]
 
 
-def _runs_in_loop(source: Source, function: Node, optimizers: set[str], depth: int) -> bool:
+def _runs_in_loop(source: Source, function: Node, optimizers: set[str]) -> bool:
     """Return True if all calls of a function are in loops over batches, with optimizers from before the loop."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
     calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
     calls = calls or _calls_of_objects(source, function)
-    return (
-        depth > 0
-        and bool(calls)
-        and all(_is_in_loop(source, function, call, optimizers, depth) for call in calls)
-    )
+    return bool(calls) and all(_is_in_loop(source, function, call, optimizers) for call in calls)
 
 
 def _calls_of_objects(source: Source, function: Node) -> list[cst.Call]:
@@ -103,19 +98,12 @@ def _calls_of_objects(source: Source, function: Node) -> list[cst.Call]:
     return calls if all(source.parents[node] in calls for node in requests) else []
 
 
-def _is_in_loop(
-    source: Source, function: Node, call: cst.Call, optimizers: set[str], depth: int
-) -> bool:
-    result = followed_call(source, call)
-    if result is None or result[0] is not function:
+def _is_in_loop(source: Source, function: Node, call: cst.Call, optimizers: set[str]) -> bool:
+    result, loop = followed_call(source, call), loop_around(source, call)
+    if result is None or result[0] is not function or loop is None:
         return False
     values = {_root(key(source, result[1].get(name))) or name for name in optimizers}
-    loop, caller = loop_around(source, call), source.function(call)
-    if loop is not None:
-        return not values & assigned_in(source, loop)
-    bound = source.scopes.owned[caller].bindings if caller is not None else {}
-    is_handed = all(b.kind == "param" for name in values for b in bound.get(name, ()))
-    return caller is not None and is_handed and _runs_in_loop(source, caller, values, depth - 1)
+    return not values & assigned_in(source, loop)
 
 
 RULE = LintRule(

@@ -57,7 +57,6 @@ def _stored_functions(forward: Method) -> set[str]:
 
 
 def _called(method: Method) -> set[str]:
-    """Return the functions that a method calls, and the lists whose elements it calls."""
     inner = list(walk(method.node.body))
     called = {dotted(n.func) or "" for n in inner if isinstance(n, cst.Call)}
     for loop in (n for n in inner if isinstance(n, cst.For)):
@@ -81,7 +80,6 @@ def _whole(node: Node) -> str:
 
 
 def _with_gradients(source: Source, backward: Method) -> Iterator[cst.Call]:
-    """Yield the calls in a backward under `torch.enable_grad()` or `torch.set_grad_enabled(True)`."""
     for statement in (n for n in walk(backward.node.body) if isinstance(n, cst.With)):
         items = [i.item for i in statement.items if isinstance(i.item, cst.Call)]
         if any(source.origin(item.func) in _GRADIENTS for item in items):

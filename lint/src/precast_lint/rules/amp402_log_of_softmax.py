@@ -64,7 +64,6 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _found(source: Source, log: TensorOperation) -> tuple[str, str] | None:
-    """Return the operand of the logarithm, and the better function."""
     inner = operation(source, value_of(source, log.operand), *_BETTER)
     if inner is not None and inner.name in _TOTALS:
         is_it = _is_of_exponentials(source, inner)
@@ -199,7 +198,6 @@ def _is_of_exponentials(source: Source, total: TensorOperation) -> bool:
 
 
 def _is_shifted(exponent: Node) -> bool:
-    """Return True if an exponent is a difference, or a multiple of one."""
     if not isinstance(exponent, cst.BinaryOperation):
         return False
     if isinstance(exponent.operator, cst.Subtract):

@@ -69,22 +69,16 @@ def _is_additive(source: Source, mask: Node) -> bool:
 
 
 def _in_new_tensors(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each `torch.where(mask, scores, -1e9)` and `torch.full_like(scores, -1e9)`."""
-    for call, arguments in source.calls("torch.where", "torch.full_like"):
+    """Yield a finding for each `torch.where(mask, scores, -1e9)`."""
+    for _, arguments in source.calls("torch.where"):
         argument = arguments.positional
-        if source.origin(call.func) == "torch.full_like":
-            value = arguments.get("fill_value", 1)
-            one = argument and value is not None and "dtype" not in arguments.keywords
-            if one and _too_large(source, value) and _is_product(source, argument[0]):  # type: ignore[arg-type]
-                yield source.find(RULE, value)  # type: ignore[arg-type]
-        elif len(argument) == 3:
-            for value, tensor in ((argument[2], argument[1]), (argument[1], argument[2])):
-                number = number_in(source, value_of(source, value)) or value
-                sign = _too_large(source, number)
-                if sign and _is_float16(source, tensor):
-                    named = isinstance(value, cst.Name) and number is not value
-                    fix = None if named else _fix(source, tensor, number, sign)
-                    yield _silent_overflow(source, number, fix)
+        for value, tensor in zip(argument[1:], argument[:0:-1], strict=True):
+            number = number_in(source, value_of(source, value)) or value
+            sign = _too_large(source, number)
+            if sign and _is_float16(source, tensor):
+                named = isinstance(value, cst.Name) and number is not value
+                fix = None if named else _fix(source, tensor, number, sign)
+                yield _silent_overflow(source, number, fix)
 
 
 def _in_assignments(source: Source) -> Iterator[LintFinding]:
@@ -132,7 +126,6 @@ def _is_in_other_region(source: Source, node: Node, depth: int = 3) -> bool:
 
 
 def _too_large(source: Source, value: Node) -> int:
-    """Return -1 or 1 for a number below or above float16's range, else 0."""
     number = constant(source, value)
     if number is None or abs(number) <= _LARGEST:
         return 0
@@ -174,7 +167,6 @@ RULE = LintRule(
         "float16 mask",
         ".half() mask",
         *(f"torch -{digit}e" for digit in range(1, 10)),
-        "torch full_like",
         *(f"torch {name}" for name in ("index_fill", "fill_diagonal_")),
         *(f"torch mask 1e{digit}" for digit in range(1, 10)),
         *("finfo(torch.float", "finfo(np.float", "torch -9999", "torch -100000", "torch 10**"),

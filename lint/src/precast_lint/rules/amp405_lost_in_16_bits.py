@@ -83,24 +83,22 @@ def _positions(source: Source, call: cst.Call, dtype: str) -> Iterator[LintFindi
 
 
 def _times(source: Source, product: cst.BinaryOperation) -> Iterator[LintFinding]:
-    """Yield a finding for `sigma.to(torch.bfloat16) * 1000`."""
     for side, factor in ((product.left, product.right), (product.right, product.left)):
         dtype, number = _cast(source, side), constant(source, factor)
         if dtype is None or number is None or number <= _WHOLE[dtype]:
             continue
         owner = side.func.value  # type: ignore[attr-defined]
-        drawn = isinstance(owner, cst.Call) and source.origin(owner.func) == "torch.rand"
-        if drawn or _TIMES.search(key(source, owner) or ""):
+        is_random = isinstance(owner, cst.Call) and source.origin(owner.func) == "torch.rand"
+        if is_random or _TIMES.search(key(source, owner) or ""):
             yield source.find(RULE, product, _POSITIONS.format(dtype=dtype, largest=_WHOLE[dtype]))
 
 
-def _product(source: Source, node: Node, left: Node, right: Node) -> Iterator[LintFinding]:
-    if _is_float(left) and _is_float(right) and runs_in_region(source, node):
+def _product(source: Source, node: Node, first: Node, second: Node) -> Iterator[LintFinding]:
+    if _is_float(first) and _is_float(second) and runs_in_region(source, node):
         yield source.find(RULE, node, _OPERANDS)
 
 
 def _is_float(node: Node) -> bool:
-    """Return True for `x.float()` and a view of it."""
     while isinstance(node, cst.Subscript) or (
         isinstance(node, cst.Call)
         and isinstance(node.func, cst.Attribute)
@@ -139,7 +137,6 @@ def _is_low_model(source: Source, node: Node) -> bool:
 
 
 def _is_slow_average(source: Source, call: cst.Call) -> bool:
-    """Return True for `x.mul_(0.999).add_(y, alpha=0.001)` and `x.lerp_(y, 0.001)`."""
     update = operation(source, call, "lerp_", "add_")
     if update is None:
         return False

@@ -57,13 +57,7 @@ def run(
 ) -> list[FileReport]:
     """Check or fix files. Returns a report for each file with a finding, a fix or a note, in the order of the paths.
 
-    Args:
-        paths: the files.
-        settings: the selected rules and fixes.
-        mode: whether to apply fixes and write files.
-        cache: the findings of earlier runs.
-        advance: called with the number of finished files and their total.
-        jobs: processes; None: one a core.
+    `advance` is called with the number of finished files and their total. Without `jobs` each core gets a process.
     """
     reports: dict[Path, FileReport] = {}
     waiting: list[tuple[Path, bytes]] = []
@@ -88,7 +82,6 @@ def run(
 def _look(
     path: Path, settings: LintSettings, mode: RunMode, cache: Cache
 ) -> FileReport | bytes | None:
-    """Return a report that needs no parsing, None if the file needs none, or the file's bytes."""
     try:
         data = read(path)
     except (OSError, ValueError) as error:

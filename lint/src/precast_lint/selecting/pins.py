@@ -57,7 +57,6 @@ def oldest_torch(start: Path) -> str | None:
 
 
 def _texts(folder: Path) -> Iterator[str]:
-    """Yield the requirements in a folder's files, as texts with one or more of them."""
     if not folder.is_dir():
         return
     for path in [*(folder / name for name in _FILES), *_listed(folder)]:
@@ -152,7 +151,6 @@ def _lowest(text: str) -> str | None:
 
 
 def _number(text: str) -> str:
-    """Return the numbers at the start of `1.6.0+cu101` or `2.1.*`."""
     match = re.match(r"\d+(\.\d+)*", text)
     return match[0] if match else ""
 

@@ -38,36 +38,14 @@ from precast_lint.training_step.frames import (
 __all__ = ["FunctionFlow", "Say", "flows"]
 
 _State = TypeVar("_State", bound=Hashable)
-_HARMLESS = {
-    "isinstance",
-    "print",
-    "len",
-    "type",
-    "id",
-    "repr",
-    "str",
-    "bool",
-    "hasattr",
-    "getattr",
-}
+_HARMLESS = re.compile(r"isinstance|print|len|type|id|repr|str|bool|hasattr|getattr")
 # Functions that save or load states have no part in a step: `save_checkpoint(model, optimizer, scaler)`.
 _KEEPS = re.compile(r"(^|_)(save|load|resume|restore|checkpoint|ckpt|snapshot)(_|$)", re.IGNORECASE)
 # The parents of a name that do not pass its value on.
-_LOOKED_AT = {
-    "AnnAssign",
-    "Assert",
-    "AssignTarget",
-    "Attribute",
-    "BooleanOperation",
-    "Comparison",
-    "ComparisonTarget",
-    "Del",
-    "Expr",
-    "If",
-    "NameItem",
-    "UnaryOperation",
-    "While",
-}
+_LOOKED_AT = re.compile(
+    r"AnnAssign|Assert|AssignTarget|Attribute|BooleanOperation|Comparison|ComparisonTarget|Del|Expr|If|NameItem|"
+    r"UnaryOperation|While"
+)
 
 
 class FunctionFlow:
@@ -263,7 +241,7 @@ class FunctionFlow:
             func = call.func if isinstance(call, cst.Call) else None
             called = func.attr if isinstance(func, cst.Attribute) else func
             keeps = isinstance(called, cst.Name) and _KEEPS.search(called.value) is not None
-            if keeps or self.source.names.builtin(func) in _HARMLESS:
+            if keeps or _HARMLESS.fullmatch(self.source.names.builtin(func) or ""):
                 return False
             return not self._is_kept_by(call, node)
         if isinstance(parent, cst.Assign):
@@ -273,7 +251,7 @@ class FunctionFlow:
             return not isinstance(outer, cst.AssignTarget)
         if isinstance(parent, cst.IfExp):
             return parent.test is not node
-        return type(parent).__name__ not in _LOOKED_AT
+        return _LOOKED_AT.fullmatch(type(parent).__name__) is None
 
     def _is_kept_by(self, call: Node, node: Node) -> bool:
         """Return True if a function of this file neither stores an argument under another name nor passes it on."""

@@ -17,7 +17,6 @@ from precast_lint.training_step.flow_events import Event, key
 __all__ = [
     "Ask",
     "Branch",
-    "Cases",
     "Code",
     "Follow",
     "FunctionCode",
@@ -130,20 +129,13 @@ class Try:
 
 
 @dataclass(frozen=True, eq=False)
-class Cases:
-    """The cases of a `match`, of which one or none runs."""
-
-    cases: tuple[Code, ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Leave:
     """`return`, `raise`, `break` or `continue`."""
 
     how: str
 
 
-Part = Line | Follow | Branch | Maybe | Loop | Try | Cases | Leave
+Part = Line | Follow | Branch | Maybe | Loop | Try | Leave
 Code = tuple[Part, ...]
 
 
@@ -242,7 +234,6 @@ class _CodeReader:
             self.steps = []
 
     def _ended(self) -> tuple[Part, ...]:
-        """End the current line and return nothing."""
         self._end_line()
         return ()
 
@@ -356,10 +347,6 @@ class _CodeReader:
         )
 
     _TryStar = _Try
-
-    def _Match(self, statement: cst.Match) -> None:
-        self.expression(statement.subject)
-        self._add(Cases(tuple(self._suite(case.body) for case in statement.cases)))
 
     def _For(self, statement: cst.For) -> None:
         self.expression(statement.iter)

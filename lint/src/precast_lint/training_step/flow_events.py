@@ -7,16 +7,16 @@ positional arguments and `zero_grad`, whose names are enough.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.returns import returned_by
-from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, walk
+from precast_lint.parsing.source import Source, once
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.parsing.values import SCALERS
-from precast_lint.training_step.optimizers import acts_as_optimizer, is_scheduler
 
 __all__ = ["CallContext", "Event", "call_event", "is_optimizer", "key", "scaler_of"]
 
@@ -102,19 +102,12 @@ def is_optimizer(source: Source, node: Node) -> bool:
     result = source.instance(node) or ""
     if result.startswith(("torch.optim.", "apex.optimizers.", "bitsandbytes.optim.")):
         return "lr_scheduler" not in result and "swa_utils" not in result
-    return acts_as_optimizer(source, node)
+    return _acts_as_optimizer(source, node)
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """The context of a call.
-
-    Attributes:
-        source: the file.
-        named: returns the key of an expression in the function that is followed.
-        scalers: the keys of scalers whose class is unknown.
-        optimizers: the keys of optimizers that scalers step.
-    """
+    """The scalers of unknown class and the optimizers that scalers step, by their keys in the function followed."""
 
     source: Source
     named: Callable[[Node | None], str | None]
@@ -176,9 +169,6 @@ def call_event(context: CallContext, call: cst.Call, scaled: dict[str, str]) -> 
     source = context.source
     arguments = Arguments.of(call)
     origin = source.origin(call.func) or ""
-    if not origin and (definition := source.values.filled_in(call.func)) is not None:
-        origin = source.origin(definition.args[0].value) or ""
-        arguments = Arguments.of_partial(definition, call)
     if origin in _CLIPS:
         return Event("clip", call, arguments=arguments)
     inner = _lambda_call(source, call)
@@ -226,6 +216,38 @@ def _method(
         optimizer = receiver if is_optimizer(source, owner) or receiver in optimizers else None
     elif name == "step" and (is_optimizer(source, owner) or receiver in optimizers):
         kind, optimizer = "optimizer_step", receiver
-    elif name == "step" and is_scheduler(instance):
+    elif name == "step" and _is_scheduler(instance):
         kind = "scheduler_step"
     return Event(kind, call, receiver, scaler, optimizer, arguments, instance=instance)
+
+
+_NAME = re.compile(r"(^|_)(optim(izer)?|opt)(?![a-z])", re.IGNORECASE)
+_MAKER = re.compile(r"(^|[._])(build|create|get|make|configure)_optim", re.IGNORECASE)
+_SCHEDULER = re.compile(r"lr_scheduler|(transformers|diffusers)\..*\bget_\w*schedule\w*$")
+
+
+def _acts_as_optimizer(source: Source, node: Node) -> bool:
+    """Return True if the name, `step` and `zero_grad` show that something is an optimizer."""
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    if not isinstance(last, cst.Name) or not _NAME.search(last.value):
+        return False
+    definition = source.values.constructed(node)
+    if isinstance(definition, cst.Call) and not _MAKER.search(dotted(definition.func) or ""):
+        return False
+    entry = source.instance(node)
+    return (entry is None or _MAKER.search(entry) is not None) and dotted(node) in _used(source)
+
+
+def _is_scheduler(instance: str | None) -> bool:
+    """Return True if a class, or the function that creates an object, is a learning rate scheduler's."""
+    return _SCHEDULER.search(instance or "") is not None
+
+
+@once
+def _used(source: Source) -> set[str]:
+    """Return the objects, as texts, with calls of `step` and `zero_grad`, but not of `backward`, `train`, `update`."""
+    called: dict[str, set[str]] = {"step": set(), "zero_grad": set(), "other": set()}
+    for call, owner, _ in source.methods("step", "zero_grad", "backward", "train", "update"):
+        assert isinstance(call.func, cst.Attribute)
+        called.get(call.func.attr.value, called["other"]).add(dotted(owner) or "")
+    return called["step"] & called["zero_grad"] - called["other"] - {""}

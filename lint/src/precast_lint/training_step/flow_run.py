@@ -19,7 +19,6 @@ from precast_lint.parsing.syntax import Node
 from precast_lint.training_step.flow_code import (
     Ask,
     Branch,
-    Cases,
     Code,
     Follow,
     Leave,
@@ -146,7 +145,6 @@ class FlowRun:
         return result
 
     def _moved(self, state: int, event: Event) -> int:
-        """The state that an event leads to."""
         moves = self.memory.moves.get(event)
         if moves is None:
             moves = self.memory.moves[event] = {}
@@ -158,7 +156,6 @@ class FlowRun:
     # --- parts ---
 
     def _parts(self, code: Code, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Run parts one after the other."""
         for part in code:
             if not paths:
                 return paths
@@ -182,13 +179,8 @@ class FlowRun:
             return paths | self._parts(part.code, place, paths)
         if isinstance(part, Loop):
             return self._loop(part, place, paths)
-        if isinstance(part, Try):
-            return self._try(part, place, paths)
-        assert isinstance(part, Cases)
-        after = dict(paths)
-        for case in part.cases:
-            after |= self._parts(case, place, paths)
-        return after
+        assert isinstance(part, Try)
+        return self._try(part, place, paths)
 
     def _line(self, line: Line, place: FlowPlace, paths: _Paths) -> _Paths:
         entries = self.memory.lines.get((place, line))
@@ -260,7 +252,6 @@ class FlowRun:
         return self._parts(code, place, before)
 
     def _loop(self, part: Loop, place: FlowPlace, paths: _Paths) -> _Paths:
-        """Run a loop's body until no new state appears."""
         finished = {} if part.is_endless else dict(paths)
         broken: _Paths = {}
         visited: dict[tuple[int, Scaled], list[int]] = {}
@@ -340,7 +331,6 @@ def _joined(paths: _Paths) -> _Paths:
 
 
 def _new(paths: Iterable[Path], visited: dict[tuple[int, Scaled], list[int]]) -> _Paths:
-    """Return the paths that no visited path includes."""
     return {
         path: None
         for path in paths

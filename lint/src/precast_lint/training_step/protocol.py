@@ -5,6 +5,7 @@ Invariants: a scaler that is passed to code that is not followed is not followed
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
@@ -12,7 +13,6 @@ from precast_lint.meaning.functions import followed_call
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, is_self, methods_named, walk
-from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 
@@ -33,38 +33,11 @@ __all__ = [
 ]
 
 _State = TypeVar("_State", bound=Hashable)
-_QUIET = {
-    "add_scalar",
-    "append",
-    "cpu",
-    "debug",
-    "detach",
-    "get_last_lr",
-    "get_scale",
-    "info",
-    "item",
-    "items",
-    "log",
-    "named_parameters",
-    "parameters",
-    "set_description",
-    "set_postfix",
-    "size",
-    "values",
-    "write",
-}
-_WRITES = {
-    "print",
-    "str",
-    "format",
-    "round",
-    "float",
-    "warning",
-    "error",
-    "exception",
-    "add_scalars",
-    "update",
-}
+_QUIET = re.compile(
+    r"add_scalar|append|cpu|debug|detach|get_last_lr|get_scale|info|item|items|"
+    r"log|named_parameters|parameters|set_description|set_postfix|size|values|write"
+)
+_WRITES = re.compile(r"print|str|format|round|float|warning|error|exception|add_scalars|update")
 
 
 @once
@@ -91,9 +64,7 @@ def judged(
 ) -> Iterator[tuple[Node, str | None]]:
     """Yield the nodes that are wrong in every function that runs them, each once, with its message.
 
-    Args:
-        source: the file.
-        follow: returns the start state and the rule's function for a function and a scaler; None: skip the function.
+    `follow` returns the start state and the rule's function for a function and a scaler, or None to skip the function.
     """
     says: dict[str, Say] = {}
     for flow, scaler in followed(source):
@@ -145,18 +116,8 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
         return False  # `state.model(batch)`
     results = methods_named(home, name) if home is not None else []
     return len(results) != 1 or any(
-        isinstance(node, cst.Name) and node.value == "self" and not _reads_setting(source, node)
-        for node in walk(results[0].body)
+        isinstance(node, cst.Name) and node.value == "self" for node in walk(results[0].body)
     )
-
-
-def _reads_setting(source: Source, node: Node) -> bool:
-    """Return True if self is used to read an attribute that is not a scaler: `self.device`."""
-    outer = source.parents[node]
-    if not isinstance(outer, cst.Attribute) or source.instance(outer) in SCALERS:
-        return False
-    parent = source.parents[outer]
-    return not (isinstance(parent, cst.Call) and parent.func is outer)
 
 
 def _hides(source: Source, call: Node) -> bool:
@@ -237,7 +198,9 @@ def _is_written_down(source: Source, node: Node) -> bool:
             return True
         if isinstance(outer, cst.Call):
             name = outer.func.attr if isinstance(outer.func, cst.Attribute) else outer.func
-            if isinstance(name, cst.Name) and (name.value in _WRITES or name.value in _QUIET):
+            if isinstance(name, cst.Name) and (
+                _WRITES.fullmatch(name.value) or _QUIET.fullmatch(name.value)
+            ):
                 return True
         if isinstance(outer, (cst.BinaryOperation, cst.Comparison, cst.BaseSmallStatement)):
             return isinstance(outer, cst.Expr) and outer.value is node
@@ -285,7 +248,7 @@ def may_backward(source: Source, event: Event) -> bool:
     origin = source.origin(call.func) or ""
     if origin.startswith("torch.") or source.names.builtin(call.func) is not None:
         return False
-    return not (isinstance(call.func, cst.Attribute) and call.func.attr.value in _QUIET)
+    return not (isinstance(call.func, cst.Attribute) and _QUIET.fullmatch(call.func.attr.value))
 
 
 def loops_around(source: Source, node: Node) -> list[Node]:
