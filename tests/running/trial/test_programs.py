@@ -326,6 +326,15 @@ OVERFLOW = (
 )
 
 
+def test_the_module_at_fault_is_named_and_bfloat16_is_tried(tmp_path: Path, server: Server) -> None:
+    answer, result, _ = try_program(tmp_path, server, OVERFLOW, dtype="float16", explains=True)
+    reason = "In float16 + scaler the first output that is not finite is that of the module `1`."
+    assert reason in answer.reasons
+    names = [each.name for each in result.settings]
+    assert names == ["float16 + scaler", "float16 + scaler, 1 in float32", "bfloat16"]
+    assert result.comparisons()[2].loss.is_equal
+
+
 def test_an_overflow_of_float16_is_seen(tmp_path: Path, server: Server) -> None:
     answer, result, _ = try_program(tmp_path, server, OVERFLOW, dtype="float16")
     [comparison] = result.comparisons()

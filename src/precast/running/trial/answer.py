@@ -75,6 +75,8 @@ def answer_of(result: ExperimentResult) -> TryAnswer:
     if any(each.is_open for each in comparisons):
         text = f"Undecided after {plural(steps, 'step')}: {effects}. {_remedy(result)}"
         return TryAnswer("undecided", None, text, reasons)
+    if result.seconds_needed:
+        reasons.append(f"No time was left to try causes and remedies. {_remedy(result)}")
     text = f"In {plural(steps, 'step')} no setting was better here than float32: {effects}."
     return TryAnswer("keep", None, text, reasons)
 
@@ -84,7 +86,7 @@ def _remedy(result: ExperimentResult) -> str:
     if result.base.loss(result.base.steps) is None:
         return "No loss of float32 was seen or it was not finite, so compare the results of the script yourself."
     time = result.seconds_needed or 2 * result.options.seconds
-    return f"`--seconds {10 * round(time / 10 + 0.5)}` may be enough to decide."
+    return f"`--seconds {10 * round(time / 10 + 0.5)}` may be enough."
 
 
 def _steps(result: ExperimentResult) -> int:
