@@ -115,6 +115,33 @@ def test_values_without_vectors_have_the_same_bits_when_watched(name: str) -> No
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("rules", [{}, {"bilinear": "fallthrough"}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operations_inside_one_that_leaves_autocast_on_have_the_same_rules_when_watched(
+    rules: dict[str, str], dtype: torch.dtype
+) -> None:
+    """The products in `bilinear` are cast, unless it refuses its dtypes and is promoted as a whole."""
+    torch.manual_seed(0)
+    operands = torch.randn(5, 4), torch.randn(5, 3, dtype=dtype), torch.randn(1, 4, 3)
+    policy = precast.Policy.load("default").replace(ops=rules)
+
+    def run() -> Tensor | str:
+        with precast.autocast("cpu", policy=policy):
+            try:
+                return F.bilinear(*operands)
+            except RuntimeError as error:
+                return str(error)
+
+    expected = run()
+    with precast.trace():
+        result = run()
+    if isinstance(expected, str):
+        assert result == expected
+    else:
+        assert isinstance(result, Tensor)
+        assert torch.equal(result, expected)
+
+
 def test_calls_of_operators_on_all_layouts_are_the_same_when_watched() -> None:
     """A sample: `python -m tests.diagnostics.watched` runs all operators of PyTorch's own tests."""
     draw = random.Random(PROGRAMS_SEED)

@@ -223,13 +223,17 @@ def retry_promoted(
         raise error
     own = _floating_dtypes(op, args, kwargs)
     floating = dtypes_to_promote(own, rule, op.lower_dtype())
-    if len(floating) < 2 or thread_state(op.device_type).state.has_attempts():
+    state = thread_state(op.device_type).state
+    if len(floating) < 2 or state.has_attempts():
         raise error
+    state.reruns += 1
     try:
         promotable = functools.partial(_promotable, op)
         return op.call_cast(_cast_to(_widest(floating), promotable), args, kwargs)
     except RuntimeError:
         raise error from None
+    finally:
+        state.reruns -= 1
 
 
 def _floating_dtypes(

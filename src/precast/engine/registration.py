@@ -64,6 +64,7 @@ __all__ = [
     "cache_clear_hooks",
     "clear_cache",
     "engine",
+    "leaves_autocast_on",
     "promotes",
     "torch_kernel",
     "unregister",
@@ -410,6 +411,14 @@ def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kerne
     if base.rule is Rule.BANNED and rule is not Rule.BANNED:
         kernel = reference_kernels.with_note(op, f"banned by PyTorch, ran as '{rule}'", kernel)
     return reference_kernels.with_promotion(op, rule, kernel) if retries else kernel
+
+
+def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
+    """Return True if rules hold for the operations inside one with this rule, unless it is rerun after an error."""
+    base = torch_kernel(op.name, op.device_type)
+    if rule != Rule.PROMOTE or base is None or base.compiled:
+        return rule == Rule.FALLTHROUGH
+    return promotes(policy, base, Rule.PROMOTE)
 
 
 def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:

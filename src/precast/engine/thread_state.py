@@ -238,7 +238,7 @@ def _is_open(thread: weakref.ref[RegionStack]) -> bool:
 class ThreadState:
     """The state of one thread for one device type."""
 
-    __slots__ = ("_bound_policy", "_device_type", "attempts", "number", "uses")
+    __slots__ = ("_bound_policy", "_device_type", "attempts", "number", "reruns", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -247,6 +247,8 @@ class ThreadState:
         self.number = c_int64()
         """The number of `bound_policy`, 0 for none, in memory shared with compiled code."""
         self.attempts = 0
+        self.reruns = 0
+        """The number of operations that are being promoted after such a try, with autocast off inside them."""
         """The number of operations that are being tried before promotion, with autocast on inside them."""
         self.uses = 0
         """The number of operations that took weights since a held copy was last compared with its parameter."""

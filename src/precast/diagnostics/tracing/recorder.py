@@ -46,6 +46,8 @@ from precast.engine.operator_kinds import (
     kind_of,
     tensors_of,
 )
+from precast.engine.registration import leaves_autocast_on
+from precast.engine.thread_state import thread_state
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 from precast.report.saved_trace import LineageStep
 
@@ -174,9 +176,13 @@ class TraceRecorder(OperationListener):
     # --- operations ---
 
     def casting_here(self) -> list[str]:
-        """Return the device types on which autocast casts now: none inside an operation that has a rule."""
-        if self._applications and self._applications[-1].record.decision.rule is not None:
-            return []
+        """Return the device types on which autocast casts now: none inside most operations that have a rule."""
+        if self._applications:
+            op, policy, record = self._applications[-1]
+            rule = record.decision.rule
+            is_rerun = thread_state(op.device_type).state.reruns > 0
+            if rule is not None and (is_rerun or not leaves_autocast_on(policy, op, rule)):
+                return []
         return [device for device in DEVICE_TYPES if is_enabled(device)]
 
     @property
