@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from precast._internal import cures
@@ -155,7 +156,10 @@ def finish(
     methods: Sequence[str],
 ) -> nn.Module:
     """Make a model with stored weights run under the policy, and return it."""
-    model.requires_grad_(False)
+    for (
+        parameter
+    ) in model.parameters():  # in a copy of a scripted module they are results of autograd
+        parameter.detach_().requires_grad_(False)
     use_stored_weights(model)
     existing = tuple(method for method in methods if hasattr(type(model), method))
     set_converted(model, ConvertedState(region, report, existing))
@@ -286,6 +290,10 @@ def _device(model: nn.Module) -> torch.device:
     if not named:
         raise ConversionError(f"this {type(model).__name__} has no weights to convert.")
     for name, tensor in named:
+        if is_lazy(tensor):
+            raise ConversionError(
+                f"{name} has no shape yet. Call the model once with the example, then convert it."
+            )
         if tensor.device.type == "meta":
             raise ConversionError(
                 f"{name} is on the meta device and has no values. {cures.CONVERT_META.text}"

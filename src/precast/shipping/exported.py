@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.backends import mha
+from torch.overrides import BaseTorchFunctionMode
 
 from precast import _torch
 from precast._internal import cures
@@ -34,9 +35,11 @@ from precast.shipping import exported_file
 from precast.shipping.dtype_errors import fake_as_real
 from precast.shipping.exported_check import differences
 from precast.shipping.exported_weights import StoredInputs, store_as_used
+from precast.shipping.function_calls import counted
 from precast.shipping.graph_nodes import placeholders
 from precast.shipping.graph_policy import RegionState
 from precast.shipping.graph_rewriter import GraphRewriter
+from precast.shipping.observed_weights import unchanged_buffers
 
 __all__ = ["export"]
 
@@ -97,14 +100,19 @@ def export(
     lower = torch.get_autocast_dtype(device) if dtype is None else dtype_of(dtype)
     check_dtype(lower, device)
     state = RegionState(device, lower, True, policy)
-    with torch.no_grad(), _in_region(model, state), naming_policies():
-        with _without_fused_transformers(), fake_as_real():
-            recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
-    with disable():
-        program: torch.export.ExportedProgram = _with_policy(recorded, state)
-    if check:
-        with torch.no_grad(), _in_region(model, state):
-            _compare(model, program, args, kwargs)
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # composite operations have no parts in inference mode
+        args, kwargs = map_tensors((args, kwargs), counted)
+        with _in_region(model, state), naming_policies(), fake_as_real():
+            with _unfused_in_process() if strict else contextlib.nullcontext():
+                recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
+        with disable():
+            program: torch.export.ExportedProgram = _with_policy(recorded, state)
+        if check:
+            with _in_region(model, state, cache_enabled=False):
+                _compare(model, program, args, kwargs)
     return program
 
 
@@ -146,8 +154,11 @@ def _check_policy(policy: Policy, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_region(model: nn.Module, state: RegionState) -> Iterator[None]:
-    """Enter the region of the program, with the policy's rules for modules."""
+def _in_region(model: nn.Module, state: RegionState, cache_enabled: bool = True) -> Iterator[None]:
+    """Enter the region of the program, with the policy's rules for modules.
+
+    Without its cache, weights have no graph: PyTorch folds products of weights with a graph otherwise (2.13).
+    """
     applied = None
     if state.policy.modules:
         planned = plan(model, state.policy)
@@ -156,7 +167,9 @@ def _in_region(model: nn.Module, state: RegionState) -> Iterator[None]:
                 warnings.warn(complaint, PrecastWarning, stacklevel=4)
         applied = module_hooks.apply(model, planned)
     try:
-        with autocast(state.device_type, state.dtype, policy=state.policy):
+        with autocast(
+            state.device_type, state.dtype, cache_enabled=cache_enabled, policy=state.policy
+        ):
             yield
     finally:
         if applied is not None:
@@ -243,6 +256,17 @@ def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> 
     )
 
 
+@contextlib.contextmanager
+def _unfused_in_process() -> Iterator[None]:
+    """Disable PyTorch's fused kernels for `nn.TransformerEncoder`: strict export records them otherwise (2.13)."""
+    is_fused = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        mha.set_fastpath_enabled(is_fused)
+
+
 def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
     """Raise an error if the program's results differ from the model's in any bit."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
@@ -252,9 +276,9 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
     device_type = next((device.type for device in accelerators), "cuda")
 
     def result_of(run: nn.Module, subject: str) -> Any:
-        before = {buffer: buffer.clone() for buffer in run.buffers()}
         own_args, own_kwargs = map_tensors((args, kwargs), torch.clone)
-        with torch.random.fork_rng(list(accelerators), device_type=device_type):
+        devices = list(accelerators)
+        with torch.random.fork_rng(devices, device_type=device_type), unchanged_buffers(run):
             torch.manual_seed(0)
             try:
                 return run(*own_args, **own_kwargs)
@@ -262,11 +286,10 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
                 raise ExportError(
                     f"{subject} fails on the example: {type(error).__name__}: {error}"
                 ) from error
-            finally:
-                for buffer, value in before.items():
-                    buffer.copy_(value)
 
-    with _without_fused_transformers():
+    with (
+        BaseTorchFunctionMode()
+    ):  # while a function mode is active, this thread uses no fused kernel
         expected = result_of(model, "the model")
     with disable():
         actual = result_of(program.module(), "the exported program")
@@ -275,14 +298,3 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
         raise ExportError(
             "the exported program's results differ from the model's: " + "; ".join(different[:5])
         )
-
-
-@contextlib.contextmanager
-def _without_fused_transformers() -> Iterator[None]:
-    """Disable PyTorch's fused kernels for `nn.TransformerEncoder`, which `torch.export` never records."""
-    is_fused = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(is_fused)

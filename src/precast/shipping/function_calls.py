@@ -29,6 +29,7 @@ from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT8_RULES
 
 __all__ = [
+    "UseRecorder",
     "WeightUses",
     "address",
     "casts_by_rule",
@@ -144,12 +145,12 @@ def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, torch.dtype)
 
 
-class _UseRecorder(ObservingMode):
+class UseRecorder(ObservingMode):
     """Records the operations that read the memory of some tensors."""
 
-    def __init__(self, uses: dict[int, WeightUses]) -> None:
+    def __init__(self, uses: dict[int, WeightUses], *, any_layout: bool = False) -> None:
         super().__init__()
-        self._uses = uses
+        self._uses, self._any_layout = uses, any_layout
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -159,18 +160,18 @@ class _UseRecorder(ObservingMode):
         for tensor in tensors_in((args, kwargs)):
             uses = self._uses.get(address(tensor))
             if uses is not None:
-                _classify(uses, func, tensor, out)
+                _classify(uses, func, tensor, out, self._any_layout)
         return out
 
 
-def _classify(uses: WeightUses, func: Any, tensor: Tensor, out: Any) -> None:
+def _classify(uses: WeightUses, func: Any, tensor: Tensor, out: Any, any_layout: bool) -> None:
     kind = kind_of(func)
     if kind.is_view:
         return
     if (
         kind.base == "_to_copy"
         and out.dtype in _torch.SIXTEEN_BIT
-        and out.stride() == tensor.stride()
+        and (any_layout or out.stride() == tensor.stride())
     ):
         uses.dtypes.add(out.dtype)
     else:
@@ -199,7 +200,7 @@ def observed_call(
     """
     by_address = {address(t): WeightUses() for t in weights}
     # A dispatch mode gets composite operations of inference tensors as a whole, without their casts (2.13).
-    with torch.inference_mode(False), torch.no_grad(), _UseRecorder(by_address):
+    with torch.inference_mode(False), torch.no_grad(), UseRecorder(by_address):
         args, kwargs = map_tensors(args, counted), map_tensors(kwargs, counted)
         result = func(*args, **kwargs)
     uses = {place: use for place, use in by_address.items() if place}

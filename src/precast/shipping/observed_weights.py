@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastError
 from precast.policy.module_names import named_tensors
 from precast.shipping.function_calls import (
+    UseRecorder,
     WeightUses,
     address,
     casts_by_rule,
@@ -39,7 +40,7 @@ from precast.shipping.function_calls import (
     region_dtype,
 )
 
-__all__ = ["Example", "Weight", "observe_uses", "weights_of"]
+__all__ = ["Example", "Weight", "observe_uses", "unchanged_buffers", "weights_of"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of one call."""
@@ -89,10 +90,19 @@ def weights_of(model: nn.Module) -> list[Weight]:
     fused = {
         id(p) for module in model.modules() if _may_be_fused(module) for p in module.parameters()
     }
+    scripted = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, torch.jit.ScriptModule)
+        for _, p in named_tensors(module)
+    }
     for weight in weights.values():
         weight.fixed = _reason_to_keep(weight)
-        if weight.fixed is None and any(id(tensor) in fused for tensor in weight.tensors):
+        ids = set(map(id, weight.tensors))
+        if weight.fixed is None and not ids.isdisjoint(fused):
             weight.fixed = "PyTorch's fused kernel for attention takes it in float32"
+        if weight.fixed is None and not ids.isdisjoint(scripted):
+            weight.fixed = "a scripted module uses it"
     return list(weights.values())
 
 
@@ -128,14 +138,14 @@ def observe_uses(
 ) -> None:
     """Call the model with each example in the region, and record the uses of the weights.
 
-    Each example is called twice, without and with observation.
+    Each example is called without and with observation, and once more for functions of TorchScript and of C++.
 
     Raises:
         ConversionError: the model fails on an example, or the two calls differ.
     """
-    with _unchanged_buffers(model):
+    with unchanged_buffers(model):
         plain = _run(model, weights, region, examples)
-    with _unchanged_buffers(model), _observing(weights, region.device):
+    with unchanged_buffers(model), _observing(weights, region.device):
         observed = _run(model, weights, region, examples)
     if not is_same(plain, observed):
         raise ConversionError(
@@ -143,6 +153,24 @@ def observe_uses(
             "verified that a converted model gives the same ones. It has state other than buffers, or depends on the "
             "class of its parameters."
         )
+    _observe_operations(model, weights, region, examples)
+
+
+def _observe_operations(
+    model: nn.Module, weights: Sequence[Weight], region: autocast, examples: Sequence[Example]
+) -> None:
+    """Add the uses of weights in calls that PyTorch does not pass to the class of a weight.
+
+    The results are not compared: under a dispatch mode PyTorch's fused kernels are composed of others.
+    """
+    uses = {address(w.tensors[0]): WeightUses() for w in weights if w.fixed is None}
+    with unchanged_buffers(model), suppress(ConversionError), UseRecorder(uses, any_layout=True):
+        _run(model, weights, region, examples)
+    for weight in weights:
+        use = uses.get(address(weight.tensors[0]))
+        if use is not None:
+            weight.uses.dtypes |= use.dtypes
+            weight.uses.computed = weight.uses.computed or use.computed
 
 
 def _run(
@@ -186,12 +214,20 @@ def _copied(value: Any) -> Any:
 
 
 @contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the values and the memory of a model's buffers after a block."""
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the buffers of a model, their values and their memory after a block."""
+    bindings = [
+        (module, name, buffer)
+        for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     before = [(b, b.data, b.detach().clone()) for b in model.buffers() if not b.is_inference()]
     try:
         yield
     finally:
+        for module, name, buffer in bindings:
+            setattr(module, name, buffer)
         with torch.no_grad():
             for buffer, memory, values in before:
                 buffer.data = memory
@@ -210,7 +246,8 @@ class _ObservedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with _torch.without_subclass_functions():
-            observed = [t for t in tensors_in((args, kwargs)) if isinstance(t, _ObservedWeight)]
+            weights = [t for t in tensors_in((args, kwargs)) if isinstance(t, _ObservedWeight)]
+            observed = [t for t in weights if hasattr(t, "weight")]  # not a deep copy
             if func in METADATA or func == _DTYPE or not observed:
                 return func(*args, **kwargs)
             device = observed[0].device_type

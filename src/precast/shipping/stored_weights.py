@@ -78,7 +78,7 @@ class StoredWeight(Tensor):
 
     def as_stored(self, plain: Tensor) -> Any:
         """Return a plain tensor with this weight's values as a view of this weight."""
-        view = plain.as_subclass(StoredBuffer)
+        view = plain.as_subclass(StoredView)
         return _described(view, self.weight_name, plain.dtype, self.device_type)
 
     @classmethod
@@ -174,17 +174,24 @@ class StoredParameter(StoredWeight, nn.Parameter):
         return _deep_copied(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return StoredParameter, (self.data, self.weight_name, self.device_type)
+        return StoredParameter, (_plain(self), self.weight_name, self.device_type)
 
 
 class StoredBuffer(StoredWeight):
-    """A buffer, or a view of a weight, that is stored in 16 bits."""
+    """A buffer that is stored in 16 bits."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _deep_copied(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return stored_buffer, (self.data, self.weight_name, self.device_type)
+        return stored_buffer, (_plain(self), self.weight_name, self.device_type)
+
+
+class StoredView(StoredBuffer):
+    """A view of a stored weight, such as in a state dict made in a region; it is saved as a plain tensor."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
 
 
 def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
@@ -201,10 +208,16 @@ def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> 
     return weight
 
 
+def _plain(weight: Tensor) -> Tensor:
+    """Return the stored values as a tensor of PyTorch's own class, in a region too."""
+    with _torch.without_subclass_functions():
+        return weight.data
+
+
 def _deep_copied(weight: StoredWeight, memo: dict[int, Any]) -> Any:
     if id(weight) not in memo:
         new = StoredParameter if isinstance(weight, StoredParameter) else stored_buffer
-        values = weight.data.clone(memory_format=torch.preserve_format)
+        values = _plain(weight).clone(memory_format=torch.preserve_format)
         memo[id(weight)] = new(values, weight.weight_name, weight.device_type)
     return memo[id(weight)]
 
@@ -229,6 +242,10 @@ def _compact(tensor: Tensor) -> Tensor:
 
 _REMEMBERED: Final[dict[Any, bool]] = {}
 """The kinds of calls that accept 16-bit weights; True if they return views of these."""
+_READ_VALUES: Final[frozenset[Any]] = frozenset(
+    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__")
+)
+"""Functions that read the values of a tensor without an operation."""
 
 
 def _call(
@@ -262,6 +279,8 @@ def _call_observed(
     def up(tensor: Tensor) -> Tensor:
         return upcast.get(id(tensor), tensor)
 
+    if func in _READ_VALUES:
+        _refuse(weights[0], func, "reads its float32 values")
     wide = map_tensors(args, up), map_tensors(kwargs, up)
     result, uses, is_view = observed_call(func, *wide, list(upcast.values()))
     for weight in weights:
@@ -274,6 +293,16 @@ def _call_observed(
             _refuse(weight, func, f"computes with it in float32 ({use.computed[0]})")
     if any(use.refused for use in uses.values()):
         return result
+    if is_view:
+        stored = _views(func(*args, **kwargs), weights)
+        is_stored = all(isinstance(own, StoredWeight) for own in tensors_in(stored))
+        other = {view.dtype for view in tensors_in(result)} - {torch.float32}
+        if other:
+            _refuse(weights[0], func, f"reads it as {other.pop()}")
+        if not is_stored and result is upcast[id(weights[0])] and stored.dtype is torch.float32:
+            return weights[0]  # a conversion to float32, which returns a float32 weight itself
+        if not is_stored:
+            _refuse(weights[0], func, "copies its float32 values")
     if key is not None:
         if len(_REMEMBERED) >= _MOST_CALLS:
             _REMEMBERED.clear()
@@ -291,7 +320,13 @@ def _call_with_stored(
     """Call a function that accepts 16-bit weights."""
     if is_view:
         return _views(func(*args, **kwargs), weights)
-    return func(*map_tensors(args, _compact), **map_tensors(kwargs, _compact))
+    result = func(*map_tensors(args, _compact), **map_tensors(kwargs, _compact))
+    return map_tensors(result, _cast_copy)
+
+
+def _cast_copy(tensor: Tensor) -> Tensor:
+    """Return a plain copy of a weight that a cast to its stored dtype returned: for a float32 weight it is new."""
+    return _plain(tensor).clone() if isinstance(tensor, StoredWeight) else tensor
 
 
 def _refuse(weight: StoredWeight, func: Any, problem: str) -> NoReturn:
