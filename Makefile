@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 NATIVE := $(VENV)/.native
 NATIVE_SOURCES := $(wildcard src/precast/weights/native/*.cpp src/precast/weights/native/*.h) \
-	$(addprefix src/precast/weights/native/,build.py library_file.py)
+	src/precast/weights/native/library_file.py src/precast/cli/build.py
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 CLIENTS := .venvs/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed

@@ -32,8 +32,9 @@ from typing import Final
 from rich.console import Console
 
 from precast._internal import torch_versions
+from precast.cli import build
 from precast.errors import PrecastError
-from precast.weights.native import build, library_file
+from precast.weights.native import library_file
 from tools.versions import found_by_pip, numbers
 
 __all__ = ["in_package", "main", "newest_of_each", "platform_tag", "unpack"]

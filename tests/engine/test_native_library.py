@@ -22,9 +22,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from precast.cli import build
 from precast.cli.main import main
 from precast.errors import BuildError, OutputError, PrecastError, PrecastWarning, TorchVersionError
-from precast.weights.native import build, library, library_file
+from precast.weights.native import library, library_file
 from precast.weights.native.library import Library, Unavailable
 from tools import native_boundary
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from precast.cli import build
 from precast.errors import BuildError
-from precast.weights.native import build, library_file
+from precast.weights.native import library_file
 from tools import native_library
 
 LINUX = pytest.mark.skipif(

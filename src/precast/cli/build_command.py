@@ -12,7 +12,7 @@ import click
 from precast.cli.options import json_option
 
 if TYPE_CHECKING:
-    from precast.weights.native.build import BuildResult
+    from precast.cli.build import BuildResult
 
 __all__ = ["build"]
 
@@ -39,7 +39,7 @@ def build(as_json: bool) -> None:
 
 
 def _build() -> BuildResult:
-    from precast.weights.native import build as build_
+    from precast.cli import build as build_
 
     torch = build_.installed_torch()  # first, for one error if several packages are missing
     from rich.console import Console
