@@ -260,6 +260,8 @@ class _Decides(nn.Module):
         (torch.sin, (X,), {}, "expected a torch.nn.Module, got builtin"),
         (nn.Linear(4, 2), X, {}, r"expected a tuple .* `\(x,\)`"),
         (nn.Linear(4, 2), (X,), {"kwargs": [X]}, "expected a dict, got list"),
+        (nn.Linear(4, 2, device="meta"), (X,), {}, "tensors on the meta device"),
+        (nn.Linear(4, 2), (X.to("meta"),), {}, "tensors on the meta device"),
         (nn.Linear(4, 2), (torch.ones(2, 3),), {}, "cannot record the model on this example"),
         (_Decides(), (X,), {}, "control flow depends on data; write it with torch.cond"),
         (_Compares(), (X,), {}, "control flow depends on data; write it with torch.cond"),

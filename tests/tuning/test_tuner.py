@@ -291,7 +291,8 @@ def test_the_model_and_the_random_states_stay_as_they_are() -> None:
     step(model, batches()[0]).backward()
     weights, states = copy.deepcopy(model.state_dict()), (random.getstate(), torch.get_rng_state())
     gradient = model.body.weight.grad.clone()
-    tune(model)
+    loader = torch.utils.data.DataLoader(batches(), batch_size=None, shuffle=True)
+    tune(model, batches=loader)
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.equal(gradient, model.body.weight.grad)
     assert random.getstate() == states[0]
@@ -347,6 +348,10 @@ def test_an_interrupt_before_anything_is_known() -> None:
         ({"budget": -1}, "budget is -1"),
         ({"budget": math.inf}, "budget is inf"),
         ({"candidates": ()}, r"candidates is \(\)"),
+        ({"model": nn.ReLU()}, "no parameter of the model requires a gradient"),
+        ({"model": Wide().requires_grad_(False)}, "no parameter of the model requires a gradient"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS calls a closure"),
+        ({"optimizer": lambda parameters: 1 / 0}, r"optimizer\(parameters\) failed: ZeroDivision"),
         ({"candidates": (torch.float64,)}, "candidates: torch.float64 is unknown"),
     ],
 )
@@ -364,8 +369,9 @@ def test_an_error_of_the_step_in_float32_is_the_programs_own() -> None:
     def fails(model: nn.Module, batch) -> torch.Tensor:
         raise LookupError("of the program")
 
-    with pytest.raises(LookupError, match="of the program"):
+    with pytest.raises(LookupError, match="of the program") as error:
         tune(step=fails)
+    assert error.value.__notes__ == ["precast.tune: step 1 failed in float32"]
 
 
 # --- results ---

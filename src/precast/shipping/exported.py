@@ -73,7 +73,8 @@ def export(
         args: an example of its arguments.
         kwargs: an example of its keyword arguments.
         policy: a `Policy`, the name of a preset or the path of a policy file, including its rules for modules.
-        dtype: the lower precision, torch.bfloat16 or torch.float16; None is PyTorch's default for the device.
+        dtype: the lower precision, torch.bfloat16 or torch.float16; None is that of `torch.get_autocast_dtype`: of the
+            region around the call, or PyTorch's default for the device.
         dynamic_shapes: as in `torch.export.export`.
         strict: as in `torch.export.export`.
         check: run the model and the program on the example, and compare their results bit by bit.
@@ -135,7 +136,12 @@ def _checked(model: object, args: object, kwargs: object) -> str:
     if kwargs is not None and not isinstance(kwargs, dict):
         raise ExportError(f"export(..., kwargs): expected a dict, got {type(kwargs).__name__}")
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
-    devices = sorted({tensor.device.type for tensor in tensors} - {"meta"})
+    devices = sorted({tensor.device.type for tensor in tensors})
+    if "meta" in devices:
+        raise ExportError(
+            "export(model, ...): the model or its example has tensors on the meta device, which have no values. Call "
+            "model.to_empty(device=...), load its weights, and pass an example on that device"
+        )
     accelerators = [device for device in devices if device != "cpu"]
     if len(accelerators) > 1:
         raise ExportError(

@@ -257,6 +257,8 @@ class ModelTrial(ABC):
             raise
         except Exception as error:  # of the program, or of an operation in 16 bits
             if self.setup.policy is None:
+                words = words_for(self.workload.task)
+                error.add_note(f"precast.tune: {words.place} {place + 1} failed in float32")
                 raise
             self.failure = exception_text(error)
             return

@@ -123,21 +123,21 @@ def tune(
     functions = {"step": step, "optimizer": optimizer, "metric": options.metric}
     check_arguments(model, functions, objective, tolerance, budget)
     candidates = checked_candidates(options.candidates, is_training=step is not None)
-    workload = workload_of(
-        model, step, batches, optimizer=optimizer, metric=options.metric, seed=options.seed
-    )
     base = as_policy(options.base)
-    settings = SearchSettings(
-        objective,
-        tolerance,
-        budget,
-        [dtype_name(candidate) for candidate in candidates],
-        base.name,
-        workload.device_type,
-        options.seed,
-        workload.task,
-    )
-    with preserved_random_states():
+    with preserved_random_states():  # a data loader draws a seed when it is iterated
+        workload = workload_of(
+            model, step, batches, optimizer=optimizer, metric=options.metric, seed=options.seed
+        )
+        settings = SearchSettings(
+            objective,
+            tolerance,
+            budget,
+            [dtype_name(candidate) for candidate in candidates],
+            base.name,
+            workload.device_type,
+            options.seed,
+            workload.task,
+        )
         search = _PolicySearch(task_of(workload), base, settings, options.progress)
         return search.run(candidates)
 
