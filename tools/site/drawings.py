@@ -65,7 +65,7 @@ _Paint = Callable[[Figure, tuple[str, ...]], None]
 def _checkerboard(program: Any) -> _Paint:
     result = program.train()
     runs = {run.dtype: run for run in (result.float32, result.mixed)}
-    images = {"target": result.task.target} | {name: run.output for name, run in runs.items()}
+    images = {"target": result.task.image} | {name: run.output for name, run in runs.items()}
 
     def paint(figure: Figure, colors: tuple[str, ...]) -> None:
         rows: Any = [[*images], ["losses"] * len(images)]
