@@ -38,7 +38,7 @@ _CODES = {
 
 @click.command(
     "try",
-    short_help="Run a script in float32 and in mixed precision for some steps, and compare.",
+    short_help="Compare a script in float32 and in mixed precision.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("program", metavar="SCRIPT", required=False)

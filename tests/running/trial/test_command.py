@@ -15,6 +15,7 @@ import pytest
 from precast.running.target import Target
 from precast.running.trial.experiment import Experiment, TrialOptions
 from precast.running.trial.launcher import Launcher
+from tests.running.test_run import hear_interrupts
 
 TRY = [str(Path(sys.executable).with_name("precast")), "try"]
 PROGRAM = """
@@ -41,6 +42,7 @@ def start(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.P
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_interrupts,  # noqa: PLW1509 -- one system call, no lock
     )
 
 
@@ -53,7 +55,8 @@ def test_json_is_all_that_is_printed_on_stdout(tmp_path: Path) -> None:
     assert process.returncode == {"use": 0, "keep": 3, "undecided": 4}[data["verdict"]]
     assert "the program prints" in stderr
     assert "precast: bfloat16, step 1 of 8" in stderr
-    assert [row["dtype"] for row in data["settings"]] == ["float32", "bfloat16"]
+    names = [row["name"] for row in data["settings"]]
+    assert names[:2] == ["float32 (as is)", "bfloat16"]  # remedies may follow
     assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"]
     assert os.listdir(tmp_path / "tmp") == []
 

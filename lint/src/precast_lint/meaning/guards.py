@@ -141,7 +141,7 @@ def _asks_for_attribute(source: Source, call: cst.Call) -> bool:
 
 
 def _asks_by_name(source: Source, node: cst.Name) -> bool:
-    """Return True for `NEW` after `NEW = hasattr(torch, "amp")`."""
+    """Return True for `NEW` after `NEW = hasattr(torch, "amp")`, or after a fallback of an import that sets it."""
     for binding in source.names.bindings(node):
         if isinstance(binding.node, cst.FunctionDef) and _reads_version(binding.node):
             return True
@@ -152,6 +152,9 @@ def _asks_by_name(source: Source, node: cst.Name) -> bool:
             return True
         if any(isinstance(n, cst.Call) and _asks_for_attribute(source, n) for n in inner):
             return True
+        tries = (o for o in source.around(binding.node) if isinstance(o, cst.Try))
+        if any(_is_guard(source, outer) and _is_of_torch(source, outer) for outer in tries):
+            return True
     return False
 
 
@@ -160,3 +163,14 @@ def _reads_version(function: cst.FunctionDef) -> bool:
     return any(
         isinstance(n, cst.Attribute) and n.attr.value == "__version__" for n in walk(function.body)
     )
+
+
+def _is_of_torch(source: Source, node: cst.Try) -> bool:
+    for inner in walk(node.body):
+        if isinstance(inner, cst.ImportFrom) and f"{dotted(inner.module)}.".startswith("torch."):
+            return True
+        if isinstance(inner, cst.ImportAlias) and (dotted(inner.name) or "").startswith("torch."):
+            return True
+        if isinstance(inner, cst.Attribute) and (source.origin(inner) or "").startswith("torch."):
+            return True
+    return False

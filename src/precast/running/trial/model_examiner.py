@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from precast._internal.pytree import tensors_in
+from precast.policy.module_names import named_modules
 from precast.report.tree import seconds_by_dtype
 from precast.running.trace_window import TraceWindow
 
@@ -50,7 +51,7 @@ class ModelExaminer:
         if model in self._watched:
             return
         self._watched.add(model)
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             if not any(module.children()):
                 module.register_forward_hook(self._reader(name or type(model).__name__))
 

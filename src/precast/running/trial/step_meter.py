@@ -28,6 +28,7 @@ from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import matmul_speed
 from precast.diagnostics.tensor_memory import ResultMemory, storage_sizes
 from precast.grad_scaler.scaler import GradScaler
+from precast.policy.module_names import named_modules
 from precast.policy.policy import Policy
 from precast.running.scaler_observer import ScalerObserver
 from precast.running.step_tracker import StepTracker
@@ -158,7 +159,7 @@ class StepMeter:
     def _prepare(self, model: nn.Module) -> None:
         """Change a model as the plan says, before its first call."""
         plan = self._plan
-        names = {name for name, _ in model.named_modules()}
+        names = {name for name, _ in named_modules(model)}
         rules = {name: "fp32" for name in plan.float32_modules if name in names}
         if rules:
             attach(model, self._policy.replace(modules=rules), hold=plan.variant == "attach")
