@@ -17,14 +17,20 @@ from precast.running.trial.terminal_answer import cells, memory_note
 __all__ = ["html"]
 
 _CHART: Final = """
-const element = document.getElementById("losses");
-const curves = JSON.parse(document.getElementById("data").textContent);
-const colors = {margin: {t: 10}, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)"};
-if (element) Plotly.newPlot(element, curves, colors, {displayModeBar: false});
+{
+  const losses = document.getElementById("losses");
+  const curves = JSON.parse(document.getElementById("data").textContent);
+  const clear = "rgba(0,0,0,0)";
+  const layout = {margin: {t: 10}, paper_bgcolor: clear, plot_bgcolor: clear, xaxis: {title: {text: "step"}}};
+  if (losses) Plotly.newPlot(losses, curves, layout, {displayModeBar: false, responsive: true});
+  document.documentElement.dataset.ready = "true";
+}
 """
 _STYLE: Final = """
 main { max-width: 62rem; margin: 0 auto; padding: 1rem; }
 main td, main th { text-align: left; padding: .3rem 1rem .3rem 0; }
+main h1 { margin-bottom: 1rem; }
+main table { display: block; overflow-x: auto; }
 #losses { height: 20rem; }
 """
 
