@@ -9,7 +9,14 @@ import click
 
 from precast.policy.values import canonical_dtype
 
-__all__ = ["device_option", "dtype_option", "json_option", "policy_option", "seed_option"]
+__all__ = [
+    "device_option",
+    "dtype_option",
+    "json_option",
+    "policy_option",
+    "script_arguments",
+    "seed_option",
+]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LARGEST_SEED: Final = 2**63 - 1
@@ -18,6 +25,14 @@ _LARGEST_SEED: Final = 2**63 - 1
 def json_option(command: _Command) -> _Command:
     """Add `--json`, which prints one JSON object on stdout and nothing else."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def script_arguments(command: _Command) -> _Command:
+    """Add a script with its arguments, and `-m`; the command has to stop its own options at the script."""
+    module = "SCRIPT is the name of a module, as in python -m."
+    command = click.option("-m", "is_module", is_flag=True, help=module)(command)
+    command = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)(command)
+    return click.argument("program", metavar="SCRIPT", required=False)(command)
 
 
 def policy_option(default: str) -> Callable[[_Command], _Command]:

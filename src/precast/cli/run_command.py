@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from precast.cli.options import policy_option
+from precast.cli.options import policy_option, script_arguments
 from precast.errors import MissingExtraError, PolicyError
 
 __all__ = ["check_policy", "run"]
@@ -31,11 +31,7 @@ def _steps(text: str) -> tuple[int, int]:
     short_help="Run a training script unchanged and write a mixed-precision report.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.argument("program", metavar="SCRIPT", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
-)
+@script_arguments
 @policy_option("torch")
 @click.option(
     "--report",

@@ -16,7 +16,7 @@ import click
 
 from precast._internal import atomic_write
 from precast.cli.exit_codes import ExitCode
-from precast.cli.options import json_option, policy_option
+from precast.cli.options import json_option, policy_option, script_arguments
 from precast.cli.run_command import check_policy
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ _CODES = {
     short_help="Compare a script in float32 and in mixed precision.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.argument("program", metavar="SCRIPT", required=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
-)
+@script_arguments
 @click.option(
     "--steps",
     type=click.IntRange(min=1),

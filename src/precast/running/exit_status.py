@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from precast.running.signal_listener import SignalListener, die_of
 
-__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "exit_now"]
+__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "error_text", "exit_now"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
@@ -95,7 +95,7 @@ class ExitWatcher:
         except BaseException as error:
             interrupted = type(error) is KeyboardInterrupt  # of a subclass, Python does not die
             how: Literal["interrupted", "exception"] = "interrupted" if interrupted else "exception"
-            self._ending = ExitStatus(how, _INTERRUPTED if interrupted else 1, _message(error))
+            self._ending = ExitStatus(how, _INTERRUPTED if interrupted else 1, error_text(error))
             _print(error)
             if interrupted:
                 raise Interrupted from None
@@ -196,7 +196,8 @@ def _of_exit(exit: SystemExit) -> ExitStatus:
     return ExitStatus("exit", 1, str(exit.code))
 
 
-def _message(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return the class and the message of an exception, also of one that cannot be printed."""
     try:
         text = str(error)
     except Exception:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from precast._internal.display import plural
 from precast.report.words import duration, joined, sentence
-from precast.running.trial.comparison import Comparison, unmeasured
+from precast.running.trial.comparison import Comparison, Setting, unmeasured
 from precast.running.trial.experiment import ExperimentResult
 from precast.running.trial.program_edit import ProgramEdit
 
@@ -42,7 +42,7 @@ class TryAnswer:
     def to_dict(self, result: ExperimentResult) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
-            "settings": [_base_row(result), *map(_row, result.comparisons())],
+            "settings": [_base_row(result), *map(_compared_row, result.comparisons())],
             "verdict": "undecided" if self.verdict == "failed" else self.verdict,
             "chosen": self.chosen,
             "reasons": [self.sentence, *self.reasons],
@@ -190,33 +190,32 @@ def _notes(result: ExperimentResult) -> Iterator[str]:
 
 def _base_row(result: ExperimentResult) -> dict[str, Any]:
     base = result.base
-    time = base.seconds(result.options.warm_up)
-    return {
-        "name": base.name,
-        "dtype": base.dtype,
-        "seconds_per_step": time and time[0],
-        "spread": time and time[1],
-        "speedup": 1.0 if time else None,
-        "peak_memory_bytes": base.peak_memory,
-        "loss": base.loss() if base.outcomes and base.outcomes[0].seconds else None,
-        "loss_equal": True if time else None,
-        "skipped_steps": base.skipped,
-        "nonfinite_steps": base.nonfinite,
-        "error": base.error,
-    }
+    seconds, spread = base.seconds(result.options.warm_up) or (None, None)
+    is_measured = seconds is not None
+    return _row(base, seconds, spread, 1.0 if is_measured else None, is_measured or None)
 
 
-def _row(comparison: Comparison) -> dict[str, Any]:
-    setting = comparison.setting
+def _compared_row(comparison: Comparison) -> dict[str, Any]:
+    times = comparison.seconds, comparison.spread, comparison.speedup
+    return _row(comparison.setting, *times, comparison.learns)
+
+
+def _row(
+    setting: Setting,
+    seconds: float | None,
+    spread: float | None,
+    speedup: float | None,
+    is_equal: bool | None,
+) -> dict[str, Any]:
     return {
         "name": setting.name,
         "dtype": setting.dtype,
-        "seconds_per_step": comparison.seconds,
-        "spread": comparison.spread,
-        "speedup": comparison.speedup,
+        "seconds_per_step": seconds,
+        "spread": spread,
+        "speedup": speedup,
         "peak_memory_bytes": setting.peak_memory,
         "loss": setting.loss() if setting.steps else None,
-        "loss_equal": comparison.learns,
+        "loss_equal": is_equal,
         "skipped_steps": setting.skipped,
         "nonfinite_steps": setting.nonfinite,
         "error": setting.error,

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["Comparison", "LossSummary", "Setting", "compare", "unmeasured"]
+__all__ = ["Comparison", "LossSummary", "Setting", "compare", "region_changes", "unmeasured"]
 
 _TELLING: Final = 0.05
 """A difference of time or memory below this share is none."""
@@ -25,6 +25,11 @@ _MOST_SKIPS: Final = 0.2
 """The share of skipped steps above which a training does not learn as in float32."""
 
 Speed = Literal["faster", "slower", "same", "unclear"]
+
+
+def region_changes(dtype: str) -> dict[str, Any]:
+    """Return the fields of a plan that runs models in regions of a dtype; float16 needs a scaled loss."""
+    return {"dtype": dtype, "scales": dtype == "float16"}
 
 
 def unmeasured(steps: int, warm_up: int) -> int:

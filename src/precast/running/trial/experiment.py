@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Final
 
 from precast.running.target import Target
-from precast.running.trial.comparison import Comparison, Setting, compare, unmeasured
+from precast.running.trial.comparison import (
+    Comparison,
+    Setting,
+    compare,
+    region_changes,
+    unmeasured,
+)
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 from precast.running.trial.program_edit import ProgramEdit, edit_of
@@ -171,8 +177,8 @@ class Experiment:
 
     def _examine(self, setting: Setting) -> TrialOutcome | None:
         """Run an examined trial of a setting."""
-        regions = _mixed(setting.dtype).changes if setting.dtype != "float32" else setting.changes
-        examined = Setting(f"{setting.name}, examined", setting.dtype, dict(regions))
+        changes = setting.changes if setting.dtype == "float32" else region_changes(setting.dtype)
+        examined = Setting(f"{setting.name}, examined", setting.dtype, dict(changes))
         examined.changes |= {"examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
         outcome = self._trial(examined)
         return None if outcome is None or outcome.ended == "error" else outcome
@@ -195,7 +201,7 @@ class Experiment:
         """Return the settings to compare with float32, by what the first trial showed."""
         result = self._result
         dtypes = [each for each in first.region_dtypes if each != "scaler"]
-        if dtypes or first.region_dtypes:
+        if first.region_dtypes:
             dtype = dtypes[0] if dtypes else "float16"
             scaler = " + scaler" if "scaler" in first.region_dtypes else ""
             own = Setting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
@@ -304,7 +310,7 @@ class Experiment:
         )
         if outcome.ended == "error" and "sources" in plan_changes:
             # The edit does not fit the program after all: its models run in regions without it.
-            setting.changes = _mixed(setting.dtype).changes
+            setting.changes = region_changes(setting.dtype)
             setting.edit = setting.edit and ProgramEdit(setting.edit.lines)
             return self._trial(setting)
         setting.outcomes.append(outcome)
@@ -312,6 +318,5 @@ class Experiment:
 
 
 def _mixed(dtype: str) -> Setting:
-    if dtype == "float16":
-        return Setting("float16 + scaler", dtype, {"dtype": dtype, "scales": True})
-    return Setting(dtype, dtype, {"dtype": dtype})
+    name = "float16 + scaler" if dtype == "float16" else dtype
+    return Setting(name, dtype, region_changes(dtype))

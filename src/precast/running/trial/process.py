@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precast._internal.records import as_json
-from precast.running.exit_status import ExitStatus, ExitWatcher, exit_now
+from precast.running.exit_status import ExitStatus, ExitWatcher, error_text, exit_now
 from precast.running.import_hook import when_torch_is_loaded
 from precast.running.module_isolation import ModuleIsolation
 from precast.running.output_files import rank_from_environment
@@ -88,7 +88,7 @@ class TrialProcess:
             sys.stdout.flush()
             exit_now(0)  # nothing of the program runs after its last step
         except BaseException as error:
-            self._error = _message(error)
+            self._error = error_text(error)
             raise
 
     def _measure(self) -> None:
@@ -143,11 +143,6 @@ class TrialProcess:
         """Write an event as one line. A line is written in one piece, so that ranks do not mix theirs."""
         if self._rank == 0 or "outcome" in event:
             os.write(self._events, json.dumps(event).encode() + b"\n")
-
-
-def _message(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _die_with_parent() -> None:

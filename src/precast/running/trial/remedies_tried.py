@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from precast.report.words import duration, share
-from precast.running.trial.comparison import Comparison, Setting
+from precast.running.trial.comparison import Comparison, Setting, region_changes
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
@@ -63,7 +63,7 @@ def variants_of(comparison: Comparison, examined: TrialOutcome) -> Iterator[Sett
     setting, shares = comparison.setting, examined.shares
     if not shares:
         return
-    changes = {"dtype": setting.dtype, "scales": setting.dtype == "float16"}
+    changes = region_changes(setting.dtype)
     if shares["casts"] > _MOST_CASTS:
         lines = [*(setting.edit.lines if setting.edit else []), "precast.attach(model)"]
         yield Setting(
@@ -103,10 +103,6 @@ def cure_of(setting: Setting, module: str) -> Setting:
     return Setting(
         f"{setting.name}, {module} in float32",
         setting.dtype,
-        {
-            "dtype": setting.dtype,
-            "scales": setting.dtype == "float16",
-            "float32_modules": [module],
-        },
+        {**region_changes(setting.dtype), "float32_modules": [module]},
         edit=ProgramEdit(lines),
     )
