@@ -198,9 +198,36 @@ def _lost_shard(folder: Path) -> Path:
     return folder / "model.safetensors.index.json"
 
 
-def _no_index(folder: Path) -> Path:
-    (folder / "model.safetensors.index.json").write_text("[]")
-    return folder / "model.safetensors.index.json"
+def _index(text: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        _write_sharded(folder, _model()[2])
+        (folder / "model.safetensors.index.json").write_text(text)
+        return folder / "model.safetensors.index.json"
+
+    return write
+
+
+def _entry(**changes: Any) -> Callable[[Path], Path]:
+    """A safetensors file whose entry of `body.bias` is changed."""
+
+    def change(data: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])
+        header["body.bias"] |= changes
+        text = json.dumps(header).encode()
+        return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+    return _rewrite(change)
+
+
+def _nested_header(_: bytes) -> bytes:
+    text = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    return struct.pack("<Q", len(text)) + text
+
+
+def _other_types(folder: Path) -> Path:
+    torch.save({1: torch.ones(2), "body.bias": torch.ones(2)}, folder / "model.pt")
+    return folder / "model.pt"
 
 
 WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
@@ -230,7 +257,45 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         r"body\.bias has the shape \(2,\) there, and \(16,\) in the model",
     ),
     "lost shard": (_lost_shard, r"there is no checkpoint .*part-1\.safetensors"),
-    "no index": (_no_index, "is not an index of a checkpoint"),
+    "no index": (_index("[]"), "is not an index of a checkpoint"),
+    "nested index": (
+        _index("[" * 100_000 + "]" * 100_000),
+        "is not an index of a checkpoint",
+    ),
+    "index of values": (
+        _index('{"weight_map": {"body.bias": 3}}'),
+        r"index\.json is damaged: its 'weight_map' has 3 where the name of a safetensors file",
+    ),
+    "index of itself": (
+        _index('{"weight_map": {"body.bias": "model.safetensors.index.json"}}'),
+        r"index\.json is damaged: its 'weight_map' has 'model\.safetensors\.index\.json' where",
+    ),
+    "index of another folder": (
+        _index('{"weight_map": {"body.bias": "../part-0.safetensors"}}'),
+        r"index\.json is damaged: its 'weight_map' has '\.\./part-0\.safetensors' where",
+    ),
+    "nested header": (_rewrite(_nested_header), "nor a whole safetensors file"),
+    "overlap": (
+        _entry(data_offsets=[0, 64]),
+        r"nor a whole safetensors file: body\.bias and embed\.weight overlap",
+    ),
+    "negative shape": (
+        _entry(shape=[-1]),
+        r"nor a whole safetensors file: the shape \[-1\] at \d+:\d+ has no size",
+    ),
+    "no bytes": (
+        _entry(data_offsets=[0, 0]),
+        r"nor a whole safetensors file: a tensor of shape \[16\] in F32 has 0 bytes",
+    ),
+    "backward offsets": (
+        _entry(data_offsets=[64, 0]),
+        r"nor a whole safetensors file: a tensor of shape \[16\] in F32 has -64 bytes",
+    ),
+    "names of other types": (_other_types, "has no state dict, a mapping of names to tensors"),
+    "tied weights that differ": (
+        _other(lambda state: state | {"head.weight": state["embed.weight"] + 1}),
+        r"embed\.weight and head\.weight are one tensor in the model, and differ there",
+    ),
     "folder": (lambda folder: folder, "there is no checkpoint"),
     "no file": (lambda folder: folder / "none.safetensors", "there is no checkpoint"),
 }
@@ -260,6 +325,10 @@ def test_other_mistakes_are_one_error(tmp_path: Path) -> None:
         precast.load_converted("Net", file, example=tokens)  # type: ignore[arg-type]
     with pytest.raises(ConversionError, match="returned int, not a model"):
         precast.load_converted(lambda: 3, file, example=tokens)  # type: ignore[arg-type, return-value]
+    with pytest.raises(
+        ConversionError, match=r"make\(\) raised ZeroDivisionError: integer division"
+    ):
+        precast.load_converted(lambda: 1 // 0, file, example=tokens)  # type: ignore[arg-type, return-value]
 
 
 _MEASURES = """

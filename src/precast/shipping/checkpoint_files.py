@@ -7,6 +7,7 @@ drop; writes of the program do not reach the file.
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import struct
@@ -37,6 +38,7 @@ _DTYPES: Final = {
     "C64": torch.complex64,
 }
 _ZIP: Final = b"PK\x03\x04"
+_INDEX: Final = ".index.json"
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -46,27 +48,46 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ConversionError: there is no such file, or it is damaged or in another format.
     """
     source = Path(path)
-    if not source.is_file():
-        raise ConversionError(f"there is no checkpoint {source}")
-    if source.name.endswith(".index.json"):
-        return _sharded(source)
-    with source.open("rb") as file:
-        start = file.read(4)
-    return _saved_by_torch(source) if start == _ZIP else _safetensors(source)
+    return _sharded(source) if source.name.endswith(_INDEX) else _read_file(source)
 
 
 def _sharded(index: Path) -> dict[str, Tensor]:
+    _check_exists(index)
     try:
         file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         shards = sorted(set(file_of.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        unusable = [shard for shard in shards if not _is_shard(shard)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConversionError(
             f"{index} is not an index of a checkpoint: it has no 'weight_map' of names to files"
         ) from error
+    if unusable:
+        raise ConversionError(
+            f"{index} is damaged: its 'weight_map' has {unusable[0]!r} where the name of a safetensors file or a file "
+            "of torch.save in the same folder is expected"
+        )
     tensors: dict[str, Tensor] = {}
     for shard in shards:
-        tensors |= read_checkpoint(index.parent / shard)
+        for name, tensor in _read_file(index.parent / shard).items():
+            if file_of.get(name, shard) == shard:
+                tensors[name] = tensor
     return tensors
+
+
+def _is_shard(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and not name.endswith(_INDEX)
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        raise ConversionError(f"there is no checkpoint {path}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    _check_exists(path)
+    with path.open("rb") as file:
+        start = file.read(4)
+    return _saved_by_torch(path) if start == _ZIP else _safetensors(path)
 
 
 def _saved_by_torch(path: Path) -> dict[str, Tensor]:
@@ -82,7 +103,7 @@ def _saved_by_torch(path: Path) -> dict[str, Tensor]:
             saved = saved[key]
     named = saved.items() if isinstance(saved, Mapping) else ()
     tensors = {name: v for name, v in named if isinstance(v, Tensor)}
-    if not tensors:
+    if not tensors or not all(isinstance(name, str) for name in tensors):
         raise ConversionError(
             f"{path} has no state dict, a mapping of names to tensors. Save model.state_dict()."
         )
@@ -98,7 +119,8 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
             # Copy-on-write; the file is closed when all tensors are freed.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        return {name: _tensor(memory, 8 + length, entry) for name, entry in entries.items()}
+        tensors = {name: _tensor(memory, 8 + length, entry) for name, entry in entries.items()}
+        _check_disjoint(entries)
     except (
         struct.error,
         ValueError,
@@ -107,19 +129,35 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
         AttributeError,
         OverflowError,
         MemoryError,
-        RuntimeError,
+        RuntimeError,  # RecursionError too: deeply nested JSON
     ) as error:
         raise ConversionError(
             f"{path} is neither a file of torch.save in its zip format nor a whole safetensors file: {error}"
         ) from error
+    return tensors
 
 
 def _tensor(memory: mmap.mmap, start: int, entry: Any) -> Tensor:
-    dtype, (begin, end) = _DTYPES[entry["dtype"]], entry["data_offsets"]
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    numbers = [*shape, begin, end]
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"the shape {shape} at {begin}:{end} has no size")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} in {entry['dtype']} has {end - begin} bytes")
     if begin == end:
-        return torch.empty(entry["shape"], dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
     offset = start + begin
     values = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=offset)
     if offset % dtype.itemsize:  # kernels need aligned values
         values = values.clone()
-    return values.view(dtype).view(entry["shape"])
+    return values.view(dtype).view(shape)
+
+
+def _check_disjoint(entries: Mapping[str, Any]) -> None:
+    end, last = 0, ""
+    for (begin, stop), name in sorted(
+        (entry["data_offsets"], name) for name, entry in entries.items()
+    ):
+        if begin < end:
+            raise ValueError(f"{last} and {name} overlap")
+        end, last = stop, name

@@ -94,8 +94,14 @@ def _created(make: Callable[[], nn.Module] | nn.Module) -> nn.Module:
             f"load_converted(make) got {type(make).__name__}. Pass a function that creates the model, or a "
             "torch.nn.Module."
         )
-    with _parameters_on_meta():
-        model = make()
+    try:
+        with _parameters_on_meta():
+            model = make()
+    except Exception as error:
+        raise ConversionError(
+            f"load_converted(make): make() raised {type(error).__name__}: {error}. While it runs, the model's "
+            "parameters are on the meta device, without values."
+        ) from error
     if not isinstance(model, nn.Module):
         raise ConversionError(
             f"load_converted(make): it returned {type(model).__name__}, not a model."
@@ -126,11 +132,11 @@ def _fitting(
     """Return the state for the model to load: each tied weight is one tensor under all of its names.
 
     Raises:
-        ConversionError: a name is missing or unexpected, or a shape differs.
+        ConversionError: a name is missing or unexpected, a shape differs, or tied weights differ.
     """
     expected = model.state_dict(keep_vars=True)
     unexpected = sorted(tensors.keys() - expected.keys())
-    sources = {id(expected[name]): tensors[name] for name in expected if name in tensors}
+    sources = _sources(expected, tensors, f"{where} does not fit this {type(model).__name__}")
     missing = [name for name, value in expected.items() if id(value) not in sources]
     if missing or unexpected:
         problems = [f"lacks {_listed(missing)}"] * bool(missing)
@@ -149,6 +155,31 @@ def _fitting(
             )
         state[name] = created.setdefault(id(value), _like(source, value, upcast))
     return state
+
+
+def _sources(
+    expected: dict[str, Tensor], tensors: dict[str, Tensor], problem: str
+) -> dict[int, Tensor]:
+    """Return the tensor of the file for each tensor of the model, by its id."""
+    sources: dict[int, Tensor] = {}
+    first_names: dict[int, str] = {}
+    for name in filter(tensors.__contains__, expected):
+        key = id(expected[name])
+        first = first_names.setdefault(key, name)
+        if not _has_same_bytes(sources.setdefault(key, tensors[name]), tensors[name]):
+            raise ConversionError(
+                f"{problem}: {first} and {name} are one tensor in the model, and differ there. Tie them in the model "
+                "that is saved, or remove the wrong one from the file."
+            )
+    return sources
+
+
+def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    if one.data_ptr() == other.data_ptr():
+        return one.stride() == other.stride()
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _like(source: Tensor, value: Tensor, upcast: bool) -> Tensor:
