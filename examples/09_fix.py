@@ -33,7 +33,7 @@ def fixed(program: Path) -> str:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, program.name)
         copy.write_bytes(program.read_bytes())
-        command = [sys.executable, "-m", "precast_lint", "check", "--fix", "--no-cache", str(copy)]
+        command = [sys.executable, "-m", "precast_lint", "check", "--fix", str(copy)]
         subprocess.run(command, check=True, capture_output=True)
         return copy.read_text(encoding="utf-8")
 

@@ -162,7 +162,7 @@ def test_a_process_that_dies_takes_one_file_with_it(
         return check_text(filename, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "run_text", dies)
-    found = precast_("check", "--jobs", "2", "--no-cache", "--output-format", "concise")
+    found = precast_("check", "--jobs", "2", "--output-format", "concise")
     assert found.exit_code == 2
     assert found.stdout.count("AMP001") == 2 * runner._FEW - 1
     assert "error: skipped f05.py" in found.stderr
@@ -170,21 +170,11 @@ def test_a_process_that_dies_takes_one_file_with_it(
 
 def test_a_name_that_is_no_text_is_printed_somehow(here: Path) -> None:
     (here / os.fsdecode(b"\xff.py")).write_text(OLD)
-    for kind in ("full", "concise", "json", "github", "sarif"):
+    for kind in ("full", "concise", "json", "github"):
         found = precast_("check", "--output-format", kind)
         assert found.exit_code == 1, found.exception
     assert precast_("check", "--diff").exit_code == 1
     assert precast_("check", "--fix").exit_code == 0
-
-
-def test_a_place_in_sarif_is_an_address(here: Path) -> None:
-    (here / "a b#1.py").write_text(OLD)
-    log = json.loads(precast_("check", "--output-format", "sarif").stdout)["runs"][0]
-    place = log["results"][0]["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"] == "a%20b%231.py"
-    [rule] = log["tool"]["driver"]["rules"]
-    assert rule["help"]["markdown"].startswith("# AMP001 cuda-autocast")
-    assert "helpUri" not in rule
 
 
 def _cells(*sources: object) -> bytes:

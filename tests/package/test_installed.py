@@ -70,7 +70,7 @@ def test_the_checker_needs_no_pytorch_and_is_found_by_precast_where_both_are(
     for source in (checker.wheel, checker.sdist):
         pip = [str(alone / "pip"), "install", "-q", "--no-compile", "--force-reinstall"]
         run([*pip, *CONSTRAINTS, str(source)], tmp_path)
-        run([str(alone / "precast-lint"), "check", "--no-cache", "readme.py"], tmp_path)
+        run([str(alone / "precast-lint"), "check", "readme.py"], tmp_path)
     there = run([str(alone / "pip"), "list", "--format=freeze"], tmp_path)
     assert not re.search("^(torch|precast)==", there, re.M)
     assert re.search("^precast-lint==", there, re.M)
@@ -78,7 +78,7 @@ def test_the_checker_needs_no_pytorch_and_is_found_by_precast_where_both_are(
     site = run([str(alone / "python"), "-c", "import click; print(click.__path__[0])"], tmp_path)
     both = {"PYTHONPATH": str(Path(site.strip()).parent)}
     found = subprocess.run(
-        [str(programs / "precast"), "check", "--no-cache", "readme.py"],
+        [str(programs / "precast"), "check", "readme.py"],
         cwd=tmp_path,
         env=both,
         check=False,

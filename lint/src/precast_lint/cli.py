@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["check", "main"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_FORMATS = ("full", "concise", "json", "github", "sarif")
+_FORMATS = ("full", "concise", "json", "github")
 
 
 def _codes(*names: str, help: str) -> Callable[[_Command], _Command]:
@@ -80,9 +80,6 @@ def _with_options(command: _Command) -> _Command:
             ),
             click.option(
                 "--stdin-filename", metavar="F", help="File name for code from stdin (-)."
-            ),
-            click.option(
-                "--no-cache", is_flag=True, help="Do not use the cache in .precast_cache."
             ),
             click.option(
                 "--jobs",
@@ -148,7 +145,6 @@ def _main(
     force_exclude: bool,
     isolated: bool,
     stdin_filename: str | None,
-    no_cache: bool,
     jobs: int | None,
     **request: Any,
 ) -> None:
@@ -166,9 +162,7 @@ def _main(
     if is_stdin:
         reports = _from_stdin(stdin_filename or "stdin.py", settings, mode, apply and not as_diff)
     else:
-        reports = _from_files(
-            paths, settings, mode, None if no_cache else _cache_folder(settings), jobs
-        )
+        reports = _from_files(paths, settings, mode, jobs)
     _note(reports)
     if as_diff:
         _print_diff(reports)
@@ -200,14 +194,9 @@ def _settings(start: Path | None, requests: dict[str, Any]) -> LintSettings:
         raise click.UsageError(str(error)) from error
 
 
-def _cache_folder(settings: LintSettings) -> Path:
-    return Path(settings.root) / ".precast_cache"
-
-
 def _from_files(
-    paths: Sequence[Path], settings: LintSettings, mode: Any, folder: Path | None, jobs: int | None
+    paths: Sequence[Path], settings: LintSettings, mode: Any, jobs: int | None
 ) -> list[FileReport]:
-    from precast_lint.running.cache import Cache
     from precast_lint.running.files import find
     from precast_lint.running.runner import run
 
@@ -215,14 +204,7 @@ def _from_files(
     if missing:
         raise click.UsageError(f"There is no file or folder {str(missing[0])!r}.")
     with _progress() as advance:
-        return run(
-            find(paths, settings),
-            settings,
-            mode,
-            Cache(folder, settings),
-            advance=advance,
-            jobs=jobs,
-        )
+        return run(find(paths, settings), settings, mode, advance=advance, jobs=jobs)
 
 
 def _from_stdin(filename: str, settings: LintSettings, mode: Any, echo: bool) -> list[FileReport]:

@@ -61,7 +61,7 @@ class SourceCheck:
 
     def _check(self, files: list[str], is_hurried: Callable[[], bool]) -> list[Any]:
         command = [sys.executable, "-P", "-m", "precast", "check", "--output-format", "json"]
-        command += ["--exit-zero", "--no-cache", "--", *files]
+        command += ["--exit-zero", "--", *files]
         # A file, as a pipe that is not read fills up; a new session, as Ctrl-C is not meant for the checker.
         with tempfile.TemporaryFile() as output:
             process = subprocess.Popen(

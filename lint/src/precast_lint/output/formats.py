@@ -1,16 +1,12 @@
-"""Findings as text: for people (full, concise), for programs (json, sarif), for GitHub's annotations."""
+"""Findings as text: for people (full, concise), for programs (json), for GitHub's annotations."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from precast_lint.running.report import FileReport, Reported
-from precast_lint.selecting.registry import ENGINE, load
-from precast_lint.version import __version__
 
 __all__ = ["FORMATS", "diff", "statistics", "summary"]
 
@@ -89,68 +85,11 @@ def _escaped(text: str, data: bool = False) -> str:
     return text if data else text.replace(":", "%3A").replace(",", "%2C")
 
 
-def sarif(findings: Sequence[Reported]) -> str:
-    """Return SARIF 2.1.0."""
-    import json
-
-    codes = sorted({finding.code for finding in findings})
-    driver = {
-        "name": "precast-lint",
-        "version": __version__,
-        "rules": [_sarif_rule(code) for code in codes],
-    }
-    run = {
-        "tool": {"driver": driver},
-        "columnKind": "unicodeCodePoints",
-        "results": [_sarif_result(finding) for finding in findings],
-    }
-    schema = "https://json.schemastore.org/sarif-2.1.0.json"
-    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=2)
-
-
-_LEVELS = {"error": "error", "warning": "warning", "information": "note"}
-
-
-def _sarif_rule(code: str) -> dict[str, Any]:
-    from precast_lint.output.pages import page
-
-    rule = load(code)
-    name = rule.name if rule else ENGINE[code]
-    described = {"id": code, "name": name}
-    if rule is None:
-        return described
-    return described | {
-        "help": {"text": f"{rule.what} {rule.why}", "markdown": page(rule)},
-        "shortDescription": {"text": rule.what},
-        "fullDescription": {"text": rule.why},
-        "defaultConfiguration": {"level": _LEVELS[rule.severity.value]},
-    }
-
-
-def _sarif_result(finding: Reported) -> dict[str, Any]:
-    from urllib.parse import quote
-
-    region = {
-        "startLine": finding.row,
-        "startColumn": finding.column,
-        "endLine": finding.end_row,
-        "endColumn": finding.end_column,
-    }
-    artifact = {"uri": quote(os.fsencode(Path(finding.filename).as_posix()))}
-    return {
-        "ruleId": finding.code,
-        "level": _LEVELS[finding.severity],
-        "message": {"text": finding.message},
-        "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
-    }
-
-
 FORMATS: dict[str, Callable[[Sequence[Reported]], str]] = {
     "full": full,
     "concise": concise,
     "json": as_json,
     "github": github,
-    "sarif": sarif,
 }
 
 

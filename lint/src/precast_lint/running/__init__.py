@@ -1,1 +1,1 @@
-"""A run over files: which, on all cores, from the cache, and what is reported of each."""
+"""A run over files: the search for them, the check on all cores, and the report of each file."""

@@ -1,4 +1,4 @@
-"""The report of a file: findings with rows and columns, ready to print, cache and send.
+"""The report of a file: findings with rows and columns, ready to print and to send.
 
 Invariants: rows and columns count from 1, columns in characters, and an end is the first column after;
 in a notebook rows count from the start of the cell.
@@ -7,7 +7,7 @@ in a notebook rows count from the start of the cell.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ class Reported:
     fix: dict[str, Any] | None = None
     noqa_row: int = 0
     cell: int | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, for the cache."""
-        return asdict(self)
 
 
 @dataclass

@@ -1,8 +1,8 @@
-"""A run over many files: in several processes, with the cache, and with writing of fixes.
+"""A run over many files: in several processes, and with writing of fixes.
 
 Invariants:
-    - This process reads each file and searches for the words of the rules; only files with such words that
-      are not in the cache are parsed, in other processes if there are several files.
+    - This process reads each file and searches for the words of the rules; only files with such words are
+      parsed, in other processes if there are several files.
     - A file is replaced in one step, through links, with its mode; a crash leaves it old or new.
     - An error in one file becomes a note on it; the other files are still checked.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precast_lint.errors import CheckError
-from precast_lint.running.cache import Cache
 from precast_lint.running.files import read
 from precast_lint.running.report import FileReport, Reported, reported
 from precast_lint.selecting.look import interesting
@@ -50,7 +49,6 @@ def run(
     paths: Iterable[Path],
     settings: LintSettings,
     mode: RunMode,
-    cache: Cache,
     *,
     advance: Callable[[int, int], object] = max,
     jobs: int | None = None,
@@ -62,7 +60,7 @@ def run(
     reports: dict[Path, FileReport] = {}
     waiting: list[tuple[Path, bytes]] = []
     for path in paths:
-        looked = _look(path, settings, mode, cache)
+        looked = _look(path, settings)
         if isinstance(looked, bytes):
             waiting.append((path, looked))
         elif looked is not None:
@@ -72,32 +70,18 @@ def run(
     work = [(str(path), data, settings, mode) for path, data in waiting]
     for done, (task, report) in enumerate(zip(work, _all(work, jobs), strict=True), 1):
         reports[Path(task[0])] = report
-        if report.before is None and report.note is None:
-            cache.put(cache.key(task[0], task[1]), report.findings)
         advance(done, len(work))
-    cache.save()
     return list(reports.values())
 
 
-def _look(
-    path: Path, settings: LintSettings, mode: RunMode, cache: Cache
-) -> FileReport | bytes | None:
+def _look(path: Path, settings: LintSettings) -> FileReport | bytes | None:
+    """Return a file's bytes if it has to be parsed; a report if it cannot be read."""
     try:
         data = read(path)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return FileReport(str(path), note=reason)
-    if not interesting(data, settings.codes_for(str(path))):
-        return None
-    cached = cache.get(cache.key(str(path), data))
-    if cached is None or (mode.fix and any(_may_apply(f, settings) for f in cached)):
-        return data
-    return FileReport(str(path), cached)
-
-
-def _may_apply(finding: Reported, settings: LintSettings) -> bool:
-    allowed = ("safe", "unsafe") if settings.unsafe_fixes else ("safe",)
-    return finding.fix is not None and finding.fix["applicability"] in allowed
+    return data if interesting(data, settings.codes_for(str(path))) else None
 
 
 def _all(

@@ -1,7 +1,7 @@
 """Settings of a run: command-line options override `[tool.precast.check]` in pyproject.toml.
 
-Invariants: `LintSettings` is a frozen value that can be sent to another process and is part of the cache's
-key; the nearest pyproject.toml above the first path that has the table decides for the whole run.
+Invariants: `LintSettings` is a frozen value that can be sent to another process; the nearest
+pyproject.toml above the first path that has the table decides for the whole run.
 """
 
 from __future__ import annotations
