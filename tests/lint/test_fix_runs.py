@@ -34,7 +34,7 @@ FIXED = [  # a type alias is no Python before 3.12
 ]
 CODES = [rule.code for rule in all_rules().values() if rule.fix is not Applicability.NONE]
 # Rules about errors: the program does something else, or anything at all, only after the fix.
-REPAIRS = {"AMP010", "AMP104", "AMP109", "AMP113"}
+REPAIRS = {"AMP010", "AMP104"}
 BROKEN = {"NameError", "UnboundLocalError", "AttributeError", "ImportError", "SyntaxError"}
 
 

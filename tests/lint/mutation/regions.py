@@ -21,7 +21,6 @@ from tests.lint.mutation.trees import (
     path,
     replaced,
     source,
-    stmt,
     with_imports,
 )
 
@@ -116,33 +115,6 @@ def checkpoint_without_region(module: cst.Module) -> Iterator[cst.Module]:
             kept = assignment(module, "ctx.enabled")
             yield replaced(module, {around[0]: around[0].with_changes(items=plain), kept: None})
             assert call is not None
-
-
-@mutates("AMP308")
-def custom_fwd_without_ctx(module: cst.Module) -> Iterator[cst.Module]:
-    decorator = cst.Decorator(expr('torch.amp.custom_fwd(device_type="cuda")'))
-    for node in nodes(module):
-        if isinstance(node, cst.ClassDef) and any("Module" in source(b) for b in node.bases):
-            for function in node.body.body:
-                if isinstance(function, cst.FunctionDef) and function.name.value == "forward":
-                    new = function.with_changes(decorators=[decorator])
-                    yield replaced(module, {function: new})
-        if isinstance(node, cst.FunctionDef) and node.name.value == "forward":
-            params = node.params.params
-            if params[0].name.value == "ctx" and "custom_fwd" in "".join(
-                map(source, node.decorators)
-            ):
-                setup = stmt(
-                    "@staticmethod\ndef setup_context(ctx, inputs, output):\n    ctx.save_for_backward(*inputs)\n"
-                )
-                assert isinstance(node.body, cst.IndentedBlock)
-                new = node.with_changes(
-                    params=node.params.with_changes(params=params[1:]),
-                    body=node.body.with_changes(
-                        body=[s for s in node.body.body if "ctx" not in source(s)]
-                    ),
-                )
-                yield replaced(module, {node: [new, *setup]})
 
 
 __all__ = ["device", "scaler_of", "with_imports"]

@@ -15,7 +15,6 @@ from precast_lint.parsing.source import Source, once
 from precast_lint.parsing.syntax import Node, cst, dotted, is_self, methods_named, walk
 
 __all__ = [
-    "CUSTOM_FWD",
     "MODULES",
     "NEW_CUSTOM",
     "Method",
@@ -47,8 +46,6 @@ NEW_CUSTOM = (
 )
 """Decorators of autograd Functions' methods that take the device type as a keyword."""
 
-CUSTOM_FWD = frozenset({*NEW_CUSTOM[::2], "torch.cuda.amp.custom_fwd"})
-
 
 @dataclass(frozen=True, eq=False)
 class Method:
@@ -56,12 +53,6 @@ class Method:
 
     node: cst.FunctionDef
     decorators: tuple[tuple[cst.Decorator, str | None], ...]
-
-    def decorator(self, origins: frozenset[str]) -> tuple[cst.Decorator, str] | None:
-        """Return the decorator that has one of some origins, with its origin."""
-        results = (pair for pair in self.decorators if pair[1] in origins)
-        decorator, origin = next(results, (None, None))
-        return None if decorator is None or origin is None else (decorator, origin)
 
 
 def functions(source: Source) -> Iterator[tuple[cst.ClassDef, dict[str, Method]]]:

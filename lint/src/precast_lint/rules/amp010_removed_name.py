@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from precast_lint.editing.imports import is_alone
 from precast_lint.meaning.guards import is_guarded, is_tried
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 from precast_lint.renaming import old_names
@@ -23,17 +22,6 @@ PACKAGES = {
     "torch.cpu.amp": _BOTH,
 }
 
-# A name of torch._six -> the statement that binds it to the same thing.
-_SIX = {
-    "PY2": "{} = False",
-    "PY3": "{} = True",
-    "container_abcs": "from collections import abc as {}",
-    "inf": "from math import inf",
-    "int_classes": "{} = int",
-    "nan": "from math import nan",
-    "string_classes": "{} = (str, bytes)",
-}
-
 
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each private name, each import of torch._six, and each name that AMP never had."""
@@ -41,7 +29,7 @@ def check(source: Source) -> Iterator[LintFinding]:
     for statement in source.all(cst.ImportFrom):
         is_six = dotted(statement.module) == "torch._six" and not statement.relative
         if is_six and not is_guarded(source, statement):
-            yield source.find(RULE, statement, _SIX_MESSAGE, _without_six(source, statement))
+            yield source.find(RULE, statement, _SIX_MESSAGE)
         if dotted(statement.module) == "torch" and not isinstance(statement.names, cst.ImportStar):
             for alias in statement.names:
                 if dotted(alias.name) == "_six" and not is_guarded(source, statement):
@@ -90,25 +78,9 @@ def _message(package: str, name: str) -> str:
     return f"`{package}` has no `{name}` in any version of PyTorch{hint}"
 
 
-_SIX_MESSAGE = "`torch._six` was removed in PyTorch 2.0"
-
-
-def _without_six(source: Source, statement: cst.ImportFrom) -> Fix | None:
-    """Return a fix with statements that bind the same names; None if a name is unknown or shares its line."""
-    if isinstance(statement.names, cst.ImportStar) or not is_alone(source, statement):
-        return None
-    start = source.text.line_start(source.span(statement).start)
-    indent = source.text.data[start : source.span(statement).start].decode("utf-8")
-    lines = []
-    for alias in statement.names:
-        name = dotted(alias.name) or ""
-        bound = dotted(alias.asname.name) if alias.asname else name
-        if name not in _SIX:
-            return None
-        line = _SIX[name].format(bound)
-        lines.append(line if "{}" in _SIX[name] or bound == name else f"{line} as {bound}")
-    text = f"{source.text.newline}{indent}".join(lines)
-    return source.fix("Import it from its new module", source.replace(statement, text), unsafe=True)
+_SIX_MESSAGE = (
+    "`torch._six` was removed in PyTorch 2.0; its names are Python's own, such as `math.inf`"
+)
 
 
 RULE = LintRule(
@@ -136,7 +108,7 @@ RULE = LintRule(
     ),
     check=check,
     example="""
--from torch._six import inf
-+from math import inf
+-from torch.cuda.amp.grad_scaler import _refresh_per_optimizer_state
++from torch.amp.grad_scaler import _refresh_per_optimizer_state
 """,
 )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from precast_lint.meaning.guards import is_version_test
 from precast_lint.meaning.version_values import SINCE, evaluate_test, names_releases, value_given
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity, version
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity, version
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, dotted, strings, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.torch_versions import MINORS
 
 __all__ = ["RULE"]
@@ -81,31 +81,9 @@ def _too_early(source: Source, statement: _If, results: _Results) -> Iterator[Li
         since = version(SINCE[name])
         wrong = [r for r in _supported(source) if results[r] is in_body and version(r) < since]
         if wrong:
-            fix = _fix(source, statement.test, in_body, SINCE[name])
             message = _TOO_EARLY.format(name=name, since=SINCE[name], releases=_listed(wrong))
-            yield source.find(RULE, statement.test, message, fix)
+            yield source.find(RULE, statement.test, message)
             return
-
-
-def _fix(source: Source, test: Node, in_body: bool, since: str) -> Fix | None:
-    """Return a fix that replaces the version in a comparison by the one that has the name."""
-    compared = value_given(source, test)
-    if not isinstance(compared, cst.Comparison) or len(compared.comparisons) != 1:
-        return None
-    target = compared.comparisons[0]
-    expected = cst.GreaterThanEqual if in_body else cst.LessThan
-    if not isinstance(target.operator, expected):
-        return None
-    bound = target.comparator
-    if isinstance(bound, cst.Tuple):
-        text = f"({', '.join(since.split('.'))})"
-        edit = source.replace(bound, text if not bound.lpar else text[1:-1])
-        return source.fix(f"Ask for PyTorch {since}", edit, unsafe=True)
-    texts = [n for n in walk(bound) if isinstance(n, cst.SimpleString) and strings(n)]
-    if len(texts) != 1 or not re.fullmatch(r"\d+(\.\d+){0,2}", strings(texts[0]) or ""):
-        return None
-    text = re.sub(r"\d[\w.+]*", since, source.code(texts[0]), count=1)
-    return source.fix(f"Ask for PyTorch {since}", source.replace(texts[0], text), unsafe=True)
 
 
 def _listed(releases: list[str]) -> str:
@@ -146,7 +124,7 @@ RULE = LintRule(
     code="AMP109",
     name="version-guard",
     severity=Severity.ERROR,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="this test of the version is wrong for some version of PyTorch",
     what=(
         "A test of PyTorch's version that compares strings, or is true for versions that do not have the AMP name that "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from precast_lint.meaning.guards import is_guarded, is_tried
 from precast_lint.meaning.kinds import is_tensor
 from precast_lint.meaning.regions import AUTOCASTS
-from precast_lint.model import Applicability, Edit, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
 
@@ -110,14 +110,9 @@ def _one_of_two(
 ) -> Iterator[LintFinding]:
     """Yield a finding for the operand that is not entered: a context is true, so `and` returns its right side."""
     is_and = isinstance(both.operator, cst.And)
-    left_out, other = (both.left, both.right) if is_and else (both.right, both.left)
-    entries = [n is call or _is_context(source, n) for n in (left_out, other)]
-    if not entries[0]:
-        return
-    edit = Edit(source.span(both.left).end, source.span(both.right).start, ", ")
-    plain = all(entries) and not any(n.lpar for n in (both, both.left, both.right))
-    fix = source.fix("Enter both", edit, unsafe=True) if plain else None
-    yield source.find(RULE, left_out, _ONE_OF_TWO.format("and" if is_and else "or"), fix)
+    left_out = both.left if is_and else both.right
+    if left_out is call or _is_context(source, left_out):
+        yield source.find(RULE, left_out, _ONE_OF_TWO.format("and" if is_and else "or"))
 
 
 def _is_context(source: Source, node: Node) -> bool:
@@ -149,7 +144,7 @@ RULE = LintRule(
     code="AMP113",
     name="region-never-entered",
     severity=Severity.ERROR,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="this creates a region and does not enter it: nothing runs in lower precision",
     what=(
         "A statement that only creates a region, or assigns it to a local name that nothing reads. Also `with "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from precast_lint.editing.imports import name_for
 from precast_lint.meaning.regions import regions, regions_around
 from precast_lint.meaning.tensors import (
     constant,
@@ -14,7 +13,7 @@ from precast_lint.meaning.tensors import (
     operation,
     value_of,
 )
-from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
+from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, walk
 
@@ -38,22 +37,20 @@ def check(source: Source) -> Iterator[LintFinding]:
         value = fill.get(*_FILLS[fill.name]) if fill is not None else None
         if fill is None or value is None:
             continue
-        sign = _too_large(source, value)
-        if sign and _is_float16(source, fill.operand):
-            fix = _fix(source, fill.operand, value, sign)
-            yield source.find(RULE, value, fix=fix)
+        if _is_too_large(source, value) and _is_float16(source, fill.operand):
+            yield source.find(RULE, value)
     yield from _in_assignments(source)
     yield from _in_new_tensors(source)
     for product in source.all(cst.BinaryOperation):
         if not isinstance(product.operator, cst.Multiply):
             continue
         for value, other in ((product.left, product.right), (product.right, product.left)):
-            if _too_large(source, value) and _is_additive(source, other):
+            if _is_too_large(source, value) and _is_additive(source, other):
                 yield _silent_overflow(source, value)
 
 
-def _silent_overflow(source: Source, value: Node, fix: Fix | None = None) -> LintFinding:
-    return source.find(RULE, value, _INFINITE, fix, Severity.WARNING)
+def _silent_overflow(source: Source, value: Node) -> LintFinding:
+    return source.find(RULE, value, _INFINITE, severity=Severity.WARNING)
 
 
 def _is_additive(source: Source, mask: Node) -> bool:
@@ -74,23 +71,21 @@ def _in_new_tensors(source: Source) -> Iterator[LintFinding]:
         argument = arguments.positional
         for value, tensor in zip(argument[1:], argument[:0:-1], strict=True):
             number = number_in(source, value_of(source, value)) or value
-            sign = _too_large(source, number)
-            if sign and _is_float16(source, tensor):
-                named = isinstance(value, cst.Name) and number is not value
-                fix = None if named else _fix(source, tensor, number, sign)
-                yield _silent_overflow(source, number, fix)
+            if _is_too_large(source, number) and _is_float16(source, tensor):
+                yield _silent_overflow(source, number)
 
 
 def _in_assignments(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each `scores[mask] = -1e9`."""
     for statement in source.all(cst.Assign):
         target = statement.targets[0].target
-        sign = _too_large(source, statement.value)
-        if not sign or len(statement.targets) > 1 or not isinstance(target, cst.Subscript):
-            continue
-        if _is_float16(source, target.value):
-            fix = _fix(source, target.value, statement.value, sign)
-            yield _silent_overflow(source, statement.value, fix)
+        if (
+            len(statement.targets) == 1
+            and isinstance(target, cst.Subscript)
+            and _is_too_large(source, statement.value)
+            and _is_float16(source, target.value)
+        ):
+            yield _silent_overflow(source, statement.value)
 
 
 def _is_float16(source: Source, node: Node) -> bool:
@@ -125,32 +120,16 @@ def _is_in_other_region(source: Source, node: Node, depth: int = 3) -> bool:
     return any(r.enabled is False or r.dtype not in (None, "torch.float16") for r in entries)
 
 
-def _too_large(source: Source, value: Node) -> int:
+def _is_too_large(source: Source, value: Node) -> bool:
     number = constant(source, value)
-    if number is None or abs(number) <= _LARGEST:
-        return 0
-    return 1 if number > 0 else -1
-
-
-def _fix(source: Source, tensor: Node, value: Node, sign: int) -> Fix | None:
-    """Return a fix that uses the limit of the tensor's dtype, if the tensor has a name."""
-    name = name_for(source, "torch", value)
-    if any(binding.kind == "param" for binding in source.names.bindings(value)):
-        return None  # the caller may give another number
-    if not isinstance(tensor, (cst.Name, cst.Attribute)) or name is None:
-        return None
-    limit = "min" if sign < 0 else "max"
-    text = f"{name[0]}.finfo({source.code(tensor)}.dtype).{limit}"
-    return source.fix(
-        "Use the limit of the dtype", source.replace(value, text), name[1], unsafe=True
-    )
+    return number is not None and abs(number) > _LARGEST
 
 
 RULE = LintRule(
     code="AMP404",
     name="mask-beyond-float16",
     severity=Severity.ERROR,
-    fix=Applicability.UNSAFE,
+    fix=Applicability.NONE,
     message="float16 ends at 65504: this raises in a float16 region; use `torch.finfo(x.dtype).min`",
     what=(
         "A number beyond 65504, or the limit of float32, in `masked_fill`, `torch.where`, an assignment to an index or "

@@ -27,7 +27,6 @@ RULES: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
     ("AMP301", "amp301_backward_inside", "backward-in-region", "warning", ("autocast backward",)),
     ("AMP302", "amp302_step_inside", "step-in-region", "warning", ("autocast .step(",)),
     ("AMP303", "amp303_loss_outside", "loss-outside-region", "warning", ("autocast backward",)),
-    ("AMP308", "amp308_custom_fwd_no_ctx", "custom-fwd-without-ctx", "error", ("custom_fwd",)),
     ("AMP314", "amp314_checkpoint_without_region", "checkpoint-without-region", "warning", ("Function enable_grad backward", "Function set_grad_enabled backward")),
     ("AMP401", "amp401_softmax_by_hand", "softmax-by-hand", "warning", ("torch exp( sum(", "torch exp_( sum(", "torch exp( functional normalize( p=1")),
     ("AMP402", "amp402_log_of_softmax", "log-of-softmax", "warning", ("torch log( softmax(", "torch log( Softmax(", "torch log( sigmoid(", "torch log( Sigmoid(", "torch log( exp( sum(", "torch log( exp( mean(", "torch log2( softmax(", "torch log2( Softmax(", "torch log2( sigmoid(", "torch log2( Sigmoid(", "torch log2( exp( sum(", "torch log2( exp( mean(", "torch log10( softmax(", "torch log10( Softmax(", "torch log10( sigmoid(", "torch log10( Sigmoid(", "torch log10( exp( sum(", "torch log10( exp( mean(", "torch log1p( sigmoid(", "torch log1p( Sigmoid(")),
