@@ -71,18 +71,11 @@ def disable_scaler(scaler: Any) -> None:
     scaler._enabled = False
 
 
-def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Stop | None:
-    """Call ``hook(gradient)`` before the tensor's other hooks, which run in the order of a private dict (2.13).
-
-    Returns a function that ends it; None for a tensor without other hooks.
-    """
-    hooks: Any = tensor._backward_hooks  # an OrderedDict
-    if not hooks:
-        return None
+def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Call ``hook(gradient)`` before the tensor's other hooks, which run in the order of a private dict (2.13)."""
     handle: Any = tensor.register_hook(hook)
+    hooks: Any = tensor._backward_hooks  # an OrderedDict
     hooks.move_to_end(handle.id, last=False)
-    stop: Stop = handle.remove
-    return stop
 
 
 def change_seeds(change: Callable[[int], int]) -> Stop:

@@ -5,7 +5,7 @@ Invariants:
 - a region is opened around each outermost call of a module that has parameters. Once the program trains, a call that
   records gradients needs a parameter that an optimizer steps. Losses, metrics and transforms run outside;
 - the program gets float32 outputs, and gradients without the scale: a backward pass multiplies its roots by the scale,
-  a power of two, and divides the gradients of all leaves by it when it ends;
+  a power of two, and the first hook of each leaf divides its gradient by it;
 - a step on gradients that are not finite is made without gradients, so that the optimizer changes nothing.
 """
 
@@ -29,9 +29,8 @@ from precast.policy.policy import Policy
 __all__ = ["LossScaling", "ModelRegions"]
 
 _FIRST_SCALE: Final = 2.0**16
-_GROWTH_INTERVAL: Final = 2000
 _WALKS: Final = 8
-"""The first backward passes whose graphs are searched for leaves; later ones only if the last of these had new ones."""
+"""The number of backward passes without a new leaf after which graphs are not searched for leaves any more."""
 
 
 class ModelRegions:
@@ -92,19 +91,19 @@ class LossScaling:
     """
 
     def __init__(self, on_skip: Callable[[], None]) -> None:
-        self.scale = _FIRST_SCALE
         self._on_skip = on_skip
-        self._leaves: dict[int, weakref.ref[Tensor]] = {}
+        self._scale = _FIRST_SCALE
+        self._is_scaled = False
+        """True while a backward pass runs whose roots were multiplied by the scale."""
+        self._leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """The tensors whose gradients a hook divides by the scale, by their ids."""
         self._walks = 0
-        self._is_bad = False
-        """True if a gradient was not finite after the latest backward pass."""
-        self._in_backward = False
+        self._has_scaled = False
+        self._nonfinite: set[int] = set()
+        """The ids of leaves with a gradient that was not finite after the latest backward pass."""
         self._stepping: Optimizer | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients, while an optimizer steps without them."""
-        self._finite_steps = 0
-        self._unscaled: set[int] = set()
-        """The ids of leaves whose gradients were divided by the scale during the backward pass."""
 
     def start(self) -> None:
         """Start to scale."""
@@ -112,135 +111,82 @@ class LossScaling:
         on_optimizer_step(before=self._before_step, after=self._after_step)
 
     def _backward(self, run: Callable[[Any], None], roots: Any, gradients: Any) -> None:
-        if self._in_backward:  # a backward pass inside of another, as in a checkpoint
+        if self._is_scaled:  # a backward pass inside of another, as in a checkpoint
             run(gradients)
             return
         several = list(roots) if isinstance(roots, list | tuple) else [roots]
         values = [gradients] * len(several) if isinstance(gradients, Tensor | None) else gradients
-        self._find_leaves(several)
-        self._multiply_existing()
-        stops = [
-            _torch.hook_before_others(leaf, lambda gradient: gradient / self.scale)
-            for leaf in self._live_leaves()
-        ]
-        hooked = {id(leaf) for leaf, stop in zip(self._live_leaves(), stops, strict=True) if stop}
-        self._in_backward = True
+        if self._walks < _WALKS:
+            new = [leaf for leaf in _leaves_of(several) if self._hook(leaf)]
+            self._walks = 0 if new else self._walks + 1
+        self._is_scaled = self._has_scaled = True
         try:
             run([self._scaled(root, value) for root, value in zip(several, values, strict=True)])
         finally:
-            self._in_backward = False
-            for stop in filter(None, stops):
-                stop()
-        self._unscale(hooked)
-        if self._is_bad and self._stepping is not None:  # a closure
-            self._skip(self._stepping)
+            self._is_scaled = False
+        self._nonfinite = _with_nonfinite_gradients(self._leaves.values())
+        if self._stepping is not None:  # a closure, whose gradients replace those before the step
+            self._gradients = []
+            self._check(self._stepping)
 
     def _scaled(self, root: Tensor, value: Tensor | None) -> Tensor:
-        return torch.full_like(root, self.scale) if value is None else value * self.scale
+        return torch.full_like(root, self._scale) if value is None else value * self._scale
 
-    def _unscale(self, hooked: set[int]) -> None:
-        """Divide the gradients of all leaves by the scale, and look for gradients that are not finite."""
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        bad = False
-        with torch.no_grad():
-            for leaf in self._live_leaves():
-                gradient = leaf.grad
-                if gradient is None or not gradient.is_floating_point():
-                    continue
-                if id(leaf) in hooked or id(leaf) in self._unscaled:
-                    bad = bad or not bool(_values(gradient).isfinite().all())
-                    continue
-                values = _values(gradient)
-                by_kind.setdefault((values.device, values.dtype), []).append(values)
-            flags = []
-            for (device, _), values_of_kind in by_kind.items():
-                flag = torch.zeros((), device=device)
-                inverse = torch.full((), 1 / self.scale, device=device)
-                _torch.check_and_unscale_(values_of_kind, flag, inverse)
-                flags.append(flag)
-        self._unscaled.clear()
-        self._is_bad = bad or any(bool(flag) for flag in flags)
-
-    def _multiply_existing(self) -> None:
-        """Multiply gradients of earlier passes by the scale: new ones are added to them."""
-        with torch.no_grad():
-            gradients = [leaf.grad for leaf in self._live_leaves() if leaf.grad is not None]
-            for gradient in gradients:
-                if gradient.is_floating_point():
-                    _values(gradient).mul_(self.scale)
-
-    # --- leaves ---
-
-    def _find_leaves(self, roots: Iterable[Tensor]) -> None:
-        if self._walks > _WALKS:
-            return
-        is_new = [self._add(leaf) for leaf in _leaves_of(roots)]
-        if not any(is_new) or self._walks < _WALKS:
-            self._walks += 1
-
-    def _add(self, leaf: Tensor) -> bool:
-        reference = self._leaves.get(id(leaf))
-        if reference is not None and reference() is leaf:
+    def _hook(self, leaf: Tensor) -> bool:
+        """Divide the gradients of a leaf by the scale, before they are added up. Return True for a new leaf."""
+        if self._leaves.get(id(leaf)) is leaf or not leaf.requires_grad:
             return False
-        self._leaves[id(leaf)] = weakref.ref(leaf)
+        self._leaves[id(leaf)] = leaf
+        _torch.hook_before_others(leaf, lambda x: x / self._scale if self._is_scaled else x)
         return True
 
-    def _live_leaves(self) -> list[Tensor]:
-        pairs = [(key, reference()) for key, reference in self._leaves.items()]
-        for key, leaf in pairs:
-            if leaf is None:
-                del self._leaves[key]
-        return [leaf for _, leaf in pairs if leaf is not None]
-
-    # --- steps ---
-
     def _before_step(self, optimizer: Optimizer) -> None:
-        self._stepping = optimizer
-        if self._in_backward:  # the optimizer steps as soon as a gradient is complete
-            self._unscale_now(optimizer)
-            return
-        parameters = [each for each in parameters_of(optimizer) if each.grad is not None]
-        new = [parameter for parameter in parameters if self._add(parameter)]
-        if new:  # found by no walk; their gradients may still be multiplied
-            self._walks = 0
-        if self._is_bad:
-            self._skip(optimizer)
-        elif parameters:
-            self._grow()
-
-    def _unscale_now(self, optimizer: Optimizer) -> None:
         for parameter in parameters_of(optimizer):
-            if parameter.grad is not None and id(parameter) not in self._unscaled:
-                parameter.grad.div_(self.scale)
-                self._unscaled.add(id(parameter))
-                self._is_bad = self._is_bad or not bool(_values(parameter.grad).isfinite().all())
-        if self._is_bad:
-            self._skip(optimizer)
+            if self._hook(parameter) and parameter.grad is not None and self._has_scaled:
+                parameter.grad.div_(self._scale)  # no walk has seen the parameter
+        self._stepping = optimizer
+        self._check(optimizer)
 
-    def _skip(self, optimizer: Optimizer) -> None:
-        """Take the gradients away from an optimizer, if one of them is not finite."""
-        gradients = [
-            (each, each.grad) for each in parameters_of(optimizer) if each.grad is not None
-        ]
-        if self._gradients or all(bool(_values(each).isfinite().all()) for _, each in gradients):
+    def _check(self, optimizer: Optimizer) -> None:
+        """Take the gradients away from an optimizer for this step, if one of them is not finite."""
+        parameters = [each for each in parameters_of(optimizer) if each.grad is not None]
+        if self._is_scaled:  # the optimizer steps as soon as a gradient is complete
+            self._nonfinite = _with_nonfinite_gradients(parameters)
+        if self._nonfinite.isdisjoint(map(id, parameters)):
             return
-        self._gradients = gradients
-        for parameter, _ in gradients:
+        self._gradients = [(each, each.grad) for each in parameters if each.grad is not None]
+        for parameter in parameters:
             parameter.grad = None
-        self.scale = max(self.scale / 2, 2.0**-16)
-        self._finite_steps = 0
-        self._on_skip()
-
-    def _grow(self) -> None:
-        self._finite_steps += 1
-        if self._finite_steps % _GROWTH_INTERVAL == 0:
-            self.scale *= 2
 
     def _after_step(self, _: Optimizer) -> None:
         self._stepping = None
+        if self._gradients:
+            self._scale /= 2
+            self._on_skip()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []
+
+
+def _with_nonfinite_gradients(leaves: Iterable[Tensor]) -> set[int]:
+    """Return the ids of leaves whose gradients are not finite."""
+    gradients = {
+        id(leaf): _values(leaf.grad)
+        for leaf in leaves
+        if leaf.grad is not None and leaf.grad.is_floating_point()
+    }
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for values in gradients.values():
+        by_kind.setdefault((values.device, values.dtype), []).append(values)
+    flags = []
+    with torch.no_grad():
+        for (device, _), values_of_kind in by_kind.items():
+            flag, one = torch.zeros((), device=device), torch.ones((), device=device)
+            _torch.check_and_unscale_(values_of_kind, flag, one)
+            flags.append(flag)
+    if not any(map(bool, flags)):
+        return set()
+    return {key for key, values in gradients.items() if not bool(values.isfinite().all())}
 
 
 def _values(gradient: Tensor) -> Tensor:

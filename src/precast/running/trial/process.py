@@ -47,7 +47,8 @@ class TrialProcess:
         self._rank = rank_from_environment().number or 0
         self._events = os.open(plan.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._isolation = ModuleIsolation()
-        self._files = None if plan.allows_writes else WithheldFiles(str(Path(plan.folder, "files")))
+        folder = Path(plan.folder)
+        self._files = None if plan.allows_writes else WithheldFiles(folder / "files", folder.parent)
         self._meter: StepMeter | None = None
         self._is_written = False
         self._next_progress = 0.0
@@ -89,6 +90,8 @@ class TrialProcess:
             exit_now(0)  # nothing of the program runs after its last step
         except BaseException as error:
             self._error = error_text(error)
+            if self._files is not None:
+                self._error = self._files.shown(self._error)
             raise
 
     def _measure(self) -> None:

@@ -1,18 +1,20 @@
-"""Files that a program writes in a trial: they go to a temporary folder, and later reads of the same trial see them.
+"""Withheld writes of a trial: they go to a temporary folder, and later reads of the same trial see them.
+
+The folder has the tree of the file system. A directory in which the program changes something becomes a directory of
+links to the real entries there, so Python's own functions list, rename and remove these, and no real file changes.
 
 Invariants:
 
-- what Python opens for writing, renames or removes is changed in the folder, whose tree is that of the file system;
-- a path that was written is read from the folder, and one that was removed does not exist; all others are those of the
-  file system. Folders are listed with both;
-- temporary files, devices and files that are opened by number are left alone;
+- a path whose directory was changed is looked up in the folder, every other path in the file system;
+- temporary files, devices, and files that are opened by number are left alone;
 - nothing here imports torch. Code that opens files itself, in C or C++ or in another program, is not seen.
 """
 
 from __future__ import annotations
 
 import builtins
-import errno
+import contextlib
+import fcntl
 import functools
 import importlib.util
 import io
@@ -21,176 +23,193 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Literal
 
 __all__ = ["WithheldFiles"]
 
-_WRITE_FLAGS: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _SYSTEM: Final = ("/dev/", "/proc/", "/sys/")
-_ONE_PATH: Final = ("stat", "lstat", "access", "readlink", "chdir", "listdir")
-"""Functions of `os` that read the path of their first argument."""
-_CHANGES: Final = ("chmod", "chown", "utime", "truncate", "setxattr")
-"""Functions of `os` that change the file of their first argument."""
+_WRITE_FLAGS: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+Use = Literal["read", "look", "target", "change", "create", "replace", "remove", "empty"]
+"""A function's use of a path: "look": read the entry itself, not the target of a link; "target": write it into a link;
+"change": change a part of the file; "create": add an entry; "replace": write a file anew; "empty": remove a folder."""
+_USES: Final[dict[str, tuple[Use, ...]]] = {
+    **dict.fromkeys(("access", "chdir", "listdir", "scandir", "stat"), ("read",)),
+    **dict.fromkeys(("lstat", "readlink"), ("look",)),
+    **dict.fromkeys(("chmod", "chown", "setxattr", "truncate", "utime"), ("change",)),
+    **dict.fromkeys(("remove", "unlink"), ("remove",)),
+    **dict.fromkeys(("rename", "replace"), ("remove", "replace")),
+    "rmdir": ("empty",),
+    "mkdir": ("create",),
+    "link": ("change", "create"),
+    "symlink": ("target", "create"),
+}
+"""Maps functions of `os` to the uses of their first arguments."""
 
 
 class WithheldFiles:
-    """Redirects what the program writes, from `start` until the process ends.
+    """Redirects files that the program writes, from `start` until the process ends.
 
     Args:
-        folder: an empty folder.
+        folder: a folder for the files, which the processes of one trial share.
+        apart: another folder, in which files are not redirected.
     """
 
-    def __init__(self, folder: str) -> None:
-        self._root = os.path.realpath(folder)
-        self._temporary = os.path.realpath(tempfile.gettempdir()) + os.sep
-        self._removed: set[str] = set()
+    def __init__(self, folder: Path, apart: Path) -> None:
+        folder = folder.resolve()
+        self._tree, self._real = str(folder / "tree"), str(folder / "real")
+        self._lock = str(folder / "lock")
+        temporary = (os.path.realpath(each) + os.sep for each in (tempfile.gettempdir(), apart))
+        self._apart = (*_SYSTEM, *temporary)
         self._thread = threading.local()
+        self._resolved = functools.cache(os.path.realpath)
         self.paths: dict[str, None] = {}
         """The paths that the program wrote, in their order."""
-        self._stat, self._mkdir, self._open = os.stat, os.mkdir, os.open
+        with contextlib.suppress(FileExistsError):  # of another process
+            os.symlink(os.sep, self._real)
+            os.symlink(self._real, self._tree)
+        self._fill(self._tree, "")
 
     def start(self) -> None:
         """Start to redirect."""
-        opens = self._opening(io.open)
-        builtins.open = io.open = opens
-        for name in _ONE_PATH:
-            setattr(os, name, self._reading(getattr(os, name)))
-        for name in _CHANGES:
-            if hasattr(os, name):
-                setattr(os, name, self._changing(getattr(os, name)))
+        builtins.open = io.open = self._opening(io.open)
         os.open = self._opening_by_flags(os.open)
-        os.scandir = self._scanning(os.scandir)
-        os.mkdir = self._making(os.mkdir)
-        os.rmdir, os.unlink = self._removing(os.rmdir), self._removing(os.unlink)
-        os.remove = os.unlink
-        os.rename, os.replace = self._moving(os.rename), self._moving(os.replace)
-        os.symlink, os.link = self._linking(os.symlink), self._linking(os.link)
-        shutil.rmtree = self._removing_tree(shutil.rmtree)  # type: ignore[assignment]
+        for name, uses in _USES.items():
+            if hasattr(os, name):
+                setattr(os, name, self._redirected(getattr(os, name), uses))
+        shutil.rmtree = self._redirected(shutil.rmtree, ("empty",))  # type: ignore[assignment]
         if importlib.util.find_spec("safetensors") is not None:
-            self._redirect_safetensors()
+            # Before its modules take these functions, which open files in Rust.
+            module: Any = importlib.import_module("safetensors")
+            module.safe_open = self._redirected(module.safe_open, ("read",))
+            save = module.serialize_file
+            module.serialize_file = lambda tensors, filename, *args, **kwargs: save(
+                tensors, self.for_writing(filename), *args, **kwargs
+            )
 
-    def _redirect_safetensors(self) -> None:
-        """Redirect the two functions of safetensors that open files, before modules take them from here."""
-        module: Any = importlib.import_module("safetensors")
-        save, load = module.serialize_file, module.safe_open
-        module.serialize_file = lambda tensors, filename, *args, **kwargs: save(
-            tensors, self.for_writing(filename), *args, **kwargs
-        )
-        module.safe_open = lambda filename, *args, **kwargs: load(
-            self.for_reading(filename), *args, **kwargs
-        )
+    def for_reading(self, path: Any) -> Any:
+        """Return the path to read in place of the program's."""
+        return self._place("read", path)
+
+    def for_writing(self, path: Any) -> Any:
+        """Return the path to write in place of the program's."""
+        return self._place("replace", path)
+
+    def shown(self, text: str) -> str:
+        """Return a message with the program's paths."""
+        return text.replace(self._tree, "")
 
     # --- paths ---
 
-    def _path(self, path: Any) -> str | None:
-        """Return the program's absolute path; None for what is left alone."""
+    def _place(self, use: Use, path: Any) -> Any:
+        """Return the path to use in place of the program's; the folder is prepared for a change."""
         if isinstance(path, int) or path is None or getattr(self._thread, "is_busy", False):
-            return None
+            return path
+        self._thread.is_busy = True  # so that the functions that are called here are Python's own
         try:
-            name = os.fsdecode(path)
-        except TypeError:
-            return None
-        with self._plain_files():
-            return self._whole(os.path.abspath(name))
-
-    @contextmanager
-    def _plain_files(self) -> Iterator[None]:
-        """Return a context in which this thread's functions are Python's own."""
-        self._thread.is_busy = True
-        try:
-            yield
+            name = os.path.abspath(os.fsdecode(path)).removeprefix(self._tree) or os.sep
+            name = os.path.join(self._resolved(os.path.dirname(name)), os.path.basename(name))
+            if f"{name}{os.sep}".startswith(self._apart):
+                return path
+            return self._prepared(use, name, path)
+        except TypeError:  # no path; the function that is called raises the error
+            return path
         finally:
             self._thread.is_busy = False
 
-    def _whole(self, whole: str) -> str | None:
-        if whole == self._root or whole.startswith(self._root + os.sep):  # below a folder of ours
-            whole = whole[len(self._root) :] or os.sep
-        if whole.startswith((*_SYSTEM, self._temporary)) or whole + os.sep == self._temporary:
-            return None
-        parent = os.path.dirname(whole)
-        real = os.path.realpath(parent)
-        return os.path.join(real, os.path.basename(whole)) if real != parent else whole
+    def _prepared(self, use: Use, name: str, path: Any) -> Any:
+        place = self._tree + name
+        if use in {"read", "look", "target"}:
+            is_relative_target = use == "target" and not os.path.isabs(path)
+            if is_relative_target or not self._is_changed(os.path.dirname(name)):
+                return path
+            return (self._source(place) or place) if use == "look" else place
+        self._fill(os.path.dirname(place), os.path.basename(place))
+        source = self._source(place)
+        if use == "empty" or (use == "change" and source and os.path.isdir(source)):
+            self._fill(place, "")
+        elif use in {"change", "replace"} and source and os.path.isfile(source):
+            os.unlink(place)
+            if use == "change":
+                shutil.copy2(source, place)
+        if use in {"remove", "empty"}:
+            self.paths.pop(name, None)
+        elif use != "create" or not os.path.lexists(place):  # an entry that exists is an error
+            self.paths[name] = None
+        return place
 
-    def _ours(self, path: str) -> str:
-        """Return the place of a path in the folder."""
-        return self._root + os.path.splitdrive(path)[1]
-
-    def _is_ours(self, path: str) -> bool:
+    def _is_changed(self, folder: str) -> bool:
+        """Return True unless the path of a folder leads to the real one in the tree."""
         try:
-            self._stat(self._ours(path), follow_symlinks=False)
+            return not os.path.samefile(self._tree + folder, folder)
         except OSError:
-            return False
-        return True
+            return os.path.exists(self._tree + folder) or os.path.exists(folder)
 
-    def _is_removed(self, path: str) -> bool:
-        return any(f"{path}{os.sep}".startswith(f"{each}{os.sep}") for each in self._removed)
+    def _source(self, place: str) -> str | None:
+        """Return the real file or folder to which a place in the tree is a link; None for a file of the program."""
+        with contextlib.suppress(OSError):
+            target = os.readlink(place)
+            return target if target.startswith(self._real) else None
+        return None
 
-    def _is_real(self, path: str) -> bool:
-        if self._is_removed(path):
-            return False
-        try:
-            self._stat(path, follow_symlinks=False)
-        except OSError:
-            return False
-        return True
+    def _fill(self, place: str, needed: str) -> None:
+        """Replace a link to a folder by a folder of links to its entries, and likewise the folders above.
 
-    def for_reading(self, path: Any) -> Any:
-        """Return the path to read from in place of the program's."""
-        name = self._path(path)
-        if name is None:
-            return path
-        return self._ours(name) if self._is_ours(name) or self._is_removed(name) else path
-
-    def for_writing(self, path: Any) -> Any:
-        """Return the path to write to in place of the program's; its folder must exist for the program."""
-        name = self._path(path)
-        if name is None:
-            return path
-        folder = os.path.dirname(name)
-        if not (self._is_ours(folder) or self._is_real(folder)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(path))
-        ours = self._ours(name)
-        self._make_parents(ours)
-        self.paths[name] = None
-        return ours
-
-    def _copied(self, path: Any) -> Any:
-        """Return the path of a file in the folder, with the content that it has for the program."""
-        name = self._path(path)
-        is_new = name is not None and not self._is_ours(name) and self._is_real(name)
-        ours = self.for_writing(path)
-        if is_new and name is not None:
-            with self._plain_files():
-                if os.path.isdir(name):
-                    shutil.copytree(name, ours, symlinks=True)
-                else:
-                    shutil.copy2(name, ours)
-        return ours
-
-    def _make_parents(self, path: str) -> None:
-        folder = os.path.dirname(path)
-        missing = []
-        while folder.startswith(self._root) and not _exists(self._stat, folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        for each in reversed(missing):
-            self._mkdir(each)
+        `needed` is the entry that must be there, in a folder that cannot be listed.
+        """
+        if place != self._tree:
+            self._fill(os.path.dirname(place), os.path.basename(place))
+        if self._source(place) is None:
+            return
+        with open(self._lock, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            source = self._source(place)
+            if source is None or not os.path.isdir(source):
+                return
+            try:
+                entries = os.listdir(source)
+            except PermissionError:
+                entries = [needed] if os.path.lexists(os.path.join(source, needed)) else []
+            new = f"{self._lock}.new"
+            os.mkdir(new)
+            for entry in entries:
+                os.symlink(os.path.join(source, entry), os.path.join(new, entry))
+            os.unlink(place)
+            os.rename(new, place)
 
     # --- the functions that the program calls ---
+
+    def _redirected(self, plain: Callable[..., Any], uses: tuple[Use, ...]) -> Callable[..., Any]:
+        """Return a function that is called with other paths as its first arguments."""
+        names = ("path",) if len(uses) == 1 else ("src", "dst")
+        lists = plain.__name__ in {"listdir", "scandir"}
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(kwargs.get(name) is not None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+                return plain(*args, **kwargs)
+            args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
+            paths = args[: len(uses)] or ((".",) if lists else ())
+            looks = kwargs.get("follow_symlinks") is False and uses == ("read",)
+            actual = [
+                self._place("look" if looks else use, path)
+                for use, path in zip(uses, paths, strict=False)
+            ]
+            result = plain(*actual, *args[len(uses) :], **kwargs)
+            if plain.__name__ == "scandir" and actual[0] is not paths[0]:
+                return _Entries(os.fsdecode(paths[0]), result)
+            return result
+
+        return call
 
     def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
         def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if isinstance(file, int) or not isinstance(mode, str):
-                return plain(file, mode, *args, **kwargs)
-            if "x" in mode and self._exists(file):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fsdecode(file))
-            if "a" in mode or ("r" in mode and "+" in mode):
-                return plain(self._copied(file), mode, *args, **kwargs)
-            if "w" in mode or "x" in mode:
-                return plain(self.for_writing(file), mode, *args, **kwargs)
-            return plain(self.for_reading(file), mode, *args, **kwargs)
+            letters = str(mode)
+            use: Use = "change" if "a" in letters or "+" in letters else "read"
+            use = "replace" if "w" in letters else "create" if "x" in letters else use
+            return plain(self._place(use, file), mode, *args, **kwargs)
 
         return opening
 
@@ -199,177 +218,53 @@ class WithheldFiles:
         def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
             if dir_fd is not None:
                 return plain(path, flags, mode, dir_fd=dir_fd)
-            if not flags & _WRITE_FLAGS:
-                return plain(self.for_reading(path), flags, mode)
-            if flags & os.O_EXCL and self._exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fsdecode(path))
-            if flags & os.O_TRUNC or not self._exists(path):
-                return plain(self.for_writing(path), flags, mode)
-            return plain(self._copied(path), flags, mode)
+            use: Use = "change" if flags & _WRITE_FLAGS else "read"
+            use = "create" if flags & os.O_EXCL else "replace" if flags & os.O_TRUNC else use
+            return plain(self._place(use, path), flags, mode)
 
         return opening
 
-    def _exists(self, path: Any) -> bool:
-        name = self._path(path)
-        return os.path.lexists(path) if name is None else self._is_ours(name) or self._is_real(name)
-
-    def _reading(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def reading(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None:
-                return plain(path, *args, **kwargs)
-            if plain.__name__ == "listdir" and self._has_both(path):
-                return [entry.name for entry in self._entries(path)]
-            return plain(self.for_reading(path), *args, **kwargs)
-
-        return reading
-
-    def _has_both(self, path: Any) -> bool:
-        """Return True for a folder whose entries are partly in the folder of the trial, or removed."""
-        name = self._path(path)
-        if name is None or not self._is_real(name):
-            return False
-        return self._is_ours(name) or any(os.path.dirname(each) == name for each in self._removed)
-
-    def _entries(self, path: Any) -> Iterator[Any]:
-        name = self._path(path)
-        assert name is not None
-        shown = set()
-        for folder in (self._ours(name), name):
-            if _exists(self._stat, folder):
-                with _real_scandir(folder) as entries:
-                    for entry in entries:
-                        is_gone = folder == name and not self._is_real(
-                            os.path.join(name, entry.name)
-                        )
-                        if entry.name not in shown and not is_gone:
-                            shown.add(entry.name)
-                            yield _Entry(entry, os.path.join(os.fsdecode(path), entry.name))
-
-    def _scanning(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def scanning(path: Any = ".") -> Any:
-            if isinstance(path, int) or self._path(path) is None:
-                return plain(path)
-            place = self.for_reading(path)
-            if place is path and not self._has_both(path):
-                return plain(path)
-            if not _exists(self._stat, place):  # as Python reports it
-                return plain(place)
-            return _Entries(self._entries(path))
-
-        return scanning
-
-    def _changing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def changing(path: Any, *args: Any, **kwargs: Any) -> Any:
-            return plain(self._copied(path), *args, **kwargs)
-
-        return changing
-
-    def _making(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def making(path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-            if dir_fd is not None or self._path(path) is None:
-                plain(path, mode, dir_fd=dir_fd)
-                return
-            if self._exists(path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fsdecode(path))
-            plain(self.for_writing(path), mode)
-
-        return making
-
-    def _removing(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def removing(path: Any, *, dir_fd: int | None = None) -> None:
-            name = self._path(path)
-            if dir_fd is not None or name is None:
-                plain(path, dir_fd=dir_fd)
-                return
-            if not self._exists(path):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fsdecode(path))
-            if self._is_ours(name):
-                plain(self._ours(name))
-            self._removed.add(name)
-
-        return removing
-
-    def _removing_tree(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def removing(path: Any, *args: Any, **kwargs: Any) -> None:
-            name = self._path(path)
-            if name is None:
-                plain(path, *args, **kwargs)
-                return
-            if self._is_ours(name):
-                plain(self._ours(name), *args, **kwargs)
-            self._removed.add(name)
-
-        return removing
-
-    def _moving(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def moving(src: Any, dst: Any, **kwargs: Any) -> None:
-            if self._path(src) is None and self._path(dst) is None:
-                plain(src, dst, **kwargs)
-                return
-            source, name = self._copied(src), self._path(src)
-            plain(source, self.for_writing(dst), **kwargs)
-            if name is not None:
-                self._removed.add(name)
-                self.paths.pop(name, None)
-
-        return moving
-
-    def _linking(self, plain: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(plain)
-        def linking(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-            plain(self.for_reading(src), self.for_writing(dst), *args, **kwargs)
-
-        return linking
-
-
-_real_scandir = os.scandir
-
-
-def _exists(stat: Callable[..., Any], path: str) -> bool:
-    try:
-        stat(path)
-    except OSError:
-        return False
-    return True
-
 
 class _Entry:
-    """An entry of a folder, with the path that the program knows."""
+    """An entry of a folder of links, with the path that the program knows, as `os.DirEntry`."""
 
-    def __init__(self, entry: Any, path: str) -> None:
-        self._entry = entry
-        self.name, self.path = entry.name, path
-        self.is_dir, self.is_file, self.is_symlink = entry.is_dir, entry.is_file, entry.is_symlink
-        self.stat, self.inode = entry.stat, entry.inode
+    def __init__(self, folder: str, name: str) -> None:
+        self.name, self.path = name, os.path.join(folder, name)
 
     def __fspath__(self) -> str:
         return self.path
 
+    def is_symlink(self) -> bool:
+        return os.path.islink(self.path)
 
-class _Entries:
-    """The entries of a folder, as `os.scandir` returns them."""
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
 
-    def __init__(self, entries: Iterator[Any]) -> None:
-        self._entries = entries
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
 
-    def __iter__(self) -> Iterator[Any]:
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        return os.stat(self.path, follow_symlinks=follow_symlinks)
+
+    def inode(self) -> int:
+        return self.stat(follow_symlinks=False).st_ino
+
+
+class _Entries(contextlib.AbstractContextManager["_Entries"]):
+    """The entries of a folder of links, as `os.scandir` returns them."""
+
+    def __init__(self, folder: str, entries: Any) -> None:
+        with entries:
+            self._entries = iter([_Entry(folder, entry.name) for entry in entries])
+
+    def __iter__(self) -> Iterator[_Entry]:
         return self._entries
 
-    def __next__(self) -> Any:
+    def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
-        return self
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Do nothing: the folder is closed."""
 
     def close(self) -> None:
-        """Do nothing: the entries are read when they are needed."""
+        """Do nothing: the folder is closed."""
