@@ -1,14 +1,14 @@
 """One parsed file, with the queries that rules use.
 
 Invariants: the tree is parsed once; the node index, the scopes and the positions are computed at first use. Positions
-are computed only for functions and lines with findings, because computing all of them costs as much as parsing.
+are computed only for files with findings, because that costs as much as parsing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from precast_lint.model import (
     Applicability,
@@ -27,9 +27,6 @@ from precast_lint.parsing.scopes import Scope, Scopes
 from precast_lint.parsing.syntax import Node, children, cst, walk
 from precast_lint.parsing.text import Text
 from precast_lint.parsing.values import Values
-
-if TYPE_CHECKING:
-    from precast_lint.parsing.spans import Spans
 
 __all__ = ["Source", "once"]
 
@@ -147,10 +144,10 @@ class Source:
         return f"{mark}{text}{mark}"
 
     @cached_property
-    def _spans(self) -> Spans:
-        from precast_lint.parsing.spans import Spans
+    def _spans(self) -> dict[Node, Span]:
+        from precast_lint.parsing.spans import spans_of
 
-        return Spans(self.module, self.text.data, self.parents)
+        return spans_of(self.module)
 
     @cached_property
     def words(self) -> str:

@@ -58,16 +58,14 @@ def run(
     `advance` is called with the number of finished files and their total. Without `jobs` each core gets a process.
     """
     reports: dict[Path, FileReport] = {}
-    waiting: list[tuple[Path, bytes]] = []
+    work: list[tuple[str, bytes, LintSettings, RunMode]] = []
     for path in paths:
         looked = _look(path, settings)
         if isinstance(looked, bytes):
-            waiting.append((path, looked))
+            work.append((str(path), looked, settings, mode))
+            reports[path] = FileReport(str(path))  # keeps the order
         elif looked is not None:
             reports[path] = looked
-        if looked is not None:
-            reports.setdefault(path, FileReport(str(path)))  # keeps the order
-    work = [(str(path), data, settings, mode) for path, data in waiting]
     for done, (task, report) in enumerate(zip(work, _all(work, jobs), strict=True), 1):
         reports[Path(task[0])] = report
         advance(done, len(work))
