@@ -54,6 +54,24 @@ def test_a_weight_is_cast_once_for_the_outermost_region(casts: Casts) -> None:
 
 
 @pytest.mark.usefixtures("_engine")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_weight_which_has_no_sizes_is_cast_as_by_pytorch(casts: Casts) -> None:
+    parts = [torch.randn(3, 3), torch.randn(3, 3)]
+    weight, x = (torch.nested.nested_tensor(parts, requires_grad=t) for t in (True, False))
+    with torch.autocast("cpu"):
+        expected = torch.matmul(x, weight)
+    with precast.autocast("cpu"):
+        results = [torch.matmul(x, weight) for _ in range(2)]
+    assert len(casts) == 1
+    model = torch.nn.Module()
+    model.weight = Parameter(weight.detach())
+    with precast.attach(model), precast.autocast("cpu"):
+        results.append(torch.matmul(x, model.weight))
+    for result in results:
+        assert all(map(torch.equal, result.unbind(), expected.unbind()))
+
+
+@pytest.mark.usefixtures("_engine")
 def test_no_cache_where_it_is_switched_off(casts: Casts) -> None:
     weight, x = parameter(3, 3), torch.randn(2, 3)
     with precast.autocast("cpu", cache_enabled=False):

@@ -39,11 +39,13 @@ class CachedCast:
         self, source: Tensor, *, is_plain_tensor: bool = True, handle: CopyHandle | None = None
     ) -> None:
         self.cast: Tensor | None = None
-        self.is_plain_tensor = is_plain_tensor
+        # A nested tensor has no shape, and no operation changes its layout in place.
+        self.is_plain_tensor = is_plain_tensor = is_plain_tensor and not source.is_nested
         self.handle = handle
         self.version = version_if_counted(source) or 0
         self.pointer = source.data_ptr() if is_plain_tensor else 0
-        self.shape, self.stride = source.shape, source.stride()
+        self.shape = source.shape if is_plain_tensor else torch.Size()
+        self.stride = source.stride() if is_plain_tensor else ()
         if handle is not None:  # the copy was made earlier
             self.version, self.pointer = handle.version, handle.pointer
 

@@ -109,6 +109,8 @@ def reason_not_held(parameter: Tensor) -> str | None:
         return f"it is {parameter.dtype}: only torch.float32 parameters are held"
     if parameter.layout is not torch.strided:
         return f"its layout is {parameter.layout}"
+    if parameter.is_nested:
+        return "it is a nested tensor, which has no shape"
     if not counts_versions(parameter):
         return "it was made in inference mode, so its writes are not counted"
     if parameter.device.type == "meta":

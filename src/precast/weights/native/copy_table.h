@@ -44,8 +44,10 @@ class SourceSnapshot {
         data_(source.storage().data()),
         offset_(source.storage_offset()),
         version_(source.unsafeGetTensorImpl()->version_counter().current_version()) {
-    shape_.set_sizes(source.sizes());
-    shape_.set_strides(source.strides());
+    if (!source.is_nested()) {  // a nested tensor has none, and no operation changes its shape in place
+      shape_.set_sizes(source.sizes());
+      shape_.set_strides(source.strides());
+    }
   }
 
   // For a copy that was made earlier, when the source had this version and address.
@@ -65,7 +67,8 @@ class SourceSnapshot {
   bool has_same_memory(const c10::TensorImpl& source) const {
     const c10::StorageImpl* storage = source.unsafe_storage().unsafeGetStorageImpl();
     return storage == storage_._unsafe_get_target() && storage->data() == data_ && source.storage_offset() == offset_ &&
-        source.sizes() == shape_.sizes_arrayref() && source.strides() == shape_.strides_arrayref();
+        (source.is_nested() ||
+         (source.sizes() == shape_.sizes_arrayref() && source.strides() == shape_.strides_arrayref()));
   }
 
   uint32_t version() const {

@@ -95,7 +95,7 @@ class WeightSearch {
     if (!trains && !is_held_) {
       return {};  // PyTorch casts it at each use
     }
-    if (!source.has_storage() || source.layout() != at::kStrided || tensor.is_inference() ||
+    if (!source.has_storage() || source.layout() != at::kStrided || source.is_nested() || tensor.is_inference() ||
         !source.version_counter().enabled() || captures_) {
       return ask(tensor);
     }
