@@ -222,7 +222,7 @@ def test_none_takes_rows_away(torch_policy):
     [
         (
             {"ops": {"exp": "lowre"}},
-            "'lowre' is not a rule; did you mean lower? Allowed: lower, fp32",
+            "'lowre' is not a rule; did you mean lower? Allowed: lower, lower_out_fp32, fp32",
         ),
         ({"ops": {"epx": "lower"}}, "replace(ops=...) epx: the installed PyTorch has no operation"),
         ({"ops": {"cuda": "lower"}}, "cuda is 'lower'; it must be a mapping"),

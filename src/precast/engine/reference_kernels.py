@@ -24,6 +24,7 @@ from precast._internal.pytree import tensors_in
 from precast._torch import Kernel as DispatcherKernel
 from precast.engine.float8_kernels import RECIPES, float8_kernel
 from precast.engine.operation import Convert, Operation
+from precast.engine.product_kernels import product_kernel
 from precast.engine.thread_state import Kernel, ThreadState, regions, thread_state
 from precast.errors import BannedOperationError
 from precast.policy.policy import Rule
@@ -154,6 +155,11 @@ def _banned(op: Operation) -> Kernel:
     return run
 
 
+def _lower_out_fp32(op: Operation) -> Kernel:
+    """LOWER_OUT_FP32: multiply eligible tensors in the region's lower precision, return float32."""
+    return product_kernel(op, _lower(op), lambda: _to_lower(op))
+
+
 def _float8(recipe: Recipe, op: Operation) -> Kernel:
     """FLOAT8 and the other float8 rules: multiply in 8 bits, return the region's lower precision."""
     return float8_kernel(op, recipe, _lower(op), lambda: _to_lower(op))
@@ -163,6 +169,7 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.KEEP: _keep,
     Rule.FALLTHROUGH: _fallthrough,
     Rule.LOWER: _lower,
+    Rule.LOWER_OUT_FP32: _lower_out_fp32,
     Rule.FP32: _fp32,
     Rule.FP32_SET_DTYPE: _fp32_set_dtype,
     Rule.FP32_APPEND_DTYPE: _fp32_append_dtype,

@@ -226,6 +226,10 @@ def _meaning(old: str, new: str) -> Iterator[str]:
     if Rule.BANNED in (old, new):
         yield "It is refused now." if new == Rule.BANNED else "It was refused, and now runs."
         return
+    if Rule.LOWER_OUT_FP32 in (old, new):
+        meanings = ("no rule" if each == _NO_RULE else Rule(each).meaning for each in (new, old))
+        yield "Now, {}; before, {}.".format(*meanings)
+        return
     yield from _in_8_bits(old, new)
     before, after = _dtypes(old), _dtypes(new)
     if before[0] != after[0]:

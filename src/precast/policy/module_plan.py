@@ -24,7 +24,7 @@ from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
 from precast.policy.patterns import PatternIndex
-from precast.policy.policy import Policy, float8_operations, pattern_index
+from precast.policy.policy import Policy, operations_with_product_rules, pattern_index
 from precast.policy.values import nearest, shown
 
 __all__ = ["Plan", "PlannedModule", "is_called", "outwards", "plan"]
@@ -119,9 +119,9 @@ class Plan(Displayed):
     def _disabled_ones(self) -> list[str]:
         return [
             f"[modules] {module.pattern!r} does nothing for {module.name!r}: the rule for a module that contains it "
-            f"switches autocast off. {cures.LOWER_AGAIN(rule=module.rule.float8)}"
+            f"switches autocast off. {cures.LOWER_AGAIN(rule=module.rule.product_rule)}"
             for module in self.modules
-            if module.rule is not None and module.rule.float8 and not module.inside.enabled
+            if module.rule is not None and module.rule.product_rule and not module.inside.enabled
         ]
 
     def _unmatched_ones(self) -> list[str]:
@@ -178,7 +178,7 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
         parent = _parent(name, planned) if name else ""
         outside = planned[parent].inside if name else MODEL_CONTEXT
         pattern, rule = decided[name] or (None, None)
-        acting = outside.in_16_bits(rule, float8_operations(policy))
+        acting = outside.with_products(rule, operations_with_product_rules(policy))
         inside = outside.then(acting, name, pattern or "")
         carried = _combined(passed_on.get(parent), None if inside is outside else acting)
         if _is_part_of_scripted(name, modules, inside.state == outside.state):

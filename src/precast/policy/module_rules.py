@@ -21,8 +21,7 @@ from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
 from precast.policy.patterns import check_pattern
 from precast.policy.rows import (
-    FLOAT8_OPERATIONS,
-    FLOAT8_RULES,
+    PRODUCT_OPERATIONS,
     Entry,
     Rule,
     canonical,
@@ -62,14 +61,14 @@ _IN_16_BITS: Final = (Precision.FLOAT16, Precision.BFLOAT16, Precision.LOWER)
 class ModuleRule:
     """The rule for a module and everything that it calls.
 
-    The name of a float8 rule in place of the dtype is short for a row with that rule for each product of matrices.
+    The name of a rule for products in place of the dtype is short for a row with that rule for each product.
 
     Attributes:
         dtype: `fp32`: inputs are cast to float32, and autocast is off inside. `float16`, `bfloat16`: inputs are cast
             to it, and it is the dtype of the region inside. `lower`: the same with the dtype of the surrounding region,
-            even if an outer module has switched autocast off. With each of these three, products that are in 8 bits
-            outside the module are in 16 bits inside, unless `ops` says otherwise. `keep`: as if no rule matched. None:
-            as outside.
+            even if an outer module has switched autocast off. With each of these three, a rule for products that holds
+            outside the module is replaced by `lower` inside, unless `ops` says otherwise. `keep`: as if no rule
+            matched. None: as outside.
         ops: rows that replace those of the policy in force inside, by the operation's key; for every device type.
         reason: the reason, in a few words.
         origin: the file and key of the rule; ignored when rules are compared.
@@ -96,18 +95,23 @@ class ModuleRule:
         return type(self), (self.dtype, dict(self.ops), self.reason, self.origin)
 
     def __str__(self) -> str:
-        short = self.float8
-        rows = {k: e for k, e in self.ops.items() if not (short and k in FLOAT8_OPERATIONS)}
+        short = self.product_rule
+        products = PRODUCT_OPERATIONS[short] if short else ()
+        rows = {k: e for k, e in self.ops.items() if k not in products}
         ops = ", ".join(f"{key.removeprefix('aten::')} = {e.rule}" for key, e in rows.items())
         dtype = self.dtype or short
         return " with ".join([*([dtype] if dtype else []), *([ops] if ops else [])])
 
     @property
-    def float8(self) -> Rule | None:
-        """The float8 rule of all products of matrices; None if they differ or have none, or there is a dtype."""
-        rules = {e.rule if e is not None else None for e in map(self.ops.get, FLOAT8_OPERATIONS)}
-        rule = rules.pop() if len(rules) == 1 and self.dtype is None else None
-        return rule if rule in FLOAT8_RULES else None
+    def product_rule(self) -> Rule | None:
+        """The rule for products that all of them have; None if they differ or have none, or there is a dtype."""
+        if self.dtype is not None:
+            return None
+        for rule, operations in PRODUCT_OPERATIONS.items():
+            entries = map(self.ops.get, operations)
+            if all(entry is not None and entry.rule is rule for entry in entries):
+                return rule
+        return None
 
     def agrees_with(self, other: ModuleRule) -> bool:
         """Return True if both have the same effect; reasons may differ."""
@@ -146,21 +150,21 @@ class ModuleContext:
             (*self.sources, (name, pattern)),
         )
 
-    def in_16_bits(self, rule: ModuleRule | None, in_8_bits: Set[str]) -> ModuleRule | None:
-        """Return a rule with its effect on products in 8 bits made explicit: a 16-bit dtype ends them.
+    def with_products(self, rule: ModuleRule | None, special: Set[str]) -> ModuleRule | None:
+        """Return a rule with its effect on rules for products made explicit: a 16-bit dtype ends them.
 
         Args:
             rule: the rule of a module that is called in the state `self`.
-            in_8_bits: the operations with a float8 rule in the policy's own tables.
+            special: the operations with a rule for products in the policy's own tables.
         """
         if rule is None or rule.dtype not in _IN_16_BITS:
             return rule
-        outside = {op for op in in_8_bits if op not in self.ops}
-        outside |= {op for op, entry in self.ops.items() if entry.rule in FLOAT8_RULES}
-        in_16 = {op: Entry(Rule.LOWER) for op in sorted(outside - rule.ops.keys())}
-        if not in_16:
+        outside = {op for op in special if op not in self.ops}
+        outside |= {op for op, entry in self.ops.items() if entry.rule in PRODUCT_OPERATIONS}
+        lowered = {op: Entry(Rule.LOWER) for op in sorted(outside - rule.ops.keys())}
+        if not lowered:
             return rule
-        return ModuleRule(rule.dtype, {**rule.ops, **in_16}, rule.reason, rule.origin)
+        return ModuleRule(rule.dtype, {**rule.ops, **lowered}, rule.reason, rule.origin)
 
     @property
     def state(self) -> tuple[object, ...]:
@@ -245,13 +249,14 @@ def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) 
 def _rule_of(
     dtype_name: object, ops: Mapping[str, Entry], reason: str, where: str, *, has_dtype: bool = True
 ) -> ModuleRule:
-    """Return the rule for the name of a dtype or of a float8 rule, which applies to all products of matrices."""
+    """Return the rule for the name of a dtype, or of a rule for products, which applies to all of them."""
     if not has_dtype:
         return ModuleRule(None, ops, reason, where)
-    if isinstance(dtype_name, str) and dtype_name in FLOAT8_RULES:
-        products = {key: Entry(Rule(dtype_name), origin=where) for key in FLOAT8_OPERATIONS}
+    if isinstance(dtype_name, str) and dtype_name in PRODUCT_OPERATIONS:
+        product = Rule(dtype_name)
+        products = {key: Entry(product, origin=where) for key in PRODUCT_OPERATIONS[product]}
         return ModuleRule(None, {**products, **ops}, reason, where)
-    dtype = _precision(dtype_name, where, (*Precision, *FLOAT8_RULES))
+    dtype = _precision(dtype_name, where, (*Precision, *PRODUCT_OPERATIONS))
     if ops and dtype in (Precision.FP32, Precision.KEEP):
         raise PolicyError(
             f"{where}: ops would never act with dtype {dtype.value!r}. For float32 in all but some operations, write "

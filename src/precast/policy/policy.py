@@ -37,7 +37,7 @@ from precast.policy.module_rules import (
 from precast.policy.patterns import PatternIndex
 from precast.policy.rows import (
     DEVICE_TYPES,
-    FLOAT8_RULES,
+    PRODUCT_OPERATIONS,
     Entry,
     Rule,
     canonical,
@@ -68,8 +68,8 @@ __all__ = [
     "as_policy",
     "derived_values",
     "expanded_rules",
-    "float8_operations",
     "module_context",
+    "operations_with_product_rules",
     "pattern_index",
     "policy_of",
 ]
@@ -155,7 +155,9 @@ class Policy(Displayed):
         facts += [f"{patterns} for modules"] * bool(self.modules)
         counts = {device: Counter(e.rule for e in t.values()) for device, t in self.tables.items()}
         rules = [
-            r for r in Rule if r not in FLOAT8_RULES or any(count[r] for count in counts.values())
+            r
+            for r in Rule
+            if r not in PRODUCT_OPERATIONS or any(count[r] for count in counts.values())
         ]
         rows = [(d, *(count[rule] or None for rule in rules)) for d, count in counts.items()]
         return Card(title, [*facts, f"mixed dtypes: {self.mixed}"], ("device type", *rules), rows)
@@ -359,22 +361,24 @@ def module_context(policy: Policy, module: str) -> ModuleContext:
         PolicyError: two patterns match one of them and have different rules.
     """
     check_text(module, "the name of a module")
-    inside, in_8_bits = MODEL_CONTEXT, float8_operations(policy)
+    inside, special = MODEL_CONTEXT, operations_with_product_rules(policy)
     for depth, matching in enumerate(pattern_index(policy).along(module)):
         if matching:  # most of the many names match nothing
             name = ".".join(module.split(".")[:depth])
             pattern, rule = decide(matching, policy.modules, name) or ("", None)
-            inside = inside.then(inside.in_16_bits(rule, in_8_bits), name, pattern)
+            inside = inside.then(inside.with_products(rule, special), name, pattern)
     return inside
 
 
-def float8_operations(policy: Policy) -> frozenset[str]:
-    """Return the operations with a float8 rule on some device type, not counting `modules`."""
-    operations: frozenset[str] | None = policy._derived.get("float8 operations")
+def operations_with_product_rules(policy: Policy) -> frozenset[str]:
+    """Return the operations with a rule for products on some device type, not counting `modules`."""
+    operations: frozenset[str] | None = policy._derived.get("operations with product rules")
     if operations is None:
         rows = (row for table in policy.tables.values() for row in table.items())
-        operations = frozenset(split(key)[0] for key, entry in rows if entry.rule in FLOAT8_RULES)
-        policy._derived["float8 operations"] = operations
+        operations = frozenset(
+            split(key)[0] for key, entry in rows if entry.rule in PRODUCT_OPERATIONS
+        )
+        policy._derived["operations with product rules"] = operations
     return operations
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "DEVICE_TYPES",
     "FLOAT8_OPERATIONS",
     "FLOAT8_RULES",
+    "PRODUCT_OPERATIONS",
     "ROW_KEYS",
     "Entry",
     "Rule",
@@ -85,6 +86,7 @@ class Rule(enum.StrEnum):
     """The treatment of an operation's floating-point arguments inside a region."""
 
     LOWER = "lower"
+    LOWER_OUT_FP32 = "lower_out_fp32"
     FP32 = "fp32"
     FP32_SET_DTYPE = "fp32_set_dtype"
     FP32_APPEND_DTYPE = "fp32_append_dtype"
@@ -105,6 +107,7 @@ class Rule(enum.StrEnum):
 
 _MEANINGS = {
     Rule.LOWER: "arguments are cast to the region's dtype",
+    Rule.LOWER_OUT_FP32: "factors are cast to the region's dtype, and their product is in float32",
     Rule.FP32: "arguments are cast to float32",
     Rule.FP32_SET_DTYPE: "computed in float32 through the operation's own dtype argument",
     Rule.FP32_APPEND_DTYPE: "computed in float32 through the overload that takes a dtype",
@@ -122,6 +125,15 @@ FLOAT8_RULES: Final = (Rule.FLOAT8, Rule.FLOAT8_POW2, Rule.FLOAT8_ROWWISE, Rule.
 """The rules that multiply matrices in 8 bits."""
 FLOAT8_OPERATIONS: Final = ("aten::addmm", "aten::linear", "aten::matmul", "aten::mm")
 """The operations that can have these rules: PyTorch's float8 kernel multiplies two matrices, not batches of them."""
+PRODUCT_OPERATIONS: Final[Mapping[Rule, tuple[str, ...]]] = {
+    **dict.fromkeys(FLOAT8_RULES, FLOAT8_OPERATIONS),
+    Rule.LOWER_OUT_FP32: (
+        *FLOAT8_OPERATIONS,
+        *("aten::baddbmm", "aten::bmm", "aten::conv1d", "aten::conv2d", "aten::conv3d"),
+        *("aten::conv_transpose1d", "aten::conv_transpose2d", "aten::conv_transpose3d"),
+    ),
+}
+"""The rules that are for products alone, and the operations that can have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,14 +373,18 @@ def _check_takes_dtype(operation: str, overload: str, rule: Rule, where: str) ->
 
 
 def _check_multiplies(operation: str, overload: str | None, rule: Rule, where: str) -> None:
-    if rule not in FLOAT8_RULES:
+    allowed = PRODUCT_OPERATIONS.get(rule)
+    if allowed is None:
         return
-    if operation not in FLOAT8_OPERATIONS or overload not in (None, "default"):
+    # Their other overloads take the dtype of the result.
+    if operation not in allowed or (overload in ("dtype", "dtype_out", "out")):
         name = short(operation if overload is None else exact_key(operation, overload))
-        allowed = ", ".join(map(short, FLOAT8_OPERATIONS))
+        obstacle = (
+            "PyTorch has no float8 kernel for it" if rule in FLOAT8_RULES else "it is no product"
+        )
         raise PolicyError(
-            f"{where}: {name} cannot be '{rule}': PyTorch has no float8 kernel for it. Allowed: {allowed}; all "
-            "others, including bmm, can be 'lower'"
+            f"{where}: {name} cannot be '{rule}': {obstacle}. Allowed: {', '.join(map(short, allowed))}; all "
+            "others can be 'lower'"
         )
 
 

@@ -342,9 +342,9 @@ def _row(key: str, entry: Entry) -> str:
 
 
 def _module_row(pattern: str, rule: ModuleRule) -> str:
-    dtype, ops = rule.dtype or rule.float8, rule.ops
-    if rule.float8:  # the name includes these rows, unless they have another reason
-        ops = {key: entry for key, entry in ops.items() if entry != Entry(rule.float8)}
+    dtype, ops = rule.dtype or rule.product_rule, rule.ops
+    if rule.product_rule:  # the name includes these rows, unless they have another reason
+        ops = {key: entry for key, entry in ops.items() if entry != Entry(rule.product_rule)}
     fields = [_line("dtype", dtype)] if dtype else []
     if len(fields) == 1 and not ops and not rule.reason:
         return _line(pattern, str(dtype))

@@ -45,10 +45,11 @@ def rules_ran(document: RunDocument, rule: str | None = None) -> int:
 def ran_lower(document: RunDocument) -> Literal["yes", "no", "unknown"]:
     """Return "yes" if an operation ran in 16 bits or fewer.
 
-    Casts of the rule `lower` and traced time in 16 bits prove it. Calls without a cast do not, because the rule does
+    Casts to 16 bits and traced time in 16 bits prove it. Calls without a cast do not, because the rule does
     not change float64.
     """
-    run, lower = document.run, [each for each in document.counts if each.rule == "lower"]
+    rules = "lower", "lower_out_fp32"
+    run, lower = document.run, [each for each in document.counts if each.rule in rules]
     if any(each.casts for each in lower) or in_16_bits(document):
         return "yes"
     is_unseen = run.compiled or (run.steps and run.elsewhere == run.steps)

@@ -23,7 +23,7 @@ from precast.engine import reference_kernels, registration
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
-from precast.policy.rows import FLOAT8_RULES
+from precast.policy.rows import PRODUCT_OPERATIONS
 
 __all__ = [
     "Precisions",
@@ -87,7 +87,7 @@ class Treatment:
     @property
     def computes(self) -> bool:
         """True if the kernel consists of other operations, each of which is written."""
-        return self.rule in FLOAT8_RULES
+        return self.rule in PRODUCT_OPERATIONS
 
     def mixes(self, here: RegionState, values: Any) -> bool:
         """Return True if the operation has several floating dtypes to promote."""

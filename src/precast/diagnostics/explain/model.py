@@ -41,6 +41,7 @@ _LOWER = "the region's dtype"
 _DEVICES = ("cpu", "cuda")
 _DTYPE_WORDS = {
     "lower": _LOWER,
+    "lower_out_fp32": f"{_LOWER}, with a float32 result",
     "keep": "its inputs' dtype",
     "promote": "the widest of its dtypes",
     "fallthrough": "what it calls decides",
@@ -176,9 +177,8 @@ def _dtype_in_region(policy: Policy, inside: ModuleContext, op: str, device: str
     if not inside.enabled:
         return "float32"
     rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
-    if rule == "lower" and inside.dtype:
-        return str(inside.dtype)
-    return "float32" if rule.startswith("fp32") else _DTYPE_WORDS.get(rule, rule)
+    words = "float32" if rule.startswith("fp32") else _DTYPE_WORDS.get(rule, rule)
+    return words.replace(_LOWER, str(inside.dtype)) if inside.dtype else words
 
 
 # --- the tree ---

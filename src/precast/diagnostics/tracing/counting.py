@@ -73,6 +73,7 @@ class RuleCounter(OperationListener):
             return policy, count, None  # it casts only where the operation raises
         casts = {
             Rule.LOWER: self._count_lower_casts,
+            Rule.LOWER_OUT_FP32: self._count_factor_casts,
             Rule.FP32: _count_fp32_casts,
             Rule.PROMOTE: _count_promote_casts,
         }
@@ -88,6 +89,11 @@ class RuleCounter(OperationListener):
             )
             for tensor in _eligible(op, args)
         )
+
+    def _count_factor_casts(self, op: Operation, args: tuple[Any, ...]) -> int:
+        """Return the number of factors that are rounded. What the product is added to stays in float32."""
+        adds_first = op.name in ("aten::addmm", "aten::baddbmm")
+        return self._count_lower_casts(op, args[1:3] if adds_first else args[:2])
 
     def _has_copy(self, op: Operation, leaf: Tensor, dtype: torch.dtype) -> bool:
         if not torch.is_autocast_cache_enabled():

@@ -306,7 +306,7 @@ def _range(saving: TrialSaving) -> str:
 
 def _is_unexpected(row: OperationRow) -> bool:
     base = row.op.partition(".")[0]
-    if row.phase != "forward" or base not in HEAVY or row.rule == "lower":
+    if row.phase != "forward" or base not in HEAVY or row.rule in ("lower", "lower_out_fp32"):
         return False
     if "float32" not in row.output or row.module_rule is not None:
         return False
