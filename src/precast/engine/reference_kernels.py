@@ -60,7 +60,22 @@ def _fallthrough(op: Operation) -> Kernel:
 
 def _lower(op: Operation) -> Kernel:
     """LOWER: cast eligible tensors to the region's lower precision, weights by the cache."""
+    if op.name == "aten::_grouped_mm":
+        return _lower_groups(op)
     return lambda _keyset, args, kwargs: op.call_cast(_to_lower(op), args, kwargs)
+
+
+def _lower_groups(op: Operation) -> Kernel:
+    """LOWER for `_grouped_mm`; FP32 where its kernels refuse 16 bits: rows of no multiple of 16 bytes (2.13)."""
+    in_float32 = _fp32(op)
+
+    def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        a, b = args[:2]
+        if any(size % 8 for size in (a.shape[-1], *b.shape[-2:])):
+            return in_float32(keyset, args, kwargs)
+        return op.call_cast(_to_lower(op), args, kwargs)
+
+    return run
 
 
 def _to_lower(op: Operation) -> Convert:

@@ -55,7 +55,7 @@ __all__ = ["HEAVY", "TraceRecorder"]
 
 HEAVY: Final = (
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "einsum"}
-    | {"convolution", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+    | {"_grouped_mm", "convolution", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
 )  # fmt: skip
 """Operations that are worth 16 bits."""
 _MOST_NODES: Final = 200_000
