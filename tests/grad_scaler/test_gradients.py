@@ -520,3 +520,25 @@ def test_the_room_that_overflows_show_is_left() -> None:
         skipped.append(bool(event and event.skipped))
     assert scaler.get_scale() == 2.0**12
     assert [number for number, was in enumerate(skipped) if was] == [1, 2]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_norm_of_finite_gradients_in_16_bits_does_not_overflow(
+    dtype: torch.dtype, order: float
+) -> None:
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(100, dtype=dtype)) for _ in range(3)]
+    parameters.append(torch.nn.Parameter(torch.zeros(3)))
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter).uniform_(2e4, 6e4)
+    exact = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
+    scaler = GradScaler("cpu", enabled=False)
+    norm = scaler.clip_grad_norm_(torch.optim.SGD(parameters, lr=1.0), 4096.0, order)
+    expected = torch.linalg.vector_norm(exact, order)
+    assert norm.dtype is torch.float32
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+    clipped = torch.cat([p.grad.double() for p in parameters if p.grad is not None])
+    torch.testing.assert_close(
+        clipped, exact * (4096 / expected), rtol=3 * torch.finfo(dtype).eps, atol=1e-6
+    )

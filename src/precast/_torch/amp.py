@@ -12,9 +12,12 @@ from typing import Final
 
 import torch
 
+from precast._torch.tensors import is_dtensor
+
 __all__ = [
     "autocast_nesting",
     "check_and_unscale_",
+    "float32_norms",
     "found_inf_tensors",
     "replaces_nesting",
     "scale_of",
@@ -37,6 +40,16 @@ def replaces_nesting() -> bool:
         torch.autocast_increment_nesting is not torch._C.autocast_increment_nesting
         or torch.autocast_decrement_nesting is not torch._C.autocast_decrement_nesting
     )
+
+
+def float32_norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """Return the norm of each tensor, float32, shape (): one pass and no wait.
+
+    No public function computes the norms of many tensors at once (2.13). That of a sharded tensor is sharded.
+    """
+    if any(map(is_dtensor, tensors)):
+        return [torch.linalg.vector_norm(each, order, dtype=torch.float32) for each in tensors]
+    return list(torch._foreach_norm(tensors, order, dtype=torch.float32))
 
 
 def check_and_unscale_(

@@ -1,6 +1,11 @@
 """The total norm of gradients that may be plain, or sharded over the processes of several meshes.
 
-PyTorch's own norm raises for plain gradients together with sharded ones, and for those of two meshes (2.13).
+PyTorch's own norm raises for plain gradients together with sharded ones, and for those of two meshes; that of 16-bit
+gradients has their dtype, so it overflows, and clipping by it makes all gradients 0 (2.13).
+
+Invariants:
+
+- norms of 16-bit gradients are computed in float32, and are float32: they overflow where those of float32 gradients do.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from precast._torch import is_dtensor
+from precast._torch import SIXTEEN_BIT, float32_norms, is_dtensor
 from precast.optim.shards import largest_over, part_of
 
 __all__ = ["clip_to_norm", "total_norm"]
@@ -31,15 +36,31 @@ def total_norm(
         mesh = gradient.device_mesh if is_dtensor(gradient) else None  # type: ignore[attr-defined]
         by_mesh.setdefault(mesh, []).append(gradient)
     if not any(by_mesh):
-        return get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        norm = _norm(gradients, norm_type, foreach)
+        return _checked(norm, norm_type) if error_if_nonfinite else norm
     norms = [
-        get_total_norm(group, norm_type, foreach=foreach)
-        if mesh is None
-        else _norm_over(group, norm_type, foreach)
+        _norm(group, norm_type, foreach) if mesh is None else _norm_over(group, norm_type, foreach)
         for mesh, group in by_mesh.items()
     ]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    if error_if_nonfinite and not norm.isfinite():
+    return _checked(norm, norm_type) if error_if_nonfinite else norm
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """Return the norm of gradients of one mesh, or of plain ones."""
+    if not any(gradient.dtype in SIXTEEN_BIT for gradient in gradients):
+        return get_total_norm(gradients, norm_type, foreach=foreach)
+    narrow = [gradient for gradient in gradients if gradient.dtype in SIXTEEN_BIT]
+    norms = [
+        *float32_norms(narrow, norm_type),
+        *(torch.linalg.vector_norm(g, norm_type) for g in gradients if g.dtype not in SIXTEEN_BIT),
+    ]
+    first = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+
+
+def _checked(norm: Tensor, norm_type: float) -> Tensor:
+    if not norm.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped. Pass "
             "error_if_nonfinite=False to multiply them by the resulting factor."
@@ -64,7 +85,7 @@ def clip_to_norm(
 def _norm_over(gradients: Sequence[Any], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of gradients that are sharded over the processes of one mesh."""
     if norm_type != math.inf:
-        norm: Any = get_total_norm(gradients, norm_type, foreach=foreach)
+        norm: Any = _norm(gradients, norm_type, foreach)
         return norm.full_tensor()  # type: ignore[no-any-return]
     # PyTorch raises if one of the parts is empty (2.13), in that process alone, while the others wait.
     parts = [part_of(gradient) for gradient in gradients]
