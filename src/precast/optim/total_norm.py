@@ -30,17 +30,14 @@ def total_norm(
     error_if_nonfinite: bool,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Return PyTorch's norm of plain and sharded gradients, shape (), with the same value in all processes."""
+    """Return the norm of plain and sharded gradients, shape (), with the same value in all processes."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         mesh = gradient.device_mesh if is_dtensor(gradient) else None  # type: ignore[attr-defined]
         by_mesh.setdefault(mesh, []).append(gradient)
-    if not any(by_mesh):
-        norm = _norm(gradients, norm_type, foreach)
-        return _checked(norm, norm_type) if error_if_nonfinite else norm
     norms = [
         _norm(group, norm_type, foreach) if mesh is None else _norm_over(group, norm_type, foreach)
-        for mesh, group in by_mesh.items()
+        for mesh, group in (by_mesh or {None: []}).items()
     ]
     norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return _checked(norm, norm_type) if error_if_nonfinite else norm
@@ -48,15 +45,15 @@ def total_norm(
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
     """Return the norm of gradients of one mesh, or of plain ones."""
-    if not any(gradient.dtype in SIXTEEN_BIT for gradient in gradients):
-        return get_total_norm(gradients, norm_type, foreach=foreach)
     narrow = [gradient for gradient in gradients if gradient.dtype in SIXTEEN_BIT]
-    norms = [
-        *float32_norms(narrow, norm_type),
-        *(torch.linalg.vector_norm(g, norm_type) for g in gradients if g.dtype not in SIXTEEN_BIT),
-    ]
-    first = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+    if not narrow:
+        return get_total_norm(gradients, norm_type, foreach=foreach)
+    others = [gradient for gradient in gradients if gradient.dtype not in SIXTEEN_BIT]
+    norms = float32_norms(narrow, norm_type)
+    norms += [torch.linalg.vector_norm(gradient, norm_type) for gradient in others]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    norm: Tensor = torch.linalg.vector_norm(stacked, norm_type)
+    return norm
 
 
 def _checked(norm: Tensor, norm_type: float) -> Tensor:
