@@ -92,8 +92,9 @@ attack: $(NATIVE)  ## every scenario of tests/attack with three fresh seeds; wri
 conformance: $(NATIVE)  ## all that is compared with PyTorch, and ten thousand random programs; writes docs/conformance.md
 	$(BIN)/python -m tools.conformance
 
-conformance-nightly: $(NATIVE)  ## ten thousand random programs, and all operations on fake tensors of other devices
+conformance-nightly: $(NATIVE)  ## ten thousand random programs of each kind, and all operations on fake tensors of other devices
 	$(BIN)/python -m tools.conformance --programs 10000
+	PRECAST_WRITE_PROGRAMS=10000 $(PYTEST) tests/weights/test_random_writes.py
 	PRECAST_FAKE_DEVICES=all $(PYTEST) tests/conformance/test_fake_devices.py
 
 conformance-exported: $(NATIVE)  ## 500 random programs, exported, and compared with themselves in a region

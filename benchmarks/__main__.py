@@ -23,6 +23,7 @@ from benchmarks import (
     observing,
     overhead,
     page,
+    shared_process,
     targets,
 )
 from benchmarks.tables import about, print_rows
@@ -83,8 +84,8 @@ def _rounds(default: int | None) -> Callable[[Any], Any]:
 def main(context: click.Context, rounds: int | None, output: Output) -> None:
     """Measure precast beside torch.autocast, in one process, in turns.
 
-    Without COMMAND: overhead (also with the reference engine, in a separate process), models, observing, and the
-    clients that have a target, in their environment. Each target is judged.
+    Without COMMAND: overhead (also with the reference engine, in a separate process), shared-process, models,
+    observing, and the clients that have a target, in their environment. Each target is judged.
     """
     if context.invoked_subcommand is None:
         _measure(_all(rounds), output)
@@ -99,6 +100,7 @@ def _all(rounds: int | None) -> Suites:
         )
     return {
         **suites,
+        **_shared_process(rounds or shared_process.ROUNDS),
         **_models(rounds or models.ROUNDS),
         "observing": Suite(lambda: observing.run(rounds=rounds or _ROUNDS_OF_OBSERVING)),
         "clients": Suite(lambda: elsewhere.clients(rounds or overhead.ROUNDS)),
@@ -115,6 +117,18 @@ _ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
 def _overhead(rounds: int, output: Output) -> None:
     """What a call and a region cost."""
     _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, output)
+
+
+@main.command("shared-process")
+@_rounds(shared_process.ROUNDS)
+@_output
+def _shared(rounds: int, output: Output) -> None:
+    """The first call of an attached model after other work in its process, beside the next call."""
+    _measure(_shared_process(rounds), output)
+
+
+def _shared_process(rounds: int) -> Suites:
+    return {"shared process": Suite(lambda: shared_process.run(rounds=rounds))}
 
 
 @main.command("observing")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Comparison", "Variant", "compare"]
+__all__ = ["Comparison", "Variant", "compare", "interquartile_range"]
 
 
 @dataclass(frozen=True)
@@ -41,19 +41,19 @@ class Comparison:
 
     def spread(self, name: str) -> float:
         """Interquartile range of the seconds a call."""
-        return _interquartile_range(self.rounds[name])
+        return interquartile_range(self.rounds[name])
 
     def ratio(self, name: str, to: str) -> tuple[float, float]:
         """Median and interquartile range of the ratio of two variants within a round."""
         pairs = zip(self.rounds[name], self.rounds[to], strict=True)
         ratios = [mine / other for mine, other in pairs]
-        return statistics.median(ratios), _interquartile_range(ratios)
+        return statistics.median(ratios), interquartile_range(ratios)
 
     def difference(self, name: str, to: str) -> tuple[float, float]:
         """Median and interquartile range of the difference of two variants within a round, seconds."""
         pairs = zip(self.rounds[name], self.rounds[to], strict=True)
         differences = [mine - other for mine, other in pairs]
-        return statistics.median(differences), _interquartile_range(differences)
+        return statistics.median(differences), interquartile_range(differences)
 
     def to_dict(self) -> dict[str, Any]:
         """Median and spread of each variant, microseconds, for JSON."""
@@ -101,7 +101,8 @@ def _time(variant: Variant, calls: int, warm_up: int) -> float:
         variant.after()
 
 
-def _interquartile_range(values: Sequence[float]) -> float:
+def interquartile_range(values: Sequence[float]) -> float:
+    """Return the distance between the quartiles; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 import precast
 from benchmarks.interleave import Comparison, Variant, compare
+from benchmarks.shared_process import WEIGHTS, call, network
 from precast.engine import registration
 
 __all__ = ["MANY_REGIONS", "POLICIES", "run"]
@@ -173,6 +174,24 @@ def _growth(rounds: int, calls: int) -> Iterator[dict[str, Any]]:
         for depth in (1, 10, 100)
     }
     yield _growth_row("nested regions", compare(nested, rounds=rounds, calls=calls))
+    attached = {f"{weights} weights": _entering_beside(weights) for weights in WEIGHTS}
+    entries = compare(attached, rounds=rounds, calls=calls)
+    yield _growth_row("attached weights", entries) | {"case": "enter and leave"}
+
+
+def _entering_beside(weights: int) -> Variant:
+    """Return the entry and exit of a region, while a model of so many weights is attached."""
+    model, x, stack = network(weights, 32), torch.randn(1, 32), ExitStack()
+
+    def enter() -> None:
+        with torch.no_grad(), precast.autocast("cpu"):
+            pass
+
+    def attach() -> None:
+        stack.enter_context(precast.attach(model))
+        call(model, x)
+
+    return Variant(enter, before=attach, after=stack.close)
 
 
 def _memory(regions: int) -> Iterator[dict[str, Any]]:

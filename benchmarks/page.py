@@ -72,6 +72,7 @@ def render(data: dict[str, Any]) -> str:
             *_calls_growth(by_name["growth"]),
             *_memory(by_name["memory"]),
             "",
+            *_first_calls(by_name["shared process"]),
             *_clients(by_name["clients"]),
             "## Whole networks",
             "",
@@ -151,6 +152,17 @@ def _memory(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
         yield f"- {row['regions']:,} of {row['case']}, {row['engine']} engine: {grown}"
+
+
+def _first_calls(rows: Sequence[Row]) -> Iterator[str]:
+    if rows:
+        yield "The first call of an attached model after other work in its process, as a ratio to the next call:"
+        yield ""
+        yield _line(["attached", "after", "of the next call", "casts"])
+        yield "|---|---|---|---|"
+        for row in rows:
+            yield _line([row["kind"], row["case"], f"{row['of_next']:.2f}", f"{row['casts']:g}"])
+        yield ""
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:

@@ -50,6 +50,7 @@ def print_rows(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     tables = {
         "overhead": _overhead,
         "growth": _growth,
+        "shared process": _shared_process,
         "memory": _memory,
         "clients": _clients,
         "models": _models,
@@ -83,13 +84,22 @@ def _overhead(rows: list[dict[str, Any]]) -> Table:
 
 
 def _growth(rows: list[dict[str, Any]]) -> Table:
-    title = "How the cost of a call grows (linear with a weight)"
-    table = _table(title, ("engine", "with", ""), ("us", "ratio"))
+    title = "How the cost of a call grows"
+    table = _table(title, ("engine", "call", "with", ""), ("us", "ratio"))
     for row in rows:
         for name, ratio in row["ratio_to_first"].items():
-            table.add_row(
-                row["engine"], row["kind"], name, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}"
-            )
+            named = row["engine"], row["case"], row["kind"], name
+            table.add_row(*named, f"{row[name]['median_us']:.2f}", f"{ratio:.2f}")
+    return table
+
+
+def _shared_process(rows: list[dict[str, Any]]) -> Table:
+    title = "The first call of an attached model after other work in its process"
+    table = _table(title, ("engine", "with", "after"), ("us", "next call", "ratio", "casts"))
+    for row in rows:
+        ratio = f"{row['of_next']:.2f} ({row['of_next_iqr']:.2f})"
+        times = f"{row['first_us']:,.0f}", f"{row['next_us']:,.0f}"
+        table.add_row(row["engine"], row["kind"], row["case"], *times, ratio, f"{row['casts']:g}")
     return table
 
 

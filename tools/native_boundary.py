@@ -35,7 +35,6 @@ _EXPORTED: Final = (
 )
 _ENUMERATIONS: Final = (
     boundary.Action,
-    boundary.CopyLifetime,
     boundary.Eviction,
     boundary.Owner,
     boundary.ThreadKind,

@@ -14,6 +14,7 @@ import precast
 from precast import _torch
 from precast.attachment import attachment as attachments
 from precast.weights import held, unversioned_writes, weight_cache
+from tests.support.unsampled import write_unsampled
 
 BF16 = torch.bfloat16
 
@@ -137,7 +138,7 @@ class TestStreams:
         model, x = linear()
         with precast.attach(model):
             run(model, x)
-            model.weight.data.mul_(2)
+            write_unsampled(model.weight)
             streams.current = streams.other
             for _ in range(3):
                 with torch.no_grad(), region():

@@ -21,6 +21,7 @@ from precast.attachment.attachment import Attachment
 from precast.engine import registration
 from precast.weights import held, unversioned_writes, weight_cache
 from precast.weights.held_gradients import GradientMemory
+from tests.support.unsampled import write_unsampled
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -62,9 +63,7 @@ def test_what_another_thread_writes_now_is_no_unversioned_write(
         unversioned_writes, "LONGEST_WRITE", math.inf
     )  # however late that thread has its turn
     with used_by_this_thread() as (model, _, _), ThreadPoolExecutor(1) as others:
-        model.weight.data.mul_(
-            2
-        )  # as it looks in the middle of an operation, which counts when it ends
+        write_unsampled(model.weight)  # as in the middle of an operation, which counts when it ends
 
         def end() -> None:
             time.sleep(0.05)
@@ -82,7 +81,7 @@ def test_another_thread_gets_no_error_for_a_model_that_it_does_not_use(
 ) -> None:
     monkeypatch.setattr(unversioned_writes, "LONGEST_WRITE", 0.02)
     with used_by_this_thread() as (model, x, attachment), ThreadPoolExecutor(1) as others:
-        model.weight.data.mul_(2)
+        write_unsampled(model.weight)
         others.submit(enter, 3).result()
         time.sleep(0.03)
         others.submit(enter, 3).result()
@@ -110,7 +109,7 @@ def test_what_only_ended_threads_used_is_found_by_its_next_use(
 
     with precast.attach(model):
         in_a_thread_of_its_own()
-        model.weight.data.mul_(2)
+        write_unsampled(model.weight)
         enter(2)
         time.sleep(0.03)
         enter(2)

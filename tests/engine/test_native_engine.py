@@ -31,7 +31,7 @@ from precast._torch import impl_address
 from precast.engine import compile_guards, registration
 from precast.engine.thread_state import thread_state
 from precast.weights.native import library
-from precast.weights.native.boundary import CopyLifetime, Eviction
+from precast.weights.native.boundary import Eviction
 from precast.weights.native.engine import native_engine
 
 BF16 = torch.bfloat16
@@ -259,7 +259,8 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
 ) -> None:
     calls = native_engine.api
     assert calls is not None
-    sources, number = [torch.zeros(1) for _ in range(151)], 1 << 40
+    sources = [torch.zeros(1) for _ in range(151)]
+    copies = [calls.new_held(impl_address(source), BF16) for source in sources]
 
     def in_a_new_thread() -> None:
         expected: dict[int, Tensor] = {}
@@ -267,17 +268,16 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
             source = sources[which]
             if step == "keep":
                 expected[which] = cast = source.to(BF16)
-                calls.keep(
+                copies[which].keep(
                     source,
                     cast,
-                    lifetime=CopyLifetime.LEAF if which % 2 else CopyLifetime.PERSISTENT,
-                    held=number + which,
+                    has_gradient=bool(which % 2),
                     version=source._version,
                     pointer=source.data_ptr(),
                 )
             elif step == "evict":
                 expected.pop(which, None)
-                calls.evict(impl_address(source), BF16, number + which, Eviction.ALL, 0)
+                copies[which].evict(Eviction.ALL, 0)
             else:
                 expected = {w: cast for w, cast in expected.items() if w % 2 == 0}
                 calls.clear()
@@ -285,7 +285,7 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
         for which, source in enumerate(sources):
             if which % 2:
                 assert calls.find(source, BF16) is expected.get(which)
-            calls.evict(impl_address(source), BF16, number + which, Eviction.ALL, 0)
+            copies[which].evict(Eviction.ALL, 0)
         assert calls.count() == 0
 
     with ThreadPoolExecutor(1) as pool:

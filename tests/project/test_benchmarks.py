@@ -23,11 +23,13 @@ from benchmarks import (
     observing,
     overhead,
     page,
+    shared_process,
     targets,
 )
 from benchmarks.__main__ import main
 from benchmarks.interleave import Variant, compare
 from benchmarks.networks import Network
+from benchmarks.tables import about, print_rows
 from benchmarks.targets import MET, NOT_JUDGED, NOT_MET, TARGETS, judged
 from benchmarks.variants import (
     ACCUMULATION,
@@ -375,7 +377,7 @@ def test_every_target_is_about_a_case_that_is_measured() -> None:
             assert row["size"] in elsewhere._SIZES
 
 
-_APART = {"models", "clients"}
+_APART = {"models", "clients", "shared process"}
 """What other tests measure."""
 
 
@@ -388,6 +390,16 @@ def test_every_target_about_calls_is_measured() -> None:
     for row in found:
         assert row["value"] is not None, row
     json.dumps(found)
+
+
+def test_first_calls_after_other_work_cast_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_process, "WEIGHTS", {3: 16})
+    rows = list(shared_process.run(rounds=2))
+    assert len(rows) == len(shared_process.EVENTS) * len(shared_process.ATTACHED)
+    for row in rows:
+        assert row["casts"] == 0, row
+        assert min(row["first_us"], row["next_us"], row["of_next"]) > 0
+    print_rows(about(), rows)
 
 
 CALLS = [

@@ -158,6 +158,7 @@ def _load_native() -> None:
             _remove_kernels()
         for held_parameter in held.held_parameters.values():
             api.hold(held_parameter.source, True)
+            held_parameter.drop()  # its copies are not the library's
 
 
 _permanent_libraries: Final[list[Library]] = []

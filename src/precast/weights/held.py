@@ -4,8 +4,9 @@ Invariants:
 
 - a parameter has one copy per 16-bit dtype and per way of scaling in 8 bits, shared by all attachments and threads. It
   is made at the first use and later updated in place, or in new memory while the old values are in use;
-- a copy is used only while the parameter has the version, memory and layout that were recorded. On the CPU a stale
-  copy is updated alone; on other devices with all stale copies of its device and dtype, in one fused operation;
+- a copy is used only while the parameter has the version, memory, layout and sampled values that were recorded. On the
+  CPU a stale copy is updated alone; on other devices with all stale copies of its device and dtype, in one fused
+  operation;
 - copies carry no gradient: `held_gradients` makes a cast with one, for one region;
 - parameters are referenced weakly, and no module owns the copies: they are in no state dict, pickle or deepcopy;
 - on a device with streams, a stream that uses a copy waits for the write by another stream;
@@ -173,7 +174,10 @@ def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
         if (
             copy is not None
             and copy.is_valid_for(parameter)
-            and needs_recast(held_parameter, copy, parameter)
+            and (
+                needs_recast(held_parameter, copy, parameter)
+                or not copy.has_sampled_values(parameter)
+            )
         ):
             copy.invalidate()
         current = copy is not None and copy.is_valid_for(parameter)
@@ -235,6 +239,8 @@ def _on_optimizer_freed(key: int, reference: weakref.ref[torch.optim.Optimizer])
     for held_parameter in list(held_parameters.values()):
         if held_parameter.optimizer is reference:
             held_parameter.take_back()
+            for copy in held_parameter.copies.values():
+                copy.record.has_optimizer = False
 
 
 def lend(handle: CopyHandle, parameter: Tensor) -> None:
@@ -252,8 +258,6 @@ def lend(handle: CopyHandle, parameter: Tensor) -> None:
             and handle.is_current()
             and handle.writes == copy.writes
             and list(held_parameter.copies.values()) == [copy]
-            and copy.usage is not None
-            and copy.usage.trains
             and not (held_parameter.overlapping or held_parameter.suspended or held_parameter.stale)
             and held_parameter.has_observed_optimizer()
         ):
@@ -347,6 +351,7 @@ def _write(pairs: list[tuple[Copy, Tensor]], *, in_use: bool) -> None:
     for copy, parameter in pairs:
         copy.wait_for_write(stream)
         copy.prepare_memory(parameter)
+        copy.record_samples(parameter)
     with without_torch_function(), torch.inference_mode(False), torch.no_grad():
         casts = []
         for copy, parameter in pairs:

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import time
@@ -33,12 +32,12 @@ from precast._torch import (
 )
 from precast.weights.freshness import has_same_layout, is_valid
 from precast.weights.held_gradients import GradientMemory
-from precast.weights.native.boundary import CopyLifetime, Eviction, HeldRecord, Owner
+from precast.weights.native.boundary import Eviction, HeldRecord, Owner
 from precast.weights.native.engine import native_engine
+from precast.weights.samples import Samples
 
-__all__ = ["Copy", "CopyHandle", "UsageContext", "lock", "unless_finalizing"]
+__all__ = ["Copy", "CopyHandle", "lock", "unless_finalizing"]
 
-_numbers: Final = itertools.count(1)
 lock: Final = survives_fork(threading.RLock())
 """Held while copies are created, dropped, handed out or written; not needed to use an entry of a thread's cache."""
 
@@ -63,19 +62,6 @@ class CopyHandle(NamedTuple):
         return self.epoch == self.copy.epoch
 
 
-class UsageContext(NamedTuple):
-    """The use of a parameter and its gradients at one moment, to decide whether it may have been written since."""
-
-    trains: bool
-    """True if the copy is used where gradients are recorded for it."""
-    is_trainable: bool
-    received: int
-    """The number of gradients that were computed through held casts."""
-    has_gradient: bool
-    versions: tuple[int, ...]
-    """The version counters of the other parameters in its memory."""
-
-
 def unless_finalizing(callback: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap a callback of a weak reference so that it does nothing while the interpreter shuts down.
 
@@ -97,48 +83,47 @@ class Copy:
         tensor: the values, without gradient; of the parameter's shape and layout.
         shape: the parameter's shape, fixed for this copy.
         stride: the parameter's strides, fixed for this copy.
-        number: identifies the copy in the caches of compiled kernels.
         epoch: incremented by each eviction.
         gradient: memory for the parameter's gradient.
         stream: the stream of the last write; None if the device has none.
         written: the mark in that stream after the last write; None if any stream may read the copy.
         is_in_graphs: True if a CUDA graph may read the copy by its address.
+        trains: True if the last write was for a use where gradients are recorded for the parameter.
+        other_versions: the version counters of the other parameters in its memory, at the last write.
     """
 
     __slots__ = (
         "__weakref__",
-        "_dtype",
         "_native",
         "_parameter",
         "_read_elsewhere",
-        "_source",
+        "_samples",
         "_storage",
-        "_usage",
         "epoch",
         "gradient",
         "is_in_graphs",
-        "number",
+        "other_versions",
         "shape",
         "stream",
         "stride",
         "tensor",
+        "trains",
         "written",
     )
 
     def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
         self._parameter = weakref.ref(parameter)
         self._storage: weakref.ref[Any] | None = None
-        self._source, self._dtype = impl_address(parameter), dtype
-        self.number = next(_numbers)
         self.epoch = 0
-        self._native = (
-            None if native_engine.api is None else native_engine.api.new_held(self.number)
-        )
+        api = native_engine.api
+        self._native = None if api is None else api.new_held(impl_address(parameter), dtype)
+        self._samples = self._native or Samples()
         self.gradient = GradientMemory(self._native)
         self.stream: Any = None
         self.written: StreamMark | None = None
         self._read_elsewhere = False
-        self._usage: UsageContext | None = None
+        self.trains = False
+        self.other_versions: tuple[int, ...] = ()
         self.is_in_graphs = False
         self.shape, self.stride = parameter.shape, parameter.stride()
         self.tensor = _memory_for(parameter, dtype)
@@ -173,27 +158,6 @@ class Copy:
         """The number of writes."""
         return self.record.writes
 
-    @property
-    def usage(self) -> UsageContext | None:
-        """The usage context of the last write; None before the first."""
-        record = self.record
-        if (
-            record.written_by_kernels
-        ):  # kernels write only while gradients are recorded, for memory that is not shared
-            return UsageContext(
-                True, True, record.received_at_write, bool(record.had_gradient_at_write), ()
-            )
-        return self._usage
-
-    @usage.setter
-    def usage(self, context: UsageContext) -> None:
-        self._usage, record = context, self.record
-        record.received_at_write, record.had_gradient_at_write = (
-            context.received,
-            context.has_gradient,
-        )
-        record.written_by_kernels = False
-
     def lend(self, parameter: Tensor) -> None:
         """Let this thread's kernels use and update the copy without Python. Needs the lock."""
         if self._native is not None:
@@ -211,6 +175,17 @@ class Copy:
     def is_valid_for(self, parameter: Tensor) -> bool:
         """Return True if the parameter has the version, memory and layout that were copied."""
         return is_valid(self, parameter)
+
+    def record_samples(self, parameter: Tensor) -> None:
+        """Record some values of the parameter. Needs the lock; the copy is evicted and not yet written."""
+        self._samples.record_samples(parameter)
+
+    def has_sampled_values(self, parameter: Tensor, *, compares_all: bool = False) -> bool:
+        """Return False if recorded values of the parameter have changed: the next ones, or any of them.
+
+        The copy must be valid for the parameter.
+        """
+        return self._samples.match_samples(parameter, compares_all=compares_all)
 
     def new_handle(self) -> CopyHandle:
         """Return a handle for one more user. Needs the lock."""
@@ -294,25 +269,19 @@ class Copy:
         )
 
     def keep_for_kernels(
-        self, source: Tensor, cast: Tensor, handle: CopyHandle, lifetime: CopyLifetime
+        self, source: Tensor, cast: Tensor, handle: CopyHandle, *, has_gradient: bool
     ) -> None:
         """Put a cast of a handle into the table of this thread's kernels, unless it is out of date."""
         with lock:
             is_old = (handle.version, handle.writes) != (self.version, self.writes)
-            if (
-                native_engine.api is None
-                or not handle.is_current()
-                or (is_old and lifetime is CopyLifetime.PERSISTENT)
-            ):
-                return
-            native_engine.api.keep(
-                source,
-                cast,
-                lifetime=lifetime,
-                held=self.number,
-                version=handle.version,
-                pointer=handle.pointer,
-            )
+            if self._native is not None and handle.is_current() and (has_gradient or not is_old):
+                self._native.keep(
+                    source,
+                    cast,
+                    has_gradient=has_gradient,
+                    version=handle.version,
+                    pointer=handle.pointer,
+                )
 
     def evict(self) -> None:
         """Remove the copy from all caches."""
@@ -327,8 +296,8 @@ class Copy:
         )
 
     def _drop(self, which: Eviction, version: int = 0) -> None:
-        if native_engine.api is not None:
-            native_engine.api.evict(self._source, self._dtype, self.number, which, version)
+        if self._native is not None:
+            self._native.evict(which, version)
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:

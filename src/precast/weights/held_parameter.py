@@ -107,6 +107,8 @@ class HeldParameter:
         if key in self.copies:
             self.copies[key].evict()
         self.take_back()
+        for other in self.copies.values():
+            other.invalidate()  # kernels no longer use it without Python, see `WeightCache`
         copy = (
             Copy(parameter, key) if isinstance(key, torch.dtype) else QuantisedCopy(parameter, key)
         )

@@ -44,7 +44,7 @@ from precast.weights.held import (
     stale_message,
 )
 from precast.weights.held_float8 import QuantisedCopy
-from precast.weights.possible_writes import invalidate_after_graphs, needs_recast
+from precast.weights.possible_writes import needs_recast
 from precast.weights.view_cache import is_dense
 
 __all__ = [
@@ -107,7 +107,6 @@ def check_within_region() -> None:
 
 def _prepare() -> None:
     """Do the work that is due before copies are used again, at every entry."""
-    invalidate_after_graphs()
     for key in list(before_next_region):
         if (task := before_next_region.pop(key, None)) is not None:
             task()
@@ -203,12 +202,12 @@ def _find_unversioned_write(*, compare: bool) -> tuple[HeldParameter, CopyKey] |
 
 def _next_comparisons() -> Iterator[_Comparison]:
     """Yield one comparison for each copy of the next parameter in the queue."""
-    queue, turn = tuple(comparison_queue), _SearchState.turn
-    if turn >= len(queue):
+    turn = _SearchState.turn
+    if turn >= len(comparison_queue):
         turn, _SearchState.rounds = 0, _SearchState.rounds + 1
     _SearchState.turn = turn + 1
-    if queue:
-        yield from _comparisons_of(queue[turn], _SearchState.rounds)
+    for held_parameter in comparison_queue[turn : turn + 1]:  # another thread may shorten the queue
+        yield from _comparisons_of(held_parameter, _SearchState.rounds)
 
 
 def _report_or_defer(comparison: _Comparison) -> tuple[HeldParameter, CopyKey] | None:
@@ -249,7 +248,12 @@ def _comparisons_of(held_parameter: HeldParameter, part: int) -> Iterator[_Compa
 
 def _will_be_rewritten(held_parameter: HeldParameter, copy: Copy, parameter: Tensor) -> bool:
     """Return True if the copy will be rewritten before its next use, so that its present values do not matter."""
-    return not copy.is_valid_for(parameter) or needs_recast(held_parameter, copy, parameter)
+    if not copy.is_valid_for(parameter) or needs_recast(held_parameter, copy, parameter):
+        return True
+    if copy.has_sampled_values(parameter, compares_all=True):
+        return False
+    copy.invalidate()
+    return True
 
 
 def _matches(handle: CopyHandle, parameter: Tensor, part: int) -> Tensor | None:

@@ -52,7 +52,6 @@ from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import QuantisedWeight
 from precast.weights.float8.quantise import Quantised
 from precast.weights.held_gradients import with_gradient
-from precast.weights.native.boundary import CopyLifetime
 from precast.weights.native.engine import native_engine
 from precast.weights.view_cache import same_view
 
@@ -198,15 +197,17 @@ class WeightCache:
             return None
         if needs_grad:
             return self._with_gradient(handle, tensor, dtype)
-        lasts = not is_grad_enabled()
+        # Kernels see neither writes to other parameters in its memory nor gradients through its other copies.
+        is_alone = not held_parameter.overlapping and (
+            len(held_parameter.copies) == 1 or not tensor.requires_grad
+        )
         if (
             self._uses_kernels()
-            and not (lasts and held_parameter.overlapping)
+            and is_alone
             and not is_captured(tensor)
             and handle.copy.is_written()
         ):
-            lifetime = CopyLifetime.PERSISTENT if lasts else CopyLifetime.PER_REGION
-            handle.copy.keep_for_kernels(tensor, handle.tensor, handle, lifetime)
+            handle.copy.keep_for_kernels(tensor, handle.tensor, handle, has_gradient=False)
         return handle.tensor
 
     def _with_gradient(
@@ -221,7 +222,7 @@ class WeightCache:
             return existing
         cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
         if self._uses_kernels():
-            handle.copy.keep_for_kernels(tensor, cast, handle, CopyLifetime.LEAF)
+            handle.copy.keep_for_kernels(tensor, cast, handle, has_gradient=True)
             held.lend(handle, tensor)
         else:
             entry = self._entries[id(tensor), dtype] = CachedCast(tensor, handle=handle)

@@ -115,7 +115,7 @@ int64_t number_of(at::ScalarType dtype) {
 std::optional<at::Tensor> find(const at::Tensor& source, at::ScalarType dtype) {
   ThreadState& here = ThreadState::here();
   const c10::TensorImpl& impl = *source.unsafeGetTensorImpl();
-  at::Tensor copy = here.copies.find_held(impl, dtype, CopyLifetime::Leaf);
+  at::Tensor copy = here.copies.find_held_leaf(impl, dtype);
   if (!copy.defined()) {
     copy = here.copies.find(impl, dtype, c10::GradMode::is_enabled());
   }
@@ -313,7 +313,7 @@ int precast_has(void* source, int dtype) {
     ThreadState& here = ThreadState::here();
     const auto scalar = static_cast<at::ScalarType>(dtype);
     const c10::TensorImpl& impl = *source_of(source);
-    return here.copies.find_held(impl, scalar, CopyLifetime::Leaf).defined() ||
+    return here.copies.find_held_leaf(impl, scalar).defined() ||
         here.copies.find(impl, scalar, /*records=*/false).defined();
   });
 }
@@ -330,34 +330,4 @@ void precast_invalidate(void* source, int dtype) {
 
 void precast_hold(void* source, int is_held) {
   guarded([&] { HeldSources::change(source_of(source), is_held != 0); });
-}
-
-// Adds the cast of a held copy, which was written when the source had this version and address.
-void precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, int64_t version, int64_t address) {
-  guarded([&] {
-    const at::Tensor tensor = tensor_of(source);
-    ThreadState::here().copies.put_held(
-        tensor,
-        static_cast<at::ScalarType>(dtype),
-        static_cast<CopyLifetime>(lifetime),
-        Copy{
-            SourceSnapshot(tensor, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address)),
-            tensor_of(cast),
-            held,
-            at::Tensor()});
-  });
-}
-
-// Removes the casts of a held copy in all threads.
-void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version) {
-  guarded([&] {
-    std::vector<Copy> removed;  // destroyed here, without a lock
-    evict_everywhere(
-        source_of(source),
-        static_cast<at::ScalarType>(dtype),
-        held,
-        static_cast<Eviction>(which),
-        static_cast<uint32_t>(version),
-        removed);
-  });
 }

@@ -23,7 +23,6 @@ from precast.errors import PrecastError
 from precast.weights.native.boundary import (
     COMPARE,
     FUNCTIONS,
-    CopyLifetime,
     Eviction,
     HeldRecord,
     Owner,
@@ -47,14 +46,15 @@ class NativeHeldCopy:
     Args:
         functions: the library's functions by name.
         operations: the library's operations, which return tensors.
-        number: the number of the held copy.
+        source: the address of the parameter's TensorImpl.
+        dtype: the library's number of the copy's dtype.
     """
 
     __slots__ = ("_address", "_functions", "_operations", "record")
 
-    def __init__(self, functions: dict[str, Any], operations: Any, number: int) -> None:
+    def __init__(self, functions: dict[str, Any], operations: Any, source: int, dtype: int) -> None:
         self._functions, self._operations = functions, operations
-        self._address = int(functions["new_held"](number))
+        self._address = int(functions["new_held"](source, dtype))
         self.record = HeldRecord.from_address(functions["held_record"](self._address))
 
     def __del__(self) -> None:
@@ -68,6 +68,26 @@ class NativeHeldCopy:
         """Return the copy as a cast of the parameter, whose gradient flows to the parameter."""
         cast: Tensor = self._operations.with_gradient.default(parameter, copy, self._address)
         return cast
+
+    def keep(
+        self, parameter: Tensor, cast: Tensor, *, has_gradient: bool, version: int, pointer: int
+    ) -> None:
+        """Add a cast of the copy, written at this version and address of the parameter, to this thread's table."""
+        addresses = impl_address(parameter), impl_address(cast)
+        self._functions["keep"](self._address, *addresses, has_gradient, version, pointer)
+
+    def evict(self, which: Eviction, version: int) -> None:
+        """Remove the casts of the copy in all threads."""
+        self._functions["evict"](self._address, which, version)
+
+    def record_samples(self, parameter: Tensor) -> None:
+        """Record values of the parameter, before the copy is written."""
+        self._functions["record_samples"](self._address, impl_address(parameter))
+
+    def match_samples(self, parameter: Tensor, *, compares_all: bool) -> bool:
+        """Return True if the parameter has the recorded values, all of them or the next ones."""
+        address = impl_address(parameter)
+        return bool(self._functions["match_samples"](self._address, address, compares_all))
 
     def lend(self, parameter: Tensor, copy: Tensor) -> None:
         """Let this thread's kernels use and update the copy from now on."""
@@ -214,36 +234,9 @@ class NativeApi:
         for source in sources:
             self._functions["invalidate"](impl_address(source), number)
 
-    def keep(
-        self,
-        source: Tensor,
-        cast: Tensor,
-        *,
-        lifetime: CopyLifetime,
-        held: int,
-        version: int,
-        pointer: int,
-    ) -> None:
-        """Add a cast of the held copy with this number, written at this version and address of its source."""
-        self._functions["keep"](
-            impl_address(source),
-            impl_address(cast),
-            self.dtype(cast.dtype),
-            lifetime,
-            held,
-            version,
-            pointer,
-        )
-
-    def evict(
-        self, source: int, dtype: torch.dtype, held: int, which: Eviction, version: int
-    ) -> None:
-        """Remove the casts of the held copy with this number in all threads."""
-        self._functions["evict"](source, self.dtype(dtype), held, which, version)
-
-    def new_held(self, number: int) -> NativeHeldCopy:
-        """Return a new held copy with this number, which lives as long as the object."""
-        return NativeHeldCopy(self._functions, self._operations, number)
+    def new_held(self, source: int, dtype: torch.dtype) -> NativeHeldCopy:
+        """Return a new held copy of a parameter, identified by the address of its TensorImpl."""
+        return NativeHeldCopy(self._functions, self._operations, source, self.dtype(dtype))
 
     def set_cast_per_region(self, source: int, is_cast_per_region: bool) -> None:
         """Set whether kernels cast a held parameter once per region where its gradient is recorded."""

@@ -8,7 +8,6 @@
 namespace precast {
 
 enum class Action : uint8_t { Pass = 0, Delegate = 1, Reference = 2 };
-enum class CopyLifetime : uint8_t { Leaf = 0, PerRegion = 1, Persistent = 2 };
 enum class Eviction : uint8_t { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 enum class Owner : uint8_t { Python = 0, Lent = 1, InUse = 2 };
 enum class ThreadKind : uint8_t { Unknown = 0, Python = 1, PyTorch = 2 };
@@ -23,7 +22,7 @@ struct HeldRecord {
   std::atomic<int64_t> received{0};
   int64_t received_at_write = 0;
   int64_t had_gradient_at_write = 0;
-  int64_t written_by_kernels = 0;
+  std::atomic<int64_t> has_optimizer{0};
   uint64_t thread = 0;
   std::atomic<Owner> owner{Owner{0}};
 };
@@ -34,7 +33,7 @@ static_assert(offsetof(HeldRecord, writes) == 16);
 static_assert(offsetof(HeldRecord, received) == 24);
 static_assert(offsetof(HeldRecord, received_at_write) == 32);
 static_assert(offsetof(HeldRecord, had_gradient_at_write) == 40);
-static_assert(offsetof(HeldRecord, written_by_kernels) == 48);
+static_assert(offsetof(HeldRecord, has_optimizer) == 48);
 static_assert(offsetof(HeldRecord, thread) == 56);
 static_assert(offsetof(HeldRecord, owner) == 64);
 
@@ -79,11 +78,13 @@ int64_t precast_promoted_directly();
 int precast_has(void* source, int dtype);
 void precast_invalidate(void* source, int dtype);
 void precast_hold(void* source, int is_held);
-void precast_keep(void* source, void* cast, int dtype, int lifetime, int64_t held, int64_t version, int64_t address);
-void precast_evict(void* source, int dtype, int64_t held, int which, int64_t version);
-void* precast_new_held(int64_t number);
+void* precast_new_held(void* source, int dtype);
 void precast_free_held(void* held);
 void* precast_held_record(void* held);
+void precast_keep(void* held, void* source, void* cast, int has_gradient, int64_t version, int64_t address);
+void precast_evict(void* held, int which, int64_t version);
+void precast_record_samples(void* held, void* parameter);
+int precast_match_samples(void* held, void* parameter, int compares_all);
 void precast_lend(void* held, void* parameter, void* copy);
 int precast_take_back(void* held);
 int precast_step_held(void* held);

@@ -22,7 +22,6 @@ __all__ = [
     "FUNCTIONS",
     "SHARED_BY_THREADS",
     "Action",
-    "CopyLifetime",
     "Eviction",
     "Function",
     "HeldRecord",
@@ -46,22 +45,12 @@ class Action(enum.IntEnum):
     """The Python kernel runs."""
 
 
-class CopyLifetime(enum.IntEnum):
-    """The lifetime of a copy in the table of a thread."""
-
-    LEAF = 0
-    """A copy with a gradient, until the outermost region ends."""
-    PER_REGION = 1
-    """A held copy of a frozen weight while gradients are recorded, until the outermost region ends."""
-    PERSISTENT = 2
-    """A held copy while no gradients are recorded. It outlives regions."""
-
-
 class Eviction(enum.IntEnum):
     """Selects the entries of a held copy that an eviction removes."""
 
     ALL = 0
     PERSISTENT = 1
+    """Those without a gradient, which outlive regions."""
     PERSISTENT_AND_OLDER = 2
     """The persistent ones, and those of other versions of the parameter."""
 
@@ -131,7 +120,7 @@ class HeldRecord(ctypes.Structure):
         ("received", ctypes.c_int64),
         ("received_at_write", ctypes.c_int64),
         ("had_gradient_at_write", ctypes.c_int64),
-        ("written_by_kernels", ctypes.c_int64),
+        ("has_optimizer", ctypes.c_int64),
         ("thread", ctypes.c_uint64),
         ("owner", ctypes.c_uint8),
     )
@@ -148,8 +137,8 @@ class HeldRecord(ctypes.Structure):
     """`received` at the last write."""
     had_gradient_at_write: int
     """1 if the parameter had a gradient at the last write."""
-    written_by_kernels: int
-    """1 if kernels made the last write."""
+    has_optimizer: int
+    """1 if an observed optimizer steps the parameter."""
     thread: int
     """The `ident` of the thread whose kernels the copy is lent to."""
     owner: int
@@ -159,7 +148,12 @@ class HeldRecord(ctypes.Structure):
         super().__init__(version=-1, pointer=-1)
 
 
-SHARED_BY_THREADS: Final = {"version": "int64_t", "received": "int64_t", "owner": "Owner"}
+SHARED_BY_THREADS: Final = {
+    "version": "int64_t",
+    "received": "int64_t",
+    "has_optimizer": "int64_t",
+    "owner": "Owner",
+}
 """The fields of `HeldRecord` that are atomic in C++, with their types there."""
 
 BUILT_INS: Final = ("enter", "leave", "has_leaves")
@@ -204,11 +198,13 @@ int64 promoted_directly()
 int has(pointer source, int dtype)
 void invalidate(pointer source, int dtype)
 void hold(pointer source, int is_held)
-void keep(pointer source, pointer cast, int dtype, int lifetime, int64 held, int64 version, int64 address)
-void evict(pointer source, int dtype, int64 held, int which, int64 version)
-pointer new_held(int64 number)
+pointer new_held(pointer source, int dtype)
 void free_held(pointer held)
 pointer held_record(pointer held)
+void keep(pointer held, pointer source, pointer cast, int has_gradient, int64 version, int64 address)
+void evict(pointer held, int which, int64 version)
+void record_samples(pointer held, pointer parameter)
+int match_samples(pointer held, pointer parameter, int compares_all)
 void lend(pointer held, pointer parameter, pointer copy)
 int take_back(pointer held)
 int step_held(pointer held)

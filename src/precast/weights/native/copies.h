@@ -8,13 +8,16 @@
 // - a cast with a gradient keeps its source alive through the autograd graph, so the source's address cannot be reused.
 //   A cast without one references its source, or belongs to a held parameter and ends with it;
 // - a cast without a gradient is used only where no gradient is recorded;
-// - `thread_local_casts_` is used by this thread only. Other threads may evict from `shared_casts_`, under a lock.
+// - `thread_local_casts_` is used by this thread only. Other threads may evict from the tables of held copies, under a
+//   lock.
 #pragma once
 
 #include "copy_table.h"
 #include "spare_memory.h"
 
 #include <mutex>
+#include <optional>
+#include <utility>
 
 namespace precast {
 
@@ -22,33 +25,39 @@ class Copies {
  public:
   // The valid cast of a source; undefined if there is none, or if it lacks the gradient that is recorded.
   at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype, bool records) const {
-    const Copy* entry = thread_local_casts_.find({&source, dtype, CopyLifetime::Leaf});
+    const Copy* entry = thread_local_casts_.find({&source, dtype});
     const bool is_usable = entry != nullptr && (!records || entry->has_gradient());
     return is_usable && entry->snapshot.is_valid_for(source) ? entry->cast : at::Tensor();
   }
 
-  at::Tensor find_held(const c10::TensorImpl& source, at::ScalarType dtype, CopyLifetime lifetime) {
+  // The held cast of a source with its gradient, in this region.
+  at::Tensor find_held_leaf(const c10::TensorImpl& source, at::ScalarType dtype) {
     std::lock_guard<std::mutex> guard(lock_);
-    return valid_cast(shared_casts_, {&source, dtype, lifetime});
+    const Copy* entry = held_leaves_.find({&source, dtype});
+    return entry != nullptr && entry->snapshot.is_valid_for(source) ? entry->cast : at::Tensor();
   }
+
+  // The held copy of a source; undefined if Python has to make it or to look at it.
+  at::Tensor find_held(const c10::TensorImpl& source, at::ScalarType dtype);
 
   void put(const at::Tensor& source, at::ScalarType dtype, Copy&& copy) {
     if (thread_local_casts_.size() == 0) {
       first_round_ = SpareMemory::all().round();
     }
     has_casts_without_gradient_ |= !copy.has_gradient();
-    insert_or_replace(thread_local_casts_, {source.unsafeGetTensorImpl(), dtype, CopyLifetime::Leaf}, std::move(copy));
+    insert_or_replace(thread_local_casts_, {source.unsafeGetTensorImpl(), dtype}, std::move(copy));
   }
 
-  void put_held(const at::Tensor& source, at::ScalarType dtype, CopyLifetime lifetime, Copy&& copy) {
-    at::Tensor before;  // destroyed after the lock is released: freeing a tensor can run arbitrary code
+  void put_held(const at::Tensor& source, at::ScalarType dtype, bool has_gradient, Copy&& copy) {
+    std::optional<Copy> before;  // destroyed after the lock is released: freeing a tensor can run arbitrary code
     std::lock_guard<std::mutex> guard(lock_);
-    before = insert_or_replace(shared_casts_, {source.unsafeGetTensorImpl(), dtype, lifetime}, std::move(copy));
+    CopyTable& table = has_gradient ? held_leaves_ : held_copies_;
+    before = insert_or_replace(table, {source.unsafeGetTensorImpl(), dtype}, std::move(copy));
   }
 
   // Frees the memory of a stale cast.
   void forget(const c10::TensorImpl& source, at::ScalarType dtype) {
-    thread_local_casts_.remove({&source, dtype, CopyLifetime::Leaf});
+    thread_local_casts_.remove({&source, dtype});
   }
 
   // True if there is a cast with a gradient.
@@ -57,44 +66,36 @@ class Copies {
       return true;
     }
     std::lock_guard<std::mutex> guard(lock_);
-    const auto& held = shared_casts_.entries();
-    return std::any_of(
-        held.begin(), held.end(), [](const auto& entry) { return entry.key.lifetime == CopyLifetime::Leaf; });
+    return held_leaves_.size() > 0;
   }
 
-  // Makes the casts of a source stale, in one dtype or (-1) in all, regardless of version counters.
+  // Makes the casts of a source that end with the region stale, in one dtype or (-1) in all, regardless of version
+  // counters.
   void invalidate(const c10::TensorImpl& source, int dtype) {
     const auto make_stale = [&](CopyTable& table) {
       for (auto& [key, copy] : table.entries()) {
-        if (key.source == &source && key.lifetime == CopyLifetime::Leaf &&
-            (dtype < 0 || dtype == static_cast<int>(key.dtype))) {
+        if (key.source == &source && (dtype < 0 || dtype == static_cast<int>(key.dtype))) {
           copy.snapshot.make_stale();
         }
       }
     };
     make_stale(thread_local_casts_);
     std::lock_guard<std::mutex> guard(lock_);
-    make_stale(shared_casts_);
+    make_stale(held_leaves_);
   }
 
   // The caller destroys the removed casts without a lock: freeing a tensor can run arbitrary code.
   void evict(
-      const c10::TensorImpl* source,
-      at::ScalarType dtype,
-      int64_t held,
-      Eviction which,
-      uint32_t version,
-      std::vector<Copy>& removed) {
+      const Key& key, const HeldCopy& held, Eviction which, uint32_t version, std::vector<Copy>& removed) {
     std::lock_guard<std::mutex> guard(lock_);
-    for (const CopyLifetime lifetime : {CopyLifetime::Leaf, CopyLifetime::PerRegion, CopyLifetime::Persistent}) {
-      const Key key{source, dtype, lifetime};
-      const Copy* entry = shared_casts_.find(key);
-      if (entry == nullptr || entry->held != held) {
+    for (CopyTable* table : {&held_leaves_, &held_copies_}) {
+      const Copy* entry = table->find(key);
+      if (entry == nullptr || entry->held.get() != &held) {
         continue;
       }
-      if (which == Eviction::All || lifetime == CopyLifetime::Persistent ||
+      if (which == Eviction::All || table == &held_copies_ ||
           (which == Eviction::PersistentAndOlder && entry->snapshot.version() != version)) {
-        removed.push_back(*shared_casts_.remove(key));
+        removed.push_back(*table->remove(key));
       }
     }
   }
@@ -107,30 +108,22 @@ class Copies {
     thread_local_casts_.clear();
     std::vector<Copy> removed;
     std::lock_guard<std::mutex> guard(lock_);
-    shared_casts_.take([](const Key& key) { return key.lifetime != CopyLifetime::Persistent; }, removed);
+    held_leaves_.take_all(removed);
   }
 
   size_t size() {
     std::lock_guard<std::mutex> guard(lock_);
-    return thread_local_casts_.size() + shared_casts_.size();
+    return thread_local_casts_.size() + held_leaves_.size() + held_copies_.size();
   }
 
  private:
-  static at::Tensor valid_cast(const CopyTable& table, const Key& key) {
-    const Copy* entry = table.find(key);
-    return entry != nullptr && entry->snapshot.is_valid_for(*key.source) ? entry->cast : at::Tensor();
-  }
-
   // Returns the replaced cast.
-  static at::Tensor insert_or_replace(CopyTable& table, const Key& key, Copy&& copy) {
-    at::Tensor before;
+  static std::optional<Copy> insert_or_replace(CopyTable& table, const Key& key, Copy&& copy) {
     if (Copy* entry = table.find(key)) {
-      before = std::move(entry->cast);
-      *entry = std::move(copy);
-    } else {
-      table.insert(key, std::move(copy));
+      return std::exchange(*entry, std::move(copy));
     }
-    return before;
+    table.insert(key, std::move(copy));
+    return std::nullopt;
   }
 
   // Passes the memory of casts without a gradient to the next region.
@@ -145,10 +138,12 @@ class Copies {
     SpareMemory::all().keep(casts, first_round_);
   }
 
-  CopyTable thread_local_casts_, shared_casts_;
+  CopyTable thread_local_casts_;
+  CopyTable held_leaves_;  // with a gradient, until the outermost region ends
+  CopyTable held_copies_;  // without one; they outlive regions
   std::mutex lock_;
-  bool has_casts_without_gradient_ = false;  // copies without a gradient
-  uint64_t first_round_ = 0;      // the round of spare memory when the first copy was made
+  bool has_casts_without_gradient_ = false;  // in `thread_local_casts_`
+  uint64_t first_round_ = 0;                 // the round of spare memory when the first copy was made
 };
 
 }  // namespace precast

@@ -14,25 +14,27 @@
 #include <c10/core/impl/SizesAndStrides.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace precast {
 
+class HeldCopy;
+
 struct Key {
   const c10::TensorImpl* source;
   at::ScalarType dtype;
-  CopyLifetime lifetime;
 
   bool operator==(const Key& other) const {
-    return source == other.source && dtype == other.dtype && lifetime == other.lifetime;
+    return source == other.source && dtype == other.dtype;
   }
 
   // The upper bits are mixed best (Knuth's multiplicative hashing: 2**64 divided by the golden ratio).
   uint64_t hash() const {
     const auto address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(source)) >> 4;
-    return (address * 8 + static_cast<uint64_t>(dtype) * 3 + static_cast<uint64_t>(lifetime)) * 0x9E3779B97F4A7C15U;
+    return (address * 8 + static_cast<uint64_t>(dtype)) * 0x9E3779B97F4A7C15U;
   }
 };
 
@@ -90,8 +92,8 @@ class SourceSnapshot {
 struct Copy {
   SourceSnapshot snapshot;
   at::Tensor cast;
-  int64_t held = 0;   // the number of its held copy
-  at::Tensor source;  // of a cast without a gradient that is not held: kept alive, as a graph would do
+  std::shared_ptr<HeldCopy> held;  // null for a cast that is not held
+  at::Tensor source;               // of a cast without a gradient that is not held: kept alive, as a graph would do
 
   bool has_gradient() const {
     return !source.defined();
@@ -142,19 +144,16 @@ class CopyTable {
     return removed;
   }
 
-  // Removes the copies whose key meets a condition; the caller destroys them.
-  template <typename Condition>
-  void take(const Condition& condition, std::vector<Copy>& taken) {
-    const auto is_kept = [&](const Entry& entry) { return !condition(entry.key); };
-    const auto first = std::stable_partition(entries_.begin(), entries_.end(), is_kept);
-    if (first == entries_.end()) {
+  // Removes all copies; the caller destroys them.
+  void take_all(std::vector<Copy>& taken) {
+    if (entries_.empty()) {
       return;
     }
-    for (auto entry = first; entry != entries_.end(); ++entry) {
-      taken.push_back(std::move(entry->copy));
+    for (Entry& entry : entries_) {
+      taken.push_back(std::move(entry.copy));
     }
-    entries_.erase(first, entries_.end());
-    rebuild_index(places_.size());
+    entries_.clear();
+    std::fill(places_.begin(), places_.end(), 0);
   }
 
   void clear() {

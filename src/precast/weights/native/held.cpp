@@ -220,6 +220,10 @@ Pointer make_node(Arguments&&... arguments) {
   }
 }
 
+bool has_gradient(const c10::TensorImpl& parameter) {
+  return parameter.requires_grad() && parameter.grad().defined();
+}
+
 // Scoped use of a lent copy by this thread's kernels.
 class Claim {
  public:
@@ -266,7 +270,6 @@ at::Tensor GradientMemory::like(const at::Tensor& gradient, at::IntArrayRef layo
 
 void HeldCopy::lend(const at::Tensor& parameter, const at::Tensor& copy) {
   place_.emplace(parameter, static_cast<uint32_t>(record.version), reinterpret_cast<const void*>(record.pointer));
-  source_ = parameter.unsafeGetTensorImpl();
   copy_ = copy;
   record.thread = reinterpret_cast<uint64_t>(pthread_self());
   record.owner.store(Owner::Lent, std::memory_order_release);
@@ -283,35 +286,53 @@ bool HeldCopy::step(std::vector<Copy>& removed) {
     return false;
   }
   record.version = -1;
-  evict_everywhere(source_, copy_.scalar_type(), number_, Eviction::All, 0, removed);
+  evict(Eviction::All, 0, removed);
   record.owner.store(Owner::Lent, std::memory_order_release);
   return true;
 }
 
-bool HeldCopy::may_have_been_written(bool has_gradient) const {
-  // The optimizer's steps are observed, so another write is possible only if a gradient was removed without a step.
-  return record.received.load(std::memory_order_relaxed) != record.received_at_write && !has_gradient;
+void HeldCopy::evict(Eviction which, uint32_t version, std::vector<Copy>& removed) const {
+  std::lock_guard<std::mutex> guard(Process::lock);
+  for (ThreadState* thread : Process::threads) {
+    thread->copies.evict({source_, dtype_}, *this, which, version, removed);
+  }
 }
 
-bool HeldCopy::renew(const at::Tensor& parameter, bool has_gradient) {
+bool HeldCopy::may_have_been_written(const c10::TensorImpl& parameter) const {
+  const bool has_gradient = precast::has_gradient(parameter), had_gradient = record.had_gradient_at_write != 0;
+  const bool has_new_gradient = record.received.load(std::memory_order_relaxed) != record.received_at_write;
+  // An optimizer's steps are observed, so another write is possible only if a gradient was removed without a step.
+  return record.has_optimizer ? has_new_gradient && !has_gradient
+                              : has_new_gradient || has_gradient != had_gradient;
+}
+
+bool HeldCopy::is_current(const c10::TensorImpl& parameter) {
+  if (!may_have_been_written(parameter) && samples.match(parameter, /*compares_all=*/false)) {
+    return true;
+  }
+  record.version = -1;
+  return false;
+}
+
+bool HeldCopy::renew(const at::Tensor& parameter) {
   const uint32_t version = parameter.unsafeGetTensorImpl()->version_counter().current_version();
   {
     std::vector<Copy> removed;
-    evict_everywhere(source_, copy_.scalar_type(), number_, Eviction::PersistentAndOlder, version, removed);
+    evict(Eviction::PersistentAndOlder, version, removed);
   }
   if (is_shared(copy_)) {
     return false;  // in use: Python writes it into new memory
   }
   record.version = -1;
   std::atomic_thread_fence(std::memory_order_release);
+  samples.record(*parameter.unsafeGetTensorImpl());
   {
     BelowAutograd guard;
     write(copy_, parameter);
   }
   record.writes += 1;
   record.received_at_write = record.received.load(std::memory_order_relaxed);
-  record.had_gradient_at_write = has_gradient;
-  record.written_by_kernels = 1;
+  record.had_gradient_at_write = has_gradient(*parameter.unsafeGetTensorImpl());
   std::atomic_thread_fence(std::memory_order_release);
   record.version = version;
   return true;
@@ -323,19 +344,25 @@ at::Tensor HeldCopy::cast_for(ThreadState& here, const at::Tensor& parameter) {
   if (!claim || &source != source_ || !place_->has_same_memory(source) || in_forward_mode()) {
     return {};
   }
-  const bool has_gradient = parameter.grad().defined();
   const bool is_valid =
-      record.version == static_cast<int64_t>(source.version_counter().current_version()) &&
-      !may_have_been_written(has_gradient);
-  if (!is_valid && !renew(parameter, has_gradient)) {
+      record.version == static_cast<int64_t>(source.version_counter().current_version()) && is_current(source);
+  if (!is_valid && !renew(parameter)) {
     return {};
   }
   const auto version = static_cast<uint32_t>(record.version);
   at::Tensor cast = with_gradient(parameter, copy_, shared_from_this());
   SourceSnapshot snapshot(parameter, version, reinterpret_cast<const void*>(record.pointer));
   here.copies.put_held(
-      parameter, copy_.scalar_type(), CopyLifetime::Leaf, Copy{std::move(snapshot), cast, number_, at::Tensor()});
+      parameter, dtype_, /*has_gradient=*/true, Copy{std::move(snapshot), cast, shared_from_this(), at::Tensor()});
   return cast;
+}
+
+at::Tensor Copies::find_held(const c10::TensorImpl& source, at::ScalarType dtype) {
+  std::lock_guard<std::mutex> guard(lock_);
+  const Copy* entry = held_copies_.find({&source, dtype});
+  const bool is_usable =
+      entry != nullptr && entry->snapshot.is_valid_for(source) && entry->held->is_current(source);
+  return is_usable ? entry->cast : at::Tensor();
 }
 
 at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held) {
@@ -350,19 +377,6 @@ at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, st
   const auto number = node->add_input_metadata(cast);
   torch::autograd::impl::set_gradient_edge(cast, {std::move(node), number});
   return cast;
-}
-
-void evict_everywhere(
-    const c10::TensorImpl* source,
-    at::ScalarType dtype,
-    int64_t held,
-    Eviction which,
-    uint32_t version,
-    std::vector<Copy>& removed) {
-  std::lock_guard<std::mutex> guard(Process::lock);
-  for (ThreadState* thread : Process::threads) {
-    thread->copies.evict(source, dtype, held, which, version, removed);
-  }
 }
 
 namespace {
@@ -389,8 +403,11 @@ std::mutex& gradient_memory_lock() {
 
 using namespace precast;
 
-void* precast_new_held(int64_t number) {
-  return guarded([&]() -> void* { return new std::shared_ptr<HeldCopy>(std::make_shared<HeldCopy>(number)); });
+void* precast_new_held(void* source, int dtype) {
+  return guarded([&]() -> void* {
+    const auto* parameter = static_cast<const c10::TensorImpl*>(source);
+    return new std::shared_ptr<HeldCopy>(std::make_shared<HeldCopy>(parameter, static_cast<at::ScalarType>(dtype)));
+  });
 }
 
 void precast_free_held(void* held) {
@@ -403,6 +420,38 @@ void precast_free_held(void* held) {
 
 void* precast_held_record(void* held) {
   return &held_of(held)->record;
+}
+
+// Adds a cast of the copy, which was written when the parameter had this version and address.
+void precast_keep(void* held, void* source, void* cast, int has_gradient, int64_t version, int64_t address) {
+  guarded([&] {
+    const at::Tensor parameter = tensor_of(source), tensor = tensor_of(cast);
+    SourceSnapshot snapshot(parameter, static_cast<uint32_t>(version), reinterpret_cast<const void*>(address));
+    ThreadState::here().copies.put_held(
+        parameter,
+        tensor.scalar_type(),
+        has_gradient != 0,
+        Copy{std::move(snapshot), tensor, held_of(held), at::Tensor()});
+  });
+}
+
+void precast_evict(void* held, int which, int64_t version) {
+  guarded([&] {
+    std::vector<Copy> removed;  // destroyed here, without a lock
+    held_of(held)->evict(static_cast<Eviction>(which), static_cast<uint32_t>(version), removed);
+  });
+}
+
+// Records values of the parameter, before the copy is written.
+void precast_record_samples(void* held, void* parameter) {
+  guarded([&] { held_of(held)->samples.record(*static_cast<const c10::TensorImpl*>(parameter)); });
+}
+
+// Returns 1 if the parameter has the recorded values, all of them or the next ones, else 0.
+int precast_match_samples(void* held, void* parameter, int compares_all) {
+  return guarded([&]() -> int {
+    return held_of(held)->samples.match(*static_cast<const c10::TensorImpl*>(parameter), compares_all != 0);
+  });
 }
 
 void precast_lend(void* held, void* parameter, void* copy) {

@@ -5,11 +5,13 @@
 // - a copy is owned by Python (`weights/held_copy.py`) or lent to kernels, and used by one of them at a time. Python
 //   takes it back before any change, and lends it only if nothing that only Python knows prevents that;
 // - kernels update a lent copy by the reference's rules: in place, at its next use, and only if it has no other user;
+// - the samples are written while no kernel has the copy: it was evicted before, or is lent and in use;
 // - nothing here keeps a parameter alive, except a recorded graph;
 // - gradients are those of `weights/held_gradients.py`, bit for bit and in the same layout.
 #pragma once
 
 #include "copies.h"
+#include "samples.h"
 
 #include <torch/library.h>
 
@@ -34,10 +36,11 @@ class GradientMemory {
 
 class HeldCopy : public std::enable_shared_from_this<HeldCopy> {
  public:
-  explicit HeldCopy(int64_t number) : number_(number) {}
+  HeldCopy(const c10::TensorImpl* source, at::ScalarType dtype) : source_(source), dtype_(dtype) {}
 
   HeldRecord record;
   GradientMemory memory;
+  Samples samples;  // of the parameter, from before the last write of the copy
 
   // Lets this thread's kernels use and update it, until Python takes it back.
   void lend(const at::Tensor& parameter, const at::Tensor& copy);
@@ -51,14 +54,21 @@ class HeldCopy : public std::enable_shared_from_this<HeldCopy> {
   // The up-to-date cast of the parameter for this region; undefined if Python has to make it.
   at::Tensor cast_for(ThreadState& here, const at::Tensor& parameter);
 
- private:
-  bool may_have_been_written(bool has_gradient) const;
-  bool renew(const at::Tensor& parameter, bool has_gradient);
+  // False if the parameter, whose version and memory are those of the copy, has or may have been written. The copy must
+  // then be rewritten.
+  bool is_current(const c10::TensorImpl& parameter);
 
-  const int64_t number_;
+  // Removes its casts in all threads; the caller destroys them.
+  void evict(Eviction which, uint32_t version, std::vector<Copy>& removed) const;
+
+ private:
+  bool may_have_been_written(const c10::TensorImpl& parameter) const;
+  bool renew(const at::Tensor& parameter);
+
+  const c10::TensorImpl* const source_;
+  const at::ScalarType dtype_;
   at::Tensor copy_;
   std::optional<SourceSnapshot> place_;  // the parameter's memory when the copy was lent
-  const c10::TensorImpl* source_ = nullptr;
 };
 
 // A held parameter in compiled kernels.
@@ -108,14 +118,5 @@ void write(const at::Tensor& target, const at::Tensor& source);
 
 // True if forward-mode derivatives are computed, so that a tensor may have a tangent.
 bool in_forward_mode();
-
-// Removes the casts of a held copy in all threads; the caller destroys them.
-void evict_everywhere(
-    const c10::TensorImpl* source,
-    at::ScalarType dtype,
-    int64_t held,
-    Eviction which,
-    uint32_t version,
-    std::vector<Copy>& removed);
 
 }  // namespace precast

@@ -100,15 +100,14 @@ class WeightSearch {
       return ask(tensor);
     }
     if (is_held_) {
-      const CopyLifetime lifetime = !records_ ? CopyLifetime::Persistent
-          : trains                            ? CopyLifetime::Leaf
-                                              : CopyLifetime::PerRegion;
-      at::Tensor copy = here_.copies.find_held(source, dtype_, lifetime);
+      const bool needs_gradient = records_ && trains;
+      at::Tensor copy =
+          needs_gradient ? here_.copies.find_held_leaf(source, dtype_) : here_.copies.find_held(source, dtype_);
       if (copy.defined()) {
         return copy;
       }
       if (HeldSource* held = here_.held.find(&source)) {
-        copy = lifetime == CopyLifetime::Leaf ? trained(tensor, *held) : at::Tensor();
+        copy = needs_gradient ? trained(tensor, *held) : at::Tensor();
         return copy.defined() ? copy : ask(tensor);
       }
       if (tensor.is_view() && here_.held.find(tensor._base().unsafeGetTensorImpl()) != nullptr) {
@@ -203,7 +202,7 @@ at::Tensor put(
     c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     result = make();
   }
-  here.copies.put(source, dtype, Copy{std::move(snapshot), result, 0, alive});
+  here.copies.put(source, dtype, Copy{std::move(snapshot), result, nullptr, alive});
   if (Process::records_casts.load(std::memory_order_relaxed)) {
     std::lock_guard<std::mutex> guard(Process::lock);
     Process::casts.emplace_back(result.getIntrusivePtr());
