@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from precast._internal.records import from_json
-from precast.running.target import Target
 from precast.running.trial.answer import TryAnswer, answer_of
-from precast.running.trial.experiment import Experiment, ExperimentResult, TrialOptions
+from precast.running.trial.experiment import Experiment, ExperimentResult
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 
@@ -32,7 +32,7 @@ class ForkedTrials(Launcher):
         self.server = server
         self.plans: list[TrialPlan] = []
 
-    def run(self, plan: TrialPlan, limit: float, *, shows_output: bool = False) -> TrialOutcome:
+    def run(self, plan: TrialPlan, limit: float) -> TrialOutcome:
         self.plans.append(plan)
         self._environment(plan)  # makes the folders
         assert self.server.stdin is not None
@@ -42,7 +42,7 @@ class ForkedTrials(Launcher):
         code = int(self.server.stdout.readline())
         events = [json.loads(line) for line in plan.events.read_text().splitlines()]
         outcomes = [from_json(TrialOutcome, e["outcome"]) for e in events if "outcome" in e]
-        return outcomes[0] if outcomes else TrialOutcome("error", f"exit code {code}", code)
+        return outcomes[0] if outcomes else TrialOutcome("error", f"exit code {code}")
 
 
 @contextmanager
@@ -68,10 +68,12 @@ def try_program(
     program = work / "program.py"
     program.write_text(textwrap.dedent(text))
     launcher = ForkedTrials(trials, server)
-    defaults = {"dtype": "bfloat16", "steps": 6, "warm_up": 3, "seconds": 900.0, "seeds": 2}
-    options = {**defaults, "explains": False, **options}
-    experiment = Experiment(Target(str(program), False), TrialOptions(**options), launcher)
-    result = experiment.run()
+    ways = {"dtype": "bfloat16", "seeds": 2, "explains": False}
+    ways |= {name: options.pop(name) for name in ways if name in options}
+    options = {"steps": 6, "warm_up": 3, "seconds": 900.0, **options}
+    plan = TrialPlan(str(program), **options)
+    with patch("precast.running.trial.experiment._MOST_ROUNDS", 2):
+        result = Experiment(plan, launcher, **ways).run()
     return answer_of(result), result, launcher
 
 

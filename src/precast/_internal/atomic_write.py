@@ -14,7 +14,7 @@ from pathlib import Path
 
 from precast.errors import OutputError
 
-__all__ = ["NOT_OURS", "is_no_file", "is_not_ours", "replace", "replace_own"]
+__all__ = ["is_no_file", "is_not_ours", "refusal", "replace", "replace_own"]
 
 _HEAD = 4096  # bytes
 _MARKS = (
@@ -23,6 +23,9 @@ _MARKS = (
     (b"\x89PNG", b"precast"),
 )
 """The first bytes of files that precast writes, and a text near their beginning."""
+
+
+_NOT_OURS = "there is a file that precast did not write, and precast does not overwrite it"
 
 
 def is_not_ours(path: Path) -> bool:
@@ -45,11 +48,15 @@ def replace_own(path: Path, content: bytes) -> None:
     except OSError as unread:
         raise OutputError(unread.errno, unread.strerror or str(unread), str(path)) from unread
     if foreign:
-        raise OutputError(errno.EEXIST, NOT_OURS, str(path))
+        raise OutputError(errno.EEXIST, _NOT_OURS, str(path))
     replace(path, content)
 
 
-NOT_OURS = "there is a file that precast did not write, and precast does not overwrite it"
+def refusal(path: Path, option: str) -> str:
+    """Return the error of a command whose option names a file that precast did not write; empty for other files."""
+    if not is_not_ours(path):
+        return ""
+    return f"cannot write {path}: {_NOT_OURS}. Nothing was run; name another file with {option}"
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool = True) -> None:

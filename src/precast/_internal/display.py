@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import textwrap
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from functools import cache
 from html import escape
 from typing import Any, Final, TextIO
 
-__all__ = ["Card", "Displayed", "dtype_name", "milliseconds", "plural", "terminal_width"]
+__all__ = ["Card", "Displayed", "aligned", "dtype_name", "milliseconds", "plural"]
+__all__ += ["terminal_width", "wrapped"]
 
 _MOST_ROWS: Final = 10
 
@@ -92,6 +94,19 @@ def terminal_width(stream: TextIO | None) -> int:
         with contextlib.suppress(OSError, ValueError):
             width = os.get_terminal_size(stream.fileno()).columns
     return min(max(width or 80, 40), 200)
+
+
+def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return a text in lines of at most a width; longer words, such as paths, are not broken."""
+    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
+    return wrapper.wrap(text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _row(cell: str, values: Iterable[Any]) -> str:

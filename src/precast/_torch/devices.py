@@ -8,6 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -29,8 +31,18 @@ __all__ = [
     "is_capturing",
     "is_on",
     "lower_dtypes",
+    "seed_all",
     "stream_of",
 ]
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators of Python and PyTorch, and of NumPy if it is loaded."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
 
 UNUSED_DEVICE_TYPES = ("ipu", "maia")
 """Device types for which each thread has autocast flags, and on which no released PyTorch runs (2.13)."""

@@ -313,10 +313,8 @@ def _check_output(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise click.ClickException(f"cannot make the folder {path.parent}: {error}") from error
-    if atomic_write.is_not_ours(path):
-        raise click.UsageError(
-            f"cannot write {path}: {atomic_write.NOT_OURS}; name another file with --out"
-        )
+    if refusal := atomic_write.refusal(path, "--out"):
+        raise click.UsageError(refusal)
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -20,7 +20,6 @@ from precast.cli.options import json_option, policy_option, script_arguments
 from precast.cli.run_command import check_policy
 
 if TYPE_CHECKING:
-    from precast.running.trial.experiment import TrialOptions
     from precast.running.trial.plan import TrialPlan
 
 __all__ = ["try_"]
@@ -127,8 +126,9 @@ def try_(
     """
     from precast.running.target import Target
     from precast.running.trial.answer import answer_of
-    from precast.running.trial.experiment import Experiment, TrialOptions
+    from precast.running.trial.experiment import Experiment
     from precast.running.trial.launcher import Launcher, ending_with_the_command
+    from precast.running.trial.plan import TrialPlan
     from precast.running.trial.terminal_answer import render
 
     if program is None:
@@ -137,7 +137,11 @@ def try_(
         raise click.UsageError("--json and --diff both print on stdout; name one of them.")
     check_policy(policy)
     if page is not None:
-        _check_page(page)
+        from precast import report
+
+        report.needed()
+        if error := atomic_write.refusal(page, "--report"):
+            raise click.UsageError(error)
     target = Target(program, is_module, arguments)
     try:
         target.check()
@@ -147,12 +151,13 @@ def try_(
         raise click.UsageError(
             f"--step: expected MODULE:NAME, as in train:train_step, got {step_function!r}"
         )
-    options = TrialOptions(
+    plan = TrialPlan(
+        program,
+        is_module,
+        [*arguments],
+        policy=policy,
         steps=steps,
         seconds=seconds,
-        dtype=dtype,
-        policy=policy,
-        seeds=seeds,
         step_function=step_function,
         allows_writes=allow_writes,
     )
@@ -164,8 +169,8 @@ def try_(
         )
     stdin = sys.stdin.buffer.read() if target.is_stdin else b""
     with tempfile.TemporaryDirectory(prefix="precast-try-") as folder, ending_with_the_command():
-        launcher = Launcher(Path(folder), nproc, stdin, _Progress(options))
-        result = Experiment(target, options, launcher).run()
+        launcher = Launcher(Path(folder), nproc, stdin, _Progress())
+        result = Experiment(plan, launcher, dtype=dtype, seeds=seeds).run()
     answer = answer_of(result)
     output = next((o.output for o in result.base.outcomes if o.ended == "error"), "")
     if output:
@@ -177,7 +182,7 @@ def try_(
     else:
         click.echo(render(answer, result), nl=False, err=prints_patch)
         if prints_patch:
-            click.echo(answer.patch, nl=False)
+            click.echo(answer.edit.patch, nl=False)
     if page is not None:
         from precast.running.trial.answer_page import html
 
@@ -195,22 +200,10 @@ def _unseen_writers(program: str) -> list[str]:
     return sorted(set(_UNSEEN.findall(text)))
 
 
-def _check_page(page: Path) -> None:
-    """Refuse a page that cannot be written, before anything runs."""
-    from precast import report
-
-    report.needed()
-    if atomic_write.is_not_ours(page):
-        raise click.UsageError(
-            f"cannot write {page}: {atomic_write.NOT_OURS}. Nothing was run; name another file"
-        )
-
-
 class _Progress:
     """Prints the progress on stderr: on a terminal in one line, elsewhere one line for each trial."""
 
-    def __init__(self, options: TrialOptions) -> None:
-        self._total = options.steps + options.warm_up
+    def __init__(self) -> None:
         self._folder = ""
 
     def __call__(self, plan: TrialPlan, steps: int) -> None:
@@ -218,5 +211,5 @@ class _Progress:
         if not is_terminal and plan.folder == self._folder:
             return
         self._folder = plan.folder
-        text = f"precast: {plan.name}, step {steps} of {self._total}"
+        text = f"precast: {plan.name}, step {steps} of {plan.steps + plan.warm_up}"
         click.echo(f"\r\x1b[K{text}" if is_terminal else text, err=True, nl=not is_terminal)

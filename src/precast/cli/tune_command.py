@@ -202,10 +202,10 @@ def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json
     """Measure the policy in a file again, and exit with a code that shows if it holds."""
     from rich.console import Console
 
-    from precast._internal.display import terminal_width
+    from precast._internal.display import terminal_width, wrapped
     from precast.policy.policy import Policy
     from precast.tuning import checking
-    from precast.tuning.evidence import figures_of, table_lines, wrapped
+    from precast.tuning.evidence import figures_of, table_lines
     from precast.tuning.setups import workload_of
 
     policy = Policy.load(path)
@@ -290,11 +290,12 @@ def _output_paths(out: Path, page: Path | None) -> dict[str, Path]:
     paths = {"policy": out, "evidence": out.with_suffix(".json")}
     paths["page"] = page or out.with_suffix(".html")
     for kind, path in paths.items():
-        option = "--report" if kind == "page" else "--out"
-        if atomic_write.is_not_ours(path) if kind == "page" else not is_replaceable(path):
+        if kind != "page" and not is_replaceable(path):
             raise click.UsageError(
-                f"cannot write {path}: precast tune did not write the existing file; name another file with {option}"
+                f"cannot write {path}: precast tune did not write the existing file; name another file with --out"
             )
+        if error := kind == "page" and atomic_write.refusal(path, "--report"):
+            raise click.UsageError(error)
         if not path.parent.is_dir():
             raise click.UsageError(f"cannot write {path}: folder {path.parent} not found")
     try:

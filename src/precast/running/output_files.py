@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from precast._internal.atomic_write import NOT_OURS, is_no_file, is_not_ours
+from precast._internal.atomic_write import is_no_file, refusal
 
 __all__ = ["OutputFiles", "Rank", "rank_from_environment"]
 
@@ -108,11 +108,8 @@ def _try(path: Path) -> None:
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
     advice = ""
     try:
-        if is_not_ours(path):
-            raise ValueError(
-                f"cannot write {path}: {NOT_OURS}. Nothing was run; name another file with --report or --json, or move "
-                "that one away"
-            )
+        if error := refusal(path, "--report or --json"):
+            raise ValueError(error)
         advice = ". Nothing was run; name another place with --report or --json"
         if not (is_no_file(path) and os.access(path, os.W_OK)):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from precast._internal.display import plural, terminal_width
+from precast._internal.display import plural, terminal_width, wrapped
 from precast.report.evidence import lost
 from precast.report.run_summary import (
     beyond_scale,
@@ -47,14 +46,9 @@ def summary(document: RunDocument, where: list[str]) -> str:
 
 def said(*sentences: str) -> str:
     """Return the sentences, each on lines that begin with precast's name; long paths are not broken."""
-    wrap = textwrap.TextWrapper(
-        width=terminal_width(sys.__stderr__) - 1,
-        initial_indent=_MARK,
-        subsequent_indent=" " * len(_MARK),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "".join(f"{wrap.fill(sentence)}\n" for sentence in sentences)
+    width, indent = terminal_width(sys.__stderr__) - 1, " " * len(_MARK)
+    lines = [line for each in sentences for line in wrapped(each, width, _MARK, indent)]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _run(document: RunDocument) -> Iterator[str]:

@@ -9,13 +9,12 @@ import datetime
 import json
 import math
 import platform
-import textwrap
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 
-from precast._internal.display import dtype_name, milliseconds
+from precast._internal.display import aligned, dtype_name, milliseconds, wrapped
 from precast._internal.records import as_json
 from precast._internal.version import __version__
 from precast.policy.measured import Value, here
@@ -31,7 +30,7 @@ from precast.tuning.words import words_for
 
 __all__ = ["SCHEMA", "DtypeEvidence", "SearchSettings", "SiteEvidence", "TuningEvidence"]
 __all__ += ["as_values", "columns_of", "figures_of", "rows_of_setups"]
-__all__ += ["setup_cells", "table_lines", "wrapped"]
+__all__ += ["setup_cells", "table_lines"]
 
 SCHEMA: Final = "precast.tuning/3"
 
@@ -158,13 +157,6 @@ def as_values(value: object) -> Any:
     return json.loads(json.dumps(as_json(value)), parse_constant=lambda _: None)
 
 
-def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Return a text in lines of at most a width; longer words, such as paths, are not broken."""
-    wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-    wrapper.initial_indent, wrapper.subsequent_indent = first, rest
-    return wrapper.wrap(text)
-
-
 def figures_of(proof: Proof | None) -> list[dict[str, Any]]:
     """Return the figures of each setup as plain values."""
     return [
@@ -225,8 +217,7 @@ def rows_of_setups(proof: Proof) -> list[tuple[str, ...]]:
 def table_lines(proof: Proof, task: str, width: int) -> list[str]:
     """Return the figures of a proof, a line for each setup, or a paragraph where the width is too small for that."""
     columns, rows = columns_of(task), rows_of_setups(proof)
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (columns, *rows)]
+    lines = aligned([columns, *rows])
     if max(map(len, lines)) > width:
         lines = []
         for row in rows:

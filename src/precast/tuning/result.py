@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import torch
 
 from precast._internal import atomic_write
-from precast._internal.display import Card, Displayed, dtype_name, plural, terminal_width
+from precast._internal.display import Card, Displayed, dtype_name, plural, terminal_width, wrapped
 from precast.errors import MissingExtraError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
@@ -32,7 +32,6 @@ from precast.tuning.evidence import (
     figures_of,
     rows_of_setups,
     table_lines,
-    wrapped,
 )
 from precast.tuning.words import words_for
 

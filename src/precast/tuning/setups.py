@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from precast import _torch
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
 from precast.errors import PrecastError, PrecastWarning, TuningError
@@ -194,11 +195,7 @@ def preserved_random_states() -> Iterator[None]:
 
 def seed_all(*numbers: int) -> None:
     """Seed Python, NumPy and PyTorch by some numbers."""
-    seed = random.Random(repr(numbers)).randrange(_SEEDS)
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+    _torch.seed_all(random.Random(repr(numbers)).randrange(_SEEDS))
 
 
 def move_weights(model: nn.Module, by: float, *seed: int) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from precast.running.target import Target
-from precast.running.trial.experiment import Experiment, TrialOptions
+from precast.running.trial.experiment import Experiment
 from precast.running.trial.launcher import Launcher
+from precast.running.trial.plan import TrialPlan
 from tests.running.test_run import hear_interrupts
 
 TRY = [str(Path(sys.executable).with_name("precast")), "try"]
@@ -77,6 +77,17 @@ def test_ctrl_c_ends_the_command_and_its_trial(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "tmp") == []
 
 
+def test_a_script_that_fails_is_shown_with_its_error(tmp_path: Path) -> None:
+    program = PROGRAM + "    if _ == 11:\n        raise OSError('gone')\n"
+    process = start(tmp_path, "train.py", program=program)
+    stdout, stderr = process.communicate(timeout=600)
+    assert process.returncode == 1
+    assert "after 12 steps: OSError: gone." in " ".join(stdout.split())
+    assert "raise OSError('gone')" in stderr
+    assert "running" not in stderr
+    assert sorted(os.listdir(tmp_path)) == ["tmp", "train.py"]
+
+
 def test_wrong_usage_runs_nothing(tmp_path: Path) -> None:
     for arguments, message in [
         (["missing.py"], "there is no script 'missing.py'"),
@@ -101,7 +112,48 @@ def test_a_program_that_catches_everything_is_ended(
     )
     launcher = Launcher(tmp_path / "trials", 1, b"", lambda _plan, _steps: None)
     launcher.folder.mkdir()
-    options = TrialOptions(steps=3, warm_up=1, seconds=300, dtype="bfloat16")
-    result = Experiment(Target(str(program), False), options, launcher).run()
+    plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
+    result = Experiment(plan, launcher, dtype="bfloat16").run()
     assert [each.ended for each in result.base.outcomes] == ["steps", "steps"]
     assert result.comparisons()[0].speedup is not None
+
+
+DDP = """
+import torch
+from torch import nn
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(50):
+    optimizer.zero_grad()
+    loss = (model(torch.ones(4, 8) * rank) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        torch.save(model.state_dict(), "model.pt")
+    torch.distributed.barrier()
+    assert torch.load("model.pt")["module.weight"].equal(model.module.weight)
+    torch.distributed.barrier()
+"""
+
+
+def test_processes_of_torchrun_are_one_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("precast.running.trial.experiment._ROUNDS", 1)
+    monkeypatch.setattr("precast.running.trial.experiment._MOST_ROUNDS", 1)
+    for folder in ("work", "trials"):
+        (tmp_path / folder).mkdir()
+    program = tmp_path / "work" / "train.py"
+    program.write_text(DDP)
+    launcher = Launcher(tmp_path / "trials", 2, b"", lambda _plan, _steps: None)
+    plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
+    monkeypatch.chdir(program.parent)
+    result = Experiment(plan, launcher, dtype="bfloat16", seeds=0, explains=False).run()
+    [comparison] = result.comparisons()
+    assert [len(each.seconds) for each in result.base.outcomes] == [4]
+    assert comparison.is_equal
+    assert comparison.setting.edit.path == str(program)
+    assert result.withheld == [str(program.with_name("model.pt"))]
+    assert os.listdir(program.parent) == ["train.py"]

@@ -8,8 +8,8 @@ import pytest
 
 from precast.running.trial.answer import answer_of
 from precast.running.trial.comparison import Setting, compare
-from precast.running.trial.experiment import ExperimentResult, TrialOptions
-from precast.running.trial.plan import TrialOutcome
+from precast.running.trial.experiment import ExperimentResult
+from precast.running.trial.plan import TrialOutcome, TrialPlan
 from precast.running.trial.terminal_answer import render
 
 WARM_UP = 2
@@ -33,8 +33,8 @@ def outcome(
 
 def result_of(*settings: Setting, others: tuple[TrialOutcome, ...] = ()) -> ExperimentResult:
     base = Setting("float32 (as is)", "float32", {}, [outcome(), outcome()])
-    options = TrialOptions(steps=10, warm_up=WARM_UP)
-    return ExperimentResult(options, base, list(settings), list(others), is_repeatable=True)
+    plan = TrialPlan("train.py", steps=10, warm_up=WARM_UP)
+    return ExperimentResult(plan, base, list(settings), list(others), is_repeatable=True)
 
 
 def bfloat16(*outcomes: TrialOutcome) -> Setting:
@@ -82,7 +82,7 @@ def test_a_difference_without_other_seeds_is_undecided() -> None:
     assert answer.verdict == "undecided"
     assert "which may be noise" in answer.sentence
     assert "`--seconds" in answer.sentence
-    assert result.comparisons()[0].loss.is_equal is None
+    assert result.comparisons()[0].is_equal is None
 
 
 @pytest.mark.parametrize("seconds", [(0.05, 0.15), (0.08, 0.2)])

@@ -109,7 +109,7 @@ def test_the_checker_accepts_the_edited_file(dtype: str, tmp_path: Path) -> None
 
 def test_another_policy_needs_precast(tmp_path: Path) -> None:
     text = edit(tmp_path, policy="lean", dtype="bfloat16").text
-    assert "import torch\nimport precast\n" in text
+    assert "import precast\nimport torch\n" in text
     assert 'with precast.autocast("cuda", dtype=torch.bfloat16, policy="lean"):' in text
 
 

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from precast._internal.display import plural
 from precast.report.words import duration, joined, sentence
-from precast.running.trial.comparison import Comparison, Setting, unmeasured
+from precast.running.trial.comparison import Comparison, compare, unmeasured
 from precast.running.trial.experiment import ExperimentResult
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["TryAnswer", "answer_of"]
+__all__ = ["TryAnswer", "answer_of", "rows_of"]
+
+_FUNCTION = "a function each of whose calls is a step: `--step MODULE:NAME`."
 
 
 @dataclass
@@ -25,30 +27,33 @@ class TryAnswer:
 
     Attributes:
         verdict: "use": a setting is better; "keep": none is; "undecided"; "failed": the program failed in float32.
-        chosen: the name of the better setting.
         sentence: the answer in one or two sentences.
         reasons: sentences on the reasons, and on what to know about the trials.
-        lines: the lines to add to the program.
-        patch: the same as a patch; empty if the program is not plain enough for one.
+        chosen: the name of the better setting.
+        edit: the lines to add to the program.
     """
 
     verdict: Literal["use", "keep", "undecided", "failed"]
-    chosen: str | None
     sentence: str
     reasons: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    patch: str = ""
+    chosen: str | None = None
+    edit: ProgramEdit = field(default_factory=ProgramEdit)
 
     def to_dict(self, result: ExperimentResult) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
-            "settings": [_base_row(result), *map(_compared_row, result.comparisons())],
+            "settings": [_row(each) for each in rows_of(result)],
             "verdict": "undecided" if self.verdict == "failed" else self.verdict,
             "chosen": self.chosen,
             "reasons": [self.sentence, *self.reasons],
-            "lines": self.lines,
+            "lines": self.edit.lines,
             "withheld_writes": result.withheld,
         }
+
+
+def rows_of(result: ExperimentResult) -> list[Comparison]:
+    """Return the comparisons, the first one of float32 with itself."""
+    return [compare(result.base, result.base, result.plan.warm_up), *result.comparisons()]
 
 
 def answer_of(result: ExperimentResult) -> TryAnswer:
@@ -56,36 +61,33 @@ def answer_of(result: ExperimentResult) -> TryAnswer:
     failure = _failure(result)
     if failure is not None:
         return failure
-    comparisons = result.comparisons()
-    steps = _steps(result)
-    better = sorted(
-        (each for each in comparisons if each.is_better),
-        key=lambda each: (each.setting.dtype != "bfloat16", -(each.speedup or 0.0)),
-    )
+    comparisons, steps = result.comparisons(), plural(_steps(result), "step")
     reasons = [*dict.fromkeys([*result.reasons, *_notes(result)])]
+    better = [each for each in comparisons if each.is_better]
     if better:
-        best = better[0]
-        rival = max(better, key=lambda each: each.speedup or 0.0)
-        if (rival.speedup or 0.0) > 1.05 * (best.speedup or 0.0):
-            best = rival
-        text = f"In {plural(steps, 'step')} {_effect(best)}; {_learning(best)}."
-        edit = best.setting.edit or ProgramEdit([])
-        return TryAnswer("use", best.setting.name, text, reasons, edit.lines, edit.patch)
+        best = max(better, key=_preference)
+        text = f"In {steps} {_effect(best)}; {_learning(best)}."
+        return TryAnswer("use", text, reasons, best.setting.name, best.setting.edit)
     effects = joined(f"{_effect(each)}, and {_learning(each)}" for each in comparisons)
     if any(each.is_open for each in comparisons):
-        text = f"Undecided after {plural(steps, 'step')}: {effects}. {_remedy(result)}"
-        return TryAnswer("undecided", None, text, reasons)
+        text = f"Undecided after {steps}: {effects}. {_remedy(result)}"
+        return TryAnswer("undecided", text, reasons)
     if result.seconds_needed:
         reasons.append(f"No time was left to try causes and remedies. {_remedy(result)}")
-    text = f"In {plural(steps, 'step')} no setting was better here than float32: {effects}."
-    return TryAnswer("keep", None, text, reasons)
+    text = f"In {steps} no setting was better here than float32: {effects}."
+    return TryAnswer("keep", text, reasons)
+
+
+def _preference(comparison: Comparison) -> float:
+    """Return the speedup; bfloat16, which needs no scaler, may be 5% slower than float16."""
+    return (comparison.speedup or 0.0) * (1.05 if comparison.setting.dtype == "bfloat16" else 1)
 
 
 def _remedy(result: ExperimentResult) -> str:
     """Return a sentence on how to decide what the trials left open."""
-    if result.base.loss(result.base.steps) is None:
+    if result.base.loss() is None:
         return "No loss of float32 was seen or it was not finite, so compare the results of the script yourself."
-    time = result.seconds_needed or 2 * result.options.seconds
+    time = result.seconds_needed or 2 * result.plan.seconds
     return f"`--seconds {10 * round(time / 10 + 0.5)}` may be enough."
 
 
@@ -93,56 +95,50 @@ def _steps(result: ExperimentResult) -> int:
     """Return the number of measured steps."""
     settings = [result.base, *result.settings]
     steps = min((each.steps for each in settings if each.steps and not each.error), default=0)
-    return steps - unmeasured(steps, result.options.warm_up)
+    return steps - unmeasured(steps, result.plan.warm_up)
 
 
 def _failure(result: ExperimentResult) -> TryAnswer | None:
     """Return the answer where float32 gave nothing to compare with."""
-    first, base = result.base.outcomes[0], result.base
-    error = base.error or (first.error if first.ended == "error" else None)
-    if error:
-        after = plural(len(first.seconds), "step")
-        return TryAnswer(
-            "failed", None, sentence(f"The script failed in float32, after {after}: {error}")
-        )
+    first = result.first
+    if result.base.error is not None:
+        after = f"The script failed in float32, after {plural(len(first.seconds), 'step')}"
+        return TryAnswer("failed", sentence(f"{after}: {result.base.error}"))
     if first.seconds:
         return None
     if first.started_processes:
         text = (
-            "Undecided: the script starts processes of its own, and no step ran in the process that `precast try` "
-            "started. Start it with `--nproc N`, or name the script that the processes run."
+            "the script starts processes of its own, and no step ran in the process that `precast try` started. "
+            "Start it with `--nproc N`, or name the script that the processes run."
         )
     elif first.ended == "itself":
+        rest = "" if first.trains else " and no model was called"
         text = (
-            "Undecided: the script ended, and no step was seen: no optimizer stepped and no model was called. Name a "
-            "function each of whose calls is a step: `--step MODULE:NAME`."
+            f"the script ended, and no step was seen: no optimizer stepped{rest}. Name {_FUNCTION}"
         )
     else:
-        limit = duration(result.options.seconds)
+        seconds = result.plan.seconds
         text = (
-            f"Undecided: no step ended in the time for the first trial, of {limit} for all. Give more with "
-            f"`--seconds {round(4 * result.options.seconds)}`, or name a function each of whose calls is a step: "
-            "`--step MODULE:NAME`."
+            f"no step ended in the time for the first trial, of {duration(seconds)} for all. Give more with "
+            f"`--seconds {round(4 * seconds)}`, or name {_FUNCTION}"
         )
-    return TryAnswer("undecided", None, text)
+    return TryAnswer("undecided", f"Undecided: {text}")
 
 
 def _effect(comparison: Comparison) -> str:
     """Return "bfloat16 was 1.66 times as fast and needed 0.63 of the memory"."""
-    setting = comparison.setting
+    setting, speedup = comparison.setting, comparison.speedup
     if setting.error:
         return f"{setting.name} failed ({setting.error.rstrip('.')})"
-    speedup = comparison.speedup
     if speedup is None:
         return f"{setting.name} made no measured step"
-    if comparison.speed == "unclear":
-        speed = f"was {speedup:.2f} times as fast (within the noise)"
-    elif comparison.speed == "same":
+    if comparison.speed == "same":
         speed = "was as fast"
-    elif speedup > 1:
-        speed = f"was {speedup:.2f} times as fast"
-    else:
+    elif comparison.speed == "slower":
         speed = f"took {1 / speedup:.2f} times as long"
+    else:
+        noise = " (within the noise)" if comparison.speed == "unclear" else ""
+        speed = f"was {speedup:.2f} times as fast{noise}"
     memory = comparison.memory
     if memory is None or abs(memory - 1) < 0.05:
         return f"{setting.name} {speed}"
@@ -150,20 +146,21 @@ def _effect(comparison: Comparison) -> str:
 
 
 def _learning(comparison: Comparison) -> str:
-    setting, loss = comparison.setting, comparison.loss
+    """Return "its loss was that of float32"."""
+    setting, difference = comparison.setting, comparison.difference
     if setting.error:
         return "its loss is not known"
-    if loss.is_equal:
+    if comparison.is_equal:
         return "its loss was that of float32"
-    if loss.is_equal is None and loss.difference is None:
-        return "its loss could not be compared"
-    if loss.difference is None:
+    if difference is None:
+        if comparison.is_equal is None:
+            return "its loss could not be compared"
         skips = setting.skipped
         return f"it skipped {plural(skips, 'step')}" if skips else "its loss was not finite"
-    share = f"its loss differed by {loss.difference:.1%}"
-    if loss.is_equal is None:
-        return f"{share}, which may be noise"
-    return f"{share}, more than with other seeds ({loss.noise or 0.0:.1%})"
+    if comparison.is_equal is None:
+        return f"its loss differed by {difference:.1%}, which may be noise"
+    noise = comparison.noise or 0.0
+    return f"its loss differed by {difference:.1%}, more than with other seeds ({noise:.1%})"
 
 
 def _notes(result: ExperimentResult) -> Iterator[str]:
@@ -188,34 +185,17 @@ def _notes(result: ExperimentResult) -> Iterator[str]:
             )
 
 
-def _base_row(result: ExperimentResult) -> dict[str, Any]:
-    base = result.base
-    seconds, spread = base.seconds(result.options.warm_up) or (None, None)
-    is_measured = seconds is not None
-    return _row(base, seconds, spread, 1.0 if is_measured else None, is_measured or None)
-
-
-def _compared_row(comparison: Comparison) -> dict[str, Any]:
-    times = comparison.seconds, comparison.spread, comparison.speedup
-    return _row(comparison.setting, *times, comparison.learns)
-
-
-def _row(
-    setting: Setting,
-    seconds: float | None,
-    spread: float | None,
-    speedup: float | None,
-    is_equal: bool | None,
-) -> dict[str, Any]:
+def _row(comparison: Comparison) -> dict[str, Any]:
+    setting = comparison.setting
     return {
         "name": setting.name,
         "dtype": setting.dtype,
-        "seconds_per_step": seconds,
-        "spread": spread,
-        "speedup": speedup,
+        "seconds_per_step": comparison.seconds,
+        "spread": comparison.spread,
+        "speedup": comparison.speedup,
         "peak_memory_bytes": setting.peak_memory,
-        "loss": setting.loss() if setting.steps else None,
-        "loss_equal": is_equal,
+        "loss": setting.loss(),
+        "loss_equal": comparison.learns,
         "skipped_steps": setting.skipped,
         "nonfinite_steps": setting.nonfinite,
         "error": setting.error,

@@ -60,13 +60,8 @@ def html(answer: TryAnswer, result: ExperimentResult, command: list[str]) -> str
 
 def _curves(result: ExperimentResult) -> list[dict[str, Any]]:
     """Return the curve of the loss of each setting's first trial."""
-    settings = [each for each in [result.base, *result.settings] if each.outcomes]
     return [
-        {
-            "name": setting.name,
-            "mode": "lines",
-            "x": list(range(1, len(setting.outcomes[0].losses) + 1)),
-            "y": setting.outcomes[0].losses,
-        }
-        for setting in settings
+        {"name": each.name, "mode": "lines", "x0": 1, "y": each.outcomes[0].losses}
+        for each in [result.base, *result.settings]
+        if each.outcomes
     ]

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["Comparison", "LossSummary", "Setting", "compare", "region_changes", "unmeasured"]
+__all__ = ["Comparison", "Setting", "compare", "unmeasured"]
 
 _TELLING: Final = 0.05
 """A difference of time or memory below this share is none."""
@@ -23,13 +23,6 @@ _EQUAL: Final = 0.01
 """A loss that differs by no more than this share is that of float32."""
 _MOST_SKIPS: Final = 0.2
 """The share of skipped steps above which a training does not learn as in float32."""
-
-Speed = Literal["faster", "slower", "same", "unclear"]
-
-
-def region_changes(dtype: str) -> dict[str, Any]:
-    """Return the fields of a plan that runs models in regions of a dtype; float16 needs a scaled loss."""
-    return {"dtype": dtype, "scales": dtype == "float16"}
 
 
 def unmeasured(steps: int, warm_up: int) -> int:
@@ -51,9 +44,9 @@ class Setting:
 
     name: str
     dtype: str
-    changes: dict[str, Any]
+    changes: dict[str, Any] = field(default_factory=dict)
     outcomes: list[TrialOutcome] = field(default_factory=list)
-    edit: ProgramEdit | None = None
+    edit: ProgramEdit = field(default_factory=ProgramEdit)
 
     @property
     def error(self) -> str | None:
@@ -98,33 +91,18 @@ class Setting:
         spread = statistics.stdev(rounds[0]) if len(rounds[0]) > 1 else best
         return best, spread / math.sqrt(len(rounds[0]))
 
-    def loss(self, steps: int | None = None) -> float | None:
-        """Return the mean loss of the last third of the steps; None if it is not finite or there is none."""
-        return loss_of(self.outcomes[0], self.steps if steps is None else steps)
+    def loss(self) -> float | None:
+        """Return the mean loss of the last steps; None if it is not finite or there is none."""
+        return _loss_of(self.outcomes[0], self.steps) if self.steps else None
 
 
-def loss_of(outcome: TrialOutcome, steps: int) -> float | None:
+def _loss_of(outcome: TrialOutcome, steps: int) -> float | None:
     """Return the mean loss of the last third of the first `steps` steps; None if one is not finite."""
     first = steps - max(1, steps // 3)
-    numbers = [each for each in outcome.losses[first:steps] if each is not None]
-    if not numbers or any(first <= step < steps for step in outcome.nonfinite):
+    values = [each for each in outcome.losses[first:steps] if each is not None]
+    if not values or any(first <= step < steps for step in outcome.nonfinite):
         return None
-    return statistics.fmean(numbers)
-
-
-@dataclass(frozen=True)
-class LossSummary:
-    """A loss relative to that of float32.
-
-    Attributes:
-        is_equal: the loss is that of float32 within the noise; None if that is not known.
-        difference: the relative difference; None if a loss is missing.
-        noise: the relative spread over float32 trials with other seeds; None if none was needed.
-    """
-
-    is_equal: bool | None
-    difference: float | None
-    noise: float | None
+    return statistics.fmean(values)
 
 
 @dataclass(frozen=True)
@@ -135,15 +113,20 @@ class Comparison:
     seconds: float | None
     spread: float | None
     speedup: float | None
-    speed: Speed
+    speed: Literal["faster", "slower", "same", "unclear"]
     memory: float | None
     """The memory divided by that of float32."""
-    loss: LossSummary
+    is_equal: bool | None
+    """The loss is that of float32 within the noise; None if that is not known."""
+    difference: float | None = None
+    """The relative difference of the losses; None if a loss is missing."""
+    noise: float | None = None
+    """The relative spread of the loss over float32 trials with other seeds; None if none was needed."""
 
     @property
     def learns(self) -> bool | None:
         """True if the setting ran without an error and its loss is that of float32; None if that is not known."""
-        return False if self.setting.error else self.loss.is_equal
+        return False if self.setting.error else self.is_equal
 
     @property
     def is_better(self) -> bool:
@@ -153,23 +136,18 @@ class Comparison:
     @property
     def is_open(self) -> bool:
         """True if more trials may show that the setting is better."""
-        is_unclear = self.speed == "unclear" or self.learns is None
-        return (
-            is_unclear and self.learns is not False and (self._may_pay or self.speed == "unclear")
-        )
-
-    @property
-    def is_smaller(self) -> bool:
-        """True if the setting needs less memory."""
-        return self.memory is not None and self.memory <= 1 - _TELLING
+        if self.learns is False:
+            return False
+        return self.speed == "unclear" or (self.learns is None and self._may_pay)
 
     @property
     def _may_pay(self) -> bool:
-        return self.speed == "faster" or (self.is_smaller and self.speed != "slower")
+        is_smaller = self.memory is not None and self.memory <= 1 - _TELLING
+        return self.speed == "faster" or (is_smaller and self.speed != "slower")
 
 
 def compare(
-    setting: Setting, base: Setting, warm_up: int, others: Iterable[TrialOutcome]
+    setting: Setting, base: Setting, warm_up: int, others: Iterable[TrialOutcome] = ()
 ) -> Comparison:
     """Compare a setting with float32.
 
@@ -181,50 +159,45 @@ def compare(
     """
     steps = min(setting.steps, base.steps)
     ours, theirs = setting.seconds(warm_up, steps), base.seconds(warm_up, steps)
-    own = setting.seconds(warm_up)
-    speedup, speed = None, "unclear"
+    seconds, spread = setting.seconds(warm_up) or (None, None)
+    speedup, noise = None, 0.0
     if ours and theirs and ours[0] > 0:
-        speedup = theirs[0] / ours[0]
-        speed = _speed(speedup, (ours[1] + theirs[1]) / ours[0])
+        speedup, noise = theirs[0] / ours[0], (ours[1] + theirs[1]) / ours[0]
     sizes = setting.peak_memory, base.peak_memory
-    return Comparison(
-        setting=setting,
-        seconds=own and own[0],
-        spread=own and own[1],
-        speedup=speedup,
-        speed=speed,  # type: ignore[arg-type]
-        memory=sizes[0] / sizes[1] if sizes[0] and sizes[1] else None,
-        loss=_loss(setting, base, steps, others),
-    )
+    memory = sizes[0] / sizes[1] if sizes[0] and sizes[1] else None
+    loss = _compare_losses(setting, base, steps, others)
+    return Comparison(setting, seconds, spread, speedup, _speed(speedup, noise), memory, *loss)
 
 
-def _speed(speedup: float, noise: float) -> Speed:
-    if abs(speedup - 1) > max(noise, _TELLING):
+def _speed(speedup: float | None, noise: float) -> Literal["faster", "slower", "same", "unclear"]:
+    if speedup is not None and abs(speedup - 1) > max(noise, _TELLING):
         return "faster" if speedup > 1 else "slower"
-    return "same" if noise <= _TELLING else "unclear"
+    return "unclear" if speedup is None or noise > _TELLING else "same"
 
 
-def _loss(
+def _compare_losses(
     setting: Setting, base: Setting, steps: int, others: Iterable[TrialOutcome]
-) -> LossSummary:
-    if steps == 0 or not base.outcomes or not setting.outcomes:
-        return LossSummary(None, None, None)
-    if setting.skipped > max(1, _MOST_SKIPS * len(setting.outcomes[0].seconds)):
-        return LossSummary(False, None, None)
-    if steps > 1 and setting.outcomes[0].losses[steps - 1] is None and not setting.nonfinite:
+) -> tuple[bool | None, float | None, float | None]:
+    """Return the last three fields of a `Comparison`."""
+    if steps == 0:
+        return None, None, None
+    ours, theirs = setting.outcomes[0], base.outcomes[0]
+    if setting.skipped > max(1, _MOST_SKIPS * len(ours.seconds)):
+        return False, None, None
+    if steps > 1 and ours.losses[steps - 1] is None and not setting.nonfinite:
         steps -= 1  # the scale of the last step is not known
-    expected, number = base.loss(steps), setting.loss(steps)
+    expected, actual = _loss_of(theirs, steps), _loss_of(ours, steps)
     if expected is None:  # there is no loss, or float32 does not learn either
-        return LossSummary(None, None, None)
-    if number is None:
-        return LossSummary(False, None, None)
+        return None, None, None
+    if actual is None:
+        return False, None, None
     scale = abs(expected) or 1.0
-    difference = abs(number - expected) / scale
-    losses = [loss_of(each, steps) for each in others if len(each.seconds) >= steps]
-    numbers = [expected, *(each for each in losses if each is not None)]
+    difference = abs(actual - expected) / scale
+    losses = [_loss_of(each, steps) for each in others if len(each.seconds) >= steps]
+    values = [expected, *(each for each in losses if each is not None)]
     if difference <= _EQUAL:
-        return LossSummary(True, difference, None)
-    if len(numbers) == 1:
-        return LossSummary(None, difference, None)
-    noise = (max(numbers) - min(numbers)) / 2 / scale
-    return LossSummary(difference <= max(_EQUAL, noise), difference, noise)
+        return True, difference, None
+    if len(values) == 1:
+        return None, difference, None
+    noise = (max(values) - min(values)) / 2 / scale
+    return difference <= max(_EQUAL, noise), difference, noise

@@ -1,7 +1,7 @@
 """The sequence of the trials of a program: float32 and mixed precision in turns, then other seeds where they decide.
 
 Invariants: every trial of one setting is the same program on the same data with the same seed; no trial begins that the
-time left does not allow.
+time left does not allow. Where no setting is better, causes are looked for, and a remedy is one more setting.
 """
 
 from __future__ import annotations
@@ -12,14 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from precast.running.target import Target
-from precast.running.trial.comparison import (
-    Comparison,
-    Setting,
-    compare,
-    region_changes,
-    unmeasured,
-)
+from precast.running.trial.comparison import Comparison, Setting, compare, unmeasured
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 from precast.running.trial.program_edit import ProgramEdit, edit_of
@@ -28,10 +21,10 @@ from precast.running.trial.remedies_tried import (
     first_difference,
     reasons_for_speed,
     variants_of,
-    waiting_share,
+    waiting_reasons,
 )
 
-__all__ = ["Experiment", "ExperimentResult", "TrialOptions"]
+__all__ = ["Experiment", "ExperimentResult"]
 
 _ROUNDS: Final = 2
 _MOST_ROUNDS: Final = 5
@@ -42,44 +35,27 @@ _EMULATED: Final = 0.5
 """A CPU that multiplies matrices in a dtype at less than this share of its speed in float32 emulates the dtype."""
 
 
-@dataclass(frozen=True)
-class TrialOptions:
-    """The options of `precast try`, checked."""
-
-    steps: int = 30
-    warm_up: int = 5
-    seconds: float = 180.0
-    dtype: str = "auto"
-    policy: str = "torch"
-    seeds: int = 3
-    step_function: str | None = None
-    allows_writes: bool = False
-    explains: bool = True
-    """Examine settings that are not better, and try remedies."""
-
-
 @dataclass
 class ExperimentResult:
     """The trials of a program.
 
     Attributes:
+        plan: the plan without the changes of a setting; its time is that for all trials.
         base: float32.
         settings: mixed precision in each dtype, or the program's own.
         others: trials of float32 with other seeds.
         is_repeatable: the first loss of float32 is the same to the bit in each trial; None if that was not tried.
         seconds_needed: the time with which the trials that are missing could be made.
-        seconds: the time that all trials took.
         has_own_precision: the program has regions or a scaler.
         reasons: sentences on why a setting is not better.
     """
 
-    options: TrialOptions
+    plan: TrialPlan
     base: Setting
     settings: list[Setting] = field(default_factory=list)
     others: list[TrialOutcome] = field(default_factory=list)
     is_repeatable: bool | None = None
     seconds_needed: float | None = None
-    seconds: float = 0.0
     has_own_precision: bool = False
     reasons: list[str] = field(default_factory=list)
 
@@ -97,89 +73,168 @@ class ExperimentResult:
 
     def comparisons(self) -> list[Comparison]:
         """Return each setting compared with float32."""
-        return [
-            compare(each, self.base, self.options.warm_up, self.others) for each in self.settings
-        ]
+        return [compare(each, self.base, self.plan.warm_up, self.others) for each in self.settings]
 
 
 class Experiment:
     """Runs the trials of a program.
 
     Args:
-        target: the program.
-        options: the options.
+        plan: the program, and the time for all trials.
         launcher: starts the processes.
+        dtype: "bfloat16", "float16" or "auto".
+        seeds: the number of other seeds for float32.
+        explains: examine settings that are not better, and try remedies.
     """
 
-    def __init__(self, target: Target, options: TrialOptions, launcher: Launcher) -> None:
-        self._target, self._options, self._launcher = target, options, launcher
-        self._began = time.monotonic()
+    def __init__(
+        self,
+        plan: TrialPlan,
+        launcher: Launcher,
+        *,
+        dtype: str = "auto",
+        seeds: int = 3,
+        explains: bool = True,
+    ) -> None:
+        self._plan, self._launcher = plan, launcher
+        self._dtype, self._seeds, self._explains = dtype, seeds, explains
+        self._end = time.monotonic() + plan.seconds
         self._trials = 0
-        self._steps = options.steps
+        self._steps = plan.steps
         self._costs: dict[str, float] = {}
         """Maps a setting to the duration of its longest trial."""
         self._missing = 0.0
         """The estimated seconds of trials for which no time was left."""
-        self._result = ExperimentResult(options, Setting("float32 (as is)", "float32", {}))
+        self._result = ExperimentResult(plan, Setting("float32 (as is)", "float32"))
 
     def run(self) -> ExperimentResult:
         """Run the trials."""
-        result, options = self._result, self._options
-        first = self._trial(result.base, is_first=True)
-        if first is None or first.ended == "error" or not first.seconds:
-            return self._finished()
-        if first.ended == "time":  # the other trials make as many steps
-            self._steps = max(1, len(first.seconds) - options.warm_up)
+        result = self._result
+        first = self._trial(result.base)
+        if first is not None and first.ended != "error" and first.seconds:
+            if first.ended == "time":  # the other trials make as many steps
+                self._steps = max(1, len(first.seconds) - self._plan.warm_up)
+            self._compare(first)
+        if self._missing:
+            result.seconds_needed = self._plan.seconds + 1.2 * self._missing
+        return result
+
+    def _compare(self, first: TrialOutcome) -> None:
+        """Run the trials after the first one."""
+        result = self._result
         result.settings = self._settings(first)
         for _ in range(_ROUNDS):
-            self._round()
+            self._round(result.settings)
         result.is_repeatable = self._is_repeatable()
         self._try_seeds()
-        while len(result.base.outcomes) < _MOST_ROUNDS and self._is_open():
-            before = self._trials
-            self._round(unclear_only=True)
+        while len(result.base.outcomes) < _MOST_ROUNDS:
+            comparisons, before = result.comparisons(), self._trials
+            unclear = [each.setting for each in comparisons if each.is_open]
+            if unclear and not any(each.is_better for each in comparisons):
+                self._round(unclear)
             if self._trials == before:
                 break
-        if options.explains and not any(each.is_better for each in result.comparisons()):
+        comparisons = result.comparisons()
+        is_better = any(each.is_better for each in comparisons)
+        if not any(each.speed == "faster" for each in comparisons):
+            steps = unmeasured(result.base.steps, self._plan.warm_up)
+            result.reasons += waiting_reasons(result.base, steps)
+        if self._explains and first.trains and not (is_better or result.has_own_precision):
             self._find_reasons()
-        return self._finished()
+
+    def _settings(self, first: TrialOutcome) -> list[Setting]:
+        """Return the settings to compare with float32, by what the first trial showed."""
+        result = self._result
+        if first.region_dtypes:
+            *_, dtype = ["float16", *(each for each in first.region_dtypes if each != "scaler")]
+            scaler = " + scaler" if "scaler" in first.region_dtypes else ""
+            own = Setting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
+            result.base = Setting("float32 (regions off)", "float32", {"disables": True})
+            result.has_own_precision = True
+            return [own]
+        if self._dtype != "auto":
+            return [self._mixed(self._dtype)]
+        is_emulated = bool(first.speeds) and first.speeds.get("float16", 0.0) < _EMULATED
+        return [self._mixed(each) for each in ("bfloat16", "float16")[: 1 if is_emulated else 2]]
+
+    def _mixed(self, dtype: str) -> Setting:
+        """Return the setting of a dtype: the program with the lines added where it is plain enough for a patch."""
+        edit = edit_of(self._result.first, dtype, self._plan.policy)
+        changes = {"dtype": dtype} if edit.path is None else {"sources": {edit.path: edit.text}}
+        return Setting(
+            f"{dtype} + scaler" if dtype == "float16" else dtype, dtype, changes, edit=edit
+        )
+
+    def _round(self, settings: list[Setting]) -> None:
+        """Run one trial of float32, and of each setting that has as few and still matters."""
+        result = self._result
+        hopeless = {
+            each.setting.name
+            for each in result.comparisons()
+            if each.setting.outcomes and (each.learns is False or (each.speedup or 1) < _HOPELESS)
+        }
+        settings = [result.base, *settings]
+        rounds = min(len(each.outcomes) for each in settings if each.error is None)
+        for each in settings:
+            if not (each.error or len(each.outcomes) > rounds or each.name in hopeless):
+                self._trial(each)
+
+    def _is_repeatable(self) -> bool | None:
+        outcomes = self._result.base.outcomes
+        firsts = [next((x for x in each.losses if x is not None), None) for each in outcomes]
+        return None if len(firsts) < 2 or firsts[0] is None else len(set(firsts)) == 1
+
+    def _try_seeds(self) -> None:
+        """Run float32 with other seeds, if the loss of a setting differs from that of float32."""
+        result = self._result
+        if all(x.learns is not None or x.difference is None for x in result.comparisons()):
+            return
+        for seed in range(1, self._seeds + 1):
+            changes = {**result.base.changes, "seed": seed, "is_reseeded": True}
+            setting = Setting(result.base.name, "float32", changes)
+            if self._trial(setting) is not None and setting.error is None:
+                result.others += setting.outcomes
+
+    # --- causes and remedies ---
 
     def _find_reasons(self) -> None:
-        """Examine the settings that are not better, and try what may mend them."""
+        """Examine the settings that are not better, and try remedies."""
         result = self._result
-        if result.has_own_precision or not result.first.trains:
-            return
-        waiting = waiting_share(result.base, unmeasured(result.base.steps, self._options.warm_up))
+        is_waiting = bool(result.reasons)
         for comparison in result.comparisons():
             if comparison.setting.error is None and comparison.learns is False:
                 self._cure(comparison.setting)
-            elif comparison.speed in {"slower", "same"} and (comparison.speedup or 1) > _EMULATED:
-                examined = self._examine(comparison.setting)
-                result.reasons += reasons_for_speed(comparison, waiting, examined)
-                if examined is not None:
-                    self._try_all(variants_of(comparison, examined))
+            elif comparison.speed in {"slower", "same"} and not is_waiting:
+                self._explain_speed(comparison)
+
+    def _explain_speed(self, comparison: Comparison) -> None:
+        """Say why a setting is not faster, and try what may make it faster."""
+        setting = comparison.setting
+        examined = self._examine(setting) if (comparison.speedup or 1) > _EMULATED else None
+        if examined is not None:
+            self._result.reasons += reasons_for_speed(setting, examined)
+            self._try_all(variants_of(setting, examined))
 
     def _cure(self, setting: Setting) -> None:
         """Name the first module whose output is at fault, and run it in float32; bfloat16 in place of float16."""
         result = self._result
-        examined = [self._examine(each) for each in (result.base, setting)]
-        if examined[0] is not None and examined[1] is not None:
-            difference = first_difference(examined[0], examined[1])
-            if difference is not None:
-                module, by = difference
-                how = "is not finite" if by is None else f"differs by {by:.0%}"
-                result.reasons.append(
-                    f"In {setting.name} the first output that {how} is that of the module `{module}`."
-                )
-                self._try_all([cure_of(setting, module)])
+        float32, mixed = self._examine(result.base), self._examine(setting)
+        difference = first_difference(float32, mixed) if float32 and mixed else None
+        if difference is not None:
+            module, by = difference
+            how = "is not finite" if by is None else f"differs by {by:.0%}"
+            result.reasons.append(
+                f"In {setting.name} the first output that {how} is that of the module `{module}`."
+            )
+            self._try_all([cure_of(setting, module)])
         if setting.dtype == "float16" and "bfloat16" not in {s.dtype for s in result.settings}:
             self._try_all([self._mixed("bfloat16")])
 
     def _examine(self, setting: Setting) -> TrialOutcome | None:
         """Run an examined trial of a setting."""
-        changes = setting.changes if setting.dtype == "float32" else region_changes(setting.dtype)
-        examined = Setting(f"{setting.name}, examined", setting.dtype, dict(changes))
-        examined.changes |= {"examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
+        changes = setting.changes if setting.dtype == "float32" else {"dtype": setting.dtype}
+        changes = {**changes, "examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
+        examined = Setting(f"{setting.name}, examined", setting.dtype, changes)
         outcome = self._trial(examined)
         return None if outcome is None or outcome.ended == "error" else outcome
 
@@ -190,133 +245,38 @@ class Experiment:
                 self._trial(setting)
                 self._result.settings.append(setting)
 
-    def _finished(self) -> ExperimentResult:
-        result = self._result
-        result.seconds = time.monotonic() - self._began
-        if self._missing:
-            result.seconds_needed = self._options.seconds + 1.2 * self._missing
-        return result
-
-    def _settings(self, first: TrialOutcome) -> list[Setting]:
-        """Return the settings to compare with float32, by what the first trial showed."""
-        result = self._result
-        dtypes = [each for each in first.region_dtypes if each != "scaler"]
-        if first.region_dtypes:
-            dtype = dtypes[0] if dtypes else "float16"
-            scaler = " + scaler" if "scaler" in first.region_dtypes else ""
-            own = Setting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
-            result.base = Setting("float32 (regions off)", "float32", {"disables": True})
-            result.has_own_precision = True
-            return [own]
-        return [self._mixed(dtype) for dtype in self._dtypes(first)]
-
-    def _mixed(self, dtype: str) -> Setting:
-        """Return the setting of a dtype: the program with the lines added where it is plain enough for a patch."""
-        setting = _mixed(dtype)
-        setting.edit = edit_of(self._result.first, dtype, self._options.policy)
-        if setting.edit.path is not None:
-            setting.changes = {"sources": {setting.edit.path: setting.edit.text}}
-        return setting
-
-    def _dtypes(self, first: TrialOutcome) -> list[str]:
-        if self._options.dtype != "auto":
-            return [self._options.dtype]
-        speeds = first.speeds
-        if not speeds or speeds.get("float16", 0.0) >= _EMULATED:
-            return ["bfloat16", "float16"]
-        return ["bfloat16"]
-
-    def _round(self, *, unclear_only: bool = False) -> None:
-        """Run one trial of each setting that still matters."""
-        result = self._result
-        settings = [result.base, *result.settings]
-        compared = {each.setting.name: each for each in result.comparisons()}
-        rounds = min(len(each.outcomes) for each in settings if each.error is None)
-        for setting in settings:
-            comparison = compared.get(setting.name)
-            if setting.error or len(setting.outcomes) > rounds:
-                continue
-            if comparison is not None and setting.outcomes:
-                is_hopeless = (comparison.speedup or 1.0) < _HOPELESS or comparison.learns is False
-                if is_hopeless or (unclear_only and not comparison.is_open):
-                    continue
-            self._trial(setting)
-
-    def _is_open(self) -> bool:
-        comparisons = self._result.comparisons()
-        return any(each.is_open for each in comparisons) and not any(
-            each.is_better for each in comparisons
-        )
-
-    def _is_repeatable(self) -> bool | None:
-        outcomes = self._result.base.outcomes
-        firsts = [next((x for x in each.losses if x is not None), None) for each in outcomes]
-        if len(firsts) < 2 or firsts[0] is None:
-            return None
-        return len(set(firsts)) == 1
-
-    def _try_seeds(self) -> None:
-        """Run float32 with other seeds, if the loss of a setting differs from that of float32."""
-        result = self._result
-        if all(
-            each.learns is not None or each.loss.difference is None for each in result.comparisons()
-        ):
-            return
-        for seed in range(1, self._options.seeds + 1):
-            setting = Setting("float32, another seed", "float32", dict(result.base.changes))
-            setting.changes |= {"seed": seed, "is_reseeded": True}
-            self._costs.setdefault(setting.name, self._costs.get(result.base.name, 0.0))
-            if self._trial(setting) is not None and setting.error is None:
-                result.others += setting.outcomes
-
     # --- trials ---
 
-    def _left(self) -> float:
-        return self._options.seconds - (time.monotonic() - self._began)
-
-    def _trial(self, setting: Setting, *, is_first: bool = False) -> TrialOutcome | None:
+    def _trial(self, setting: Setting) -> TrialOutcome | None:
         """Run one trial of a setting and return its outcome; None if no time is left for it."""
-        cost = self._costs.get(setting.name, self._costs.get(self._result.base.name, 0.0))
-        remaining = self._left()
+        name, base_name = setting.name, self._result.base.name
+        cost = self._costs.get(name, self._costs.get(base_name, 0.0))
+        total, began = self._plan.seconds, time.monotonic()
+        remaining, is_first = self._end - began, self._trials == 0
         if not is_first and cost > remaining:
             self._missing += cost
             return None
-        options = self._options
         folder = Path(self._launcher.folder, f"trial{self._trials}")
         folder.mkdir()
         self._trials += 1
-        share = (
-            options.seconds / (2 * _ROUNDS) if is_first else max(remaining / 2, remaining - 30.0)
-        )
-        plan = TrialPlan(
-            name=setting.name,
+        share = total / (2 * _ROUNDS) if is_first else max(remaining / 2, remaining - 30.0)
+        plan = replace(
+            self._plan,
+            name=name,
             folder=str(folder),
-            program=self._target.name,
-            is_module=self._target.is_module,
-            arguments=list(self._target.arguments),
-            policy=options.policy,
             steps=self._steps,
-            warm_up=options.warm_up,
-            seconds=min(share, options.seconds / 3),
-            step_function=options.step_function,
-            allows_writes=options.allows_writes,
+            seconds=min(share, total / 3),
+            is_first=is_first,
         )
-        began, plan_changes = time.monotonic(), setting.changes
-        outcome = self._launcher.run(
-            replace(plan, **plan_changes), max(remaining, 1.0), shows_output=is_first
-        )
-        self._costs[setting.name] = max(
-            time.monotonic() - began, self._costs.get(setting.name, 0.0)
-        )
-        if outcome.ended == "error" and "sources" in plan_changes:
+        plan = replace(plan, **setting.changes)
+        outcome = self._launcher.run(plan, max(remaining, 1.0))
+        self._costs[name] = max(time.monotonic() - began, self._costs.get(name, 0.0))
+        if outcome.ended == "error" and plan.sources:
             # The edit does not fit the program after all: its models run in regions without it.
-            setting.changes = region_changes(setting.dtype)
-            setting.edit = setting.edit and ProgramEdit(setting.edit.lines)
+            setting.changes, setting.edit = (
+                {"dtype": setting.dtype},
+                ProgramEdit(setting.edit.lines),
+            )
             return self._trial(setting)
         setting.outcomes.append(outcome)
         return outcome
-
-
-def _mixed(dtype: str) -> Setting:
-    name = "float16 + scaler" if dtype == "float16" else dtype
-    return Setting(name, dtype, region_changes(dtype))

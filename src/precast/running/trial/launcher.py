@@ -58,13 +58,12 @@ class Launcher:
     stdin: bytes
     progress: Callable[[TrialPlan, int], None]
 
-    def run(self, plan: TrialPlan, limit: float, *, shows_output: bool = False) -> TrialOutcome:
-        """Run a trial.
+    def run(self, plan: TrialPlan, limit: float) -> TrialOutcome:
+        """Run a trial. The output of the first one is passed on to stderr.
 
         Args:
             plan: its plan, whose folder exists.
             limit: the seconds after which its processes are killed.
-            shows_output: pass the program's output on to stderr.
         """
         path = plan.save()
         launcher = [] if self.processes == 1 else self._torchrun()
@@ -74,7 +73,7 @@ class Launcher:
         with tempfile.TemporaryFile() as stdin, open(log, "wb") as file:
             stdin.write(self.stdin)
             stdin.seek(0)
-            output: Any = sys.stderr if shows_output and sys.stderr is sys.__stderr__ else file
+            output: Any = sys.stderr if plan.is_first and sys.stderr is sys.__stderr__ else file
             process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -87,8 +86,6 @@ class Launcher:
                 outcome = self._wait(process, plan, limit)
             finally:
                 _kill(process)
-        if outcome.ended == "error" and outcome.error is None:
-            outcome.error = f"exit code {outcome.code}"
         outcome.output = "" if output is not file else _tail(log)
         return outcome
 
@@ -132,8 +129,8 @@ class Launcher:
         if outcomes:
             return (failed or outcomes)[0]
         if code:
-            return TrialOutcome("error", f"exit code {code}", code)
-        return TrialOutcome("killed", code=code)
+            return TrialOutcome("error", f"exit code {code}")
+        return TrialOutcome("killed")
 
 
 def _flags_of_python() -> list[str]:

@@ -12,42 +12,49 @@ from typing import Literal
 
 from precast._internal.records import as_json, from_json
 
-__all__ = ["TrialOutcome", "TrialPlan"]
+__all__ = ["TrialEnd", "TrialEnding", "TrialOutcome", "TrialPlan"]
+
+
+class TrialEnd(BaseException):
+    """The trial has ended. Not an `Exception`, so that `except Exception` of the program does not catch it."""
 
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """The settings of one trial."""
+    """The settings of one trial. Those of the command come first."""
 
-    name: str
-    """The name of the setting that is measured."""
-    folder: str
-    """An empty folder of this trial: events, the files that the program writes, temporary files."""
     program: str
-    is_module: bool
-    arguments: list[str]
-    dtype: str | None = None
-    """The 16-bit dtype of the regions that are opened around models; None: no region is opened."""
-    scales: bool = False
-    """Scale losses, as float16 needs it."""
-    disables: bool = False
-    """Disable the program's own regions and scalers."""
+    is_module: bool = False
+    arguments: list[str] = field(default_factory=list)
     policy: str = "torch"
     steps: int = 30
+    """The number of measured steps."""
     warm_up: int = 5
-    seconds: float = 60.0
+    """The number of steps before the measured ones."""
+    seconds: float = 180.0
     """The time after the first step at which the trial ends with the current step."""
-    seed: int = 0
-    is_reseeded: bool = False
-    """Add `seed` to each seed that the program sets."""
     step_function: str | None = None
     """`module:name` of a function each of whose calls is a step."""
     allows_writes: bool = False
-    float32_modules: list[str] = field(default_factory=list)
-    """Names of modules that are computed in float32."""
+
+    name: str = ""
+    """The name of the setting that is measured."""
+    folder: str = ""
+    """An empty folder of this trial: events, the files that the program writes, temporary files."""
+    dtype: str | None = None
+    """The 16-bit dtype of the regions that are opened around models; None: no region is opened."""
+    disables: bool = False
+    """Disable the program's own regions and scalers."""
+    seed: int = 0
+    is_reseeded: bool = False
+    """Add `seed` to each seed that the program sets."""
+    float32_module: str = ""
+    """The name of a module that is computed in float32."""
     variant: Literal["", "attach", "compile"] = ""
     sources: dict[str, str] = field(default_factory=dict)
     """Maps the path of a file of the program to the text that is run in its place."""
+    is_first: bool = False
+    """The first trial of the command, which also measures the processor."""
     examines: bool = False
     """Trace operations and compare the outputs of modules, instead of measuring."""
 
@@ -68,15 +75,17 @@ class TrialPlan:
         return from_json(TrialPlan, json.loads(Path(path).read_text()))
 
 
+TrialEnding = Literal["steps", "time", "itself", "error", "killed"]
+""""steps": after the planned steps; "time": with the step in which the time ran out; "itself": the program ended;
+"error": it failed; "killed": it was stopped from outside."""
+
+
 @dataclass
 class TrialOutcome:
     """The outcome of one trial."""
 
-    ended: Literal["steps", "time", "itself", "error", "killed"] = "killed"
-    """"steps": after the planned steps; "time": with the step in which the time ran out; "itself": the program ended;
-    "error": it failed; "killed": it was stopped from outside."""
+    ended: TrialEnding = "killed"
     error: str | None = None
-    code: int | None = None
     seconds: list[float] = field(default_factory=list)
     """The duration of each step, the first ones too."""
     losses: list[float | None] = field(default_factory=list)
@@ -109,7 +118,5 @@ class TrialOutcome:
     """Of an examined trial: shares of the time of operations, by dtype and for casts; "operation", the mean time."""
     modules: dict[str, float] = field(default_factory=dict)
     """Of an examined trial: the root mean square of the output of each module, in the order of the calls."""
-    startup: float = 0.0
-    """The seconds from the start of the process to the first step."""
     output: str = ""
     """The end of what the program printed, where that was not shown."""

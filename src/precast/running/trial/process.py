@@ -26,9 +26,8 @@ from precast.running.import_hook import when_torch_is_loaded
 from precast.running.module_isolation import ModuleIsolation
 from precast.running.output_files import rank_from_environment
 from precast.running.target import Target
-from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.plan import TrialEnd, TrialEnding, TrialOutcome, TrialPlan
 from precast.running.trial.replaced_sources import replace_sources
-from precast.running.trial.step_end import TrialEnd
 from precast.running.trial.withheld_files import WithheldFiles
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class TrialProcess:
 
     def __init__(self, plan: TrialPlan) -> None:
         self._plan = plan
-        self._began = time.perf_counter()
         self._rank = rank_from_environment().number or 0
         self._events = os.open(plan.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._isolation = ModuleIsolation()
@@ -52,6 +50,7 @@ class TrialProcess:
         self._meter: StepMeter | None = None
         self._is_written = False
         self._next_progress = 0.0
+        self._process = os.getpid()
         self._processes = 0
         self._error: str | None = None
 
@@ -99,7 +98,7 @@ class TrialProcess:
         with self._isolation.ours():
             from precast.running.trial.step_meter import StepMeter
 
-            self._meter = StepMeter(self._plan, self._began, self._progress, self._write_end)
+            self._meter = StepMeter(self._plan, self._progress, self._write_end)
             self._meter.start()
             if self._files is not None:
                 from precast import _torch
@@ -125,19 +124,22 @@ class TrialProcess:
 
     def _write_end(self) -> None:
         self._finish(ExitStatus())
+        if os.getpid() != self._process:  # a process that the program started by a fork
+            exit_now(0)
 
     def _finish(self, status: ExitStatus) -> None:
         if self._is_written or (self._rank and status.how == "ended"):
             return
         self._is_written = True
         failed = status.how == "exception" or (status.how == "exit" and status.code)
-        ended = "error" if failed else "killed" if status.how == "interrupted" else "itself"
+        ended: TrialEnding = "killed" if status.how == "interrupted" else "itself"
+        ended = "error" if failed else ended
         with self._isolation.ours():
             outcome = TrialOutcome() if self._meter is None else self._meter.outcome(ended)
         if outcome.ended == "killed":
-            outcome.ended = ended  # type: ignore[assignment]
-        outcome.code = status.code
-        outcome.error = (self._error or status.message) if failed else None
+            outcome.ended = ended
+        if failed:
+            outcome.error = self._error or status.message or f"exit code {status.code}"
         outcome.started_processes = self._processes
         outcome.withheld = [] if self._files is None else list(self._files.paths)
         self._send(outcome=as_json(outcome))

@@ -13,7 +13,7 @@ import ast
 import difflib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +48,7 @@ class ProgramEdit:
         patch: the difference as a unified diff.
     """
 
-    lines: list[str]
+    lines: list[str] = field(default_factory=list)
     path: str | None = None
     text: str = ""
     patch: str = ""
@@ -103,89 +103,122 @@ def _short(place: str) -> str:
 
 
 class _PlainLoop:
-    """A loop of a training in one function, and its edit."""
+    """A training loop in one function, and its edit."""
 
     def __init__(self, outcome: TrialOutcome, dtype: str, region: str) -> None:
-        self._region, self._device = region, outcome.device
-        self._scales = dtype == "float16"
-        places = outcome.lines
-        backward, step = self._only(places, "backward"), self._only(places, "step")
-        self._path = backward.rpartition(":")[0]
-        self._numbers = {
-            event: [int(each.rpartition(":")[2]) for each in lines if self._is_here(each)]
-            for event, lines in places.items()
+        self._region, self._device, self._scales = region, outcome.device, dtype == "float16"
+        places = {
+            event: [each.rpartition(":") for each in lines]
+            for event, lines in outcome.lines.items()
         }
-        if not self._is_here(step) or len(self._numbers.get("clip", [])) != len(
-            places.get("clip", [])
-        ):
+        if any(len(places.get(event, [])) != 1 for event in ("backward", "step")):
             raise _NotPlainError
+        self._path = places["backward"][0][0]
+        self._numbers = {
+            event: [int(number) for path, _, number in parts if path == self._path]
+            for event, parts in places.items()
+        }
+        for event in ("step", "clip"):
+            if len(self._numbers.get(event, [])) != len(places.get(event, [])):
+                raise _NotPlainError
         self._old = Path(self._path).read_text(encoding="utf-8").splitlines()
-        self._new = list(self._old)
         self._tree = ast.parse("\n".join(self._old))
-        self.lines: list[str] = []
-
-    @staticmethod
-    def _only(places: dict[str, list[str]], event: str) -> str:
-        """Return the only line that makes a call."""
-        lines = places.get(event, [])
-        if len(lines) != 1:
-            raise _NotPlainError
-        return lines[0]
-
-    def _is_here(self, place: str) -> bool:
-        return place.rpartition(":")[0] == self._path
+        self._added: dict[int, list[str]] = {}
+        """Maps a line to the lines that are added before it."""
+        self._replaced: dict[int, list[str]] = {}
+        """Maps a line to those in its place."""
+        self._indented = range(0)
 
     def edit(self) -> ProgramEdit:
         """Return the edit."""
-        if not any(
-            isinstance(node, ast.Import)
-            and any(a.name == "torch" and not a.asname for a in node.names)
+        imports = [
+            node
             for node in self._tree.body
-        ):
-            raise _NotPlainError
+            if isinstance(node, ast.Import)
+            and any(name.name == "torch" and not name.asname for name in node.names)
+        ]
         [backward], [step] = self._numbers["backward"], self._numbers["step"]
-        body = self._block_of(backward)
-        position = next(n for n, each in enumerate(body) if _has(each, backward))
-        calls = [*self._numbers.get("model", []), *self._numbers.get("callers", [])]
-        inside = [
-            n
-            for n, each in enumerate(body[:position])
-            if any(_has(each, number) for number in calls)
-        ]
-        if not inside:
-            raise _NotPlainError
-        statements = body[inside[0] : position]
-        while _calls(statements[-1], "zero_grad"):
-            statements.pop()
-        changes: list[tuple[int, int, list[str]]] = [self._indented(statements)]
+        self._add_region(backward)
         if self._scales:
-            changes += self._scaler_changes(body[position], step)
+            self._add_scaler(backward, step)
+        if not imports:
+            raise _NotPlainError
         if "precast." in self._region:
-            changes.append(self._import_of_precast())
-        for first, last, lines in sorted(changes, reverse=True):
-            self._new[first - 1 : last] = lines
-        text = "\n".join(self._new) + "\n"
-        ast.parse(text)
-        name = _short(f"{self._path}:0").rpartition(":")[0]
-        diff = difflib.unified_diff(self._old, self._new, f"a/{name}", f"b/{name}", lineterm="")
-        return ProgramEdit(self._described(name), self._path, text, "\n".join(diff) + "\n")
+            self._check_alone(imports[0])
+            self._add(imports[0], "import precast")
+        return self._edited()
 
-    def _described(self, name: str) -> list[str]:
-        """Return the added and changed lines, with their numbers in the edited file."""
-        matcher = difflib.SequenceMatcher(None, self._old, self._new, autojunk=False)
-        indented = {line.strip() for line in self._old}
-        return [
-            f"{name}:{number + 1}: {self._new[number].strip()}"
-            for kind, _, _, first, last in matcher.get_opcodes()
-            if kind in {"insert", "replace"}
-            for number in range(first, last)
-            if self._new[number].strip() not in indented
-        ]
+    def _edited(self) -> ProgramEdit:
+        """Return the edit with all changes."""
+        name = _short(f"{self._path}:0").rpartition(":")[0]
+        new: list[str] = []
+        described = []
+        unit = "\t" if self._old[self._indented.start - 1].startswith("\t") else "    "
+        for number, line in enumerate(self._old, 1):
+            changed = [*self._added.get(number, []), *self._replaced.get(number, [])]
+            for each in changed:
+                new.append(each)
+                described.append(f"{name}:{len(new)}: {each.strip()}")
+            if number not in self._replaced:
+                is_indented = number in self._indented and line.strip()
+                new.append(f"{unit}{line}" if is_indented else line)
+        text = "\n".join(new) + "\n"
+        ast.parse(text)
+        diff = difflib.unified_diff(self._old, new, f"a/{name}", f"b/{name}", lineterm="")
+        return ProgramEdit(described, self._path, text, "\n".join(diff) + "\n")
+
+    # --- changes ---
+
+    def _add_region(self, backward: int) -> None:
+        """Put the statements from the call of the model up to the backward pass into the region."""
+        block = self._blocks(backward)[-1]
+        calls = [*self._numbers.get("model", []), *self._numbers.get("callers", [])]
+        before = [each for each in block if (each.end_lineno or 0) < backward]
+        while before and not any(_has(before[0], number) for number in calls):
+            before.pop(0)
+        while before and _calls(before[-1], "zero_grad"):
+            before.pop()
+        if not before:
+            raise _NotPlainError
+        for each in before:
+            self._check_alone(each)
+        self._indented = range(before[0].lineno, (before[-1].end_lineno or 0) + 1)
+        self._add(before[0], self._region)
+
+    def _add_scaler(self, backward: int, step: int) -> None:
+        """Create a scaler before the loop, and call it in place of `backward()` and `step()`."""
+        loop = self._loop_around(backward)
+        if self._loop_around(step) is not loop:
+            raise _NotPlainError
+        self._add(loop, f'scaler = torch.amp.GradScaler("{self._device}")')
+        self._replace(backward, "backward", "scaler.scale({}).backward()")
+        optimizer = self._replace(step, "step", "scaler.step({})", "scaler.update()")
+        for number in self._numbers.get("clip", []):
+            clip = self._statement(number)
+            self._check_alone(clip)
+            self._add(clip, f"scaler.unscale_({optimizer})")
+
+    def _add(self, statement: ast.stmt, line: str) -> None:
+        """Add a line before a statement."""
+        space = self._old[statement.lineno - 1][: statement.col_offset]
+        self._added.setdefault(statement.lineno, []).append(f"{space}{line}")
+
+    def _replace(self, number: int, method: str, *lines: str) -> str:
+        """Replace the statement ``x.method()`` by lines with `x`; return `x`."""
+        statement = self._statement(number)
+        self._check_alone(statement)
+        match statement:
+            case ast.Expr(ast.Call(ast.Attribute(value, attr), args=[], keywords=[])):
+                if attr == method and statement.lineno == statement.end_lineno:
+                    space, code = self._old[number - 1][: statement.col_offset], ast.unparse(value)
+                    self._replaced[number] = [f"{space}{line.format(code)}" for line in lines]
+                    return code
+        raise _NotPlainError
 
     # --- statements ---
 
-    def _block_of(self, number: int) -> list[ast.stmt]:
-        """Return the innermost list of statements that has one at a line."""
+    def _blocks(self, number: int) -> list[list[ast.stmt]]:
+        """Return the lists of statements that have one at a line, the outermost first."""
         blocks = [
             block
             for node in ast.walk(self._tree)
@@ -193,12 +226,23 @@ class _PlainLoop:
             if isinstance(block := getattr(node, name, None), list)
             and any(isinstance(each, ast.stmt) and _has(each, number) for each in block)
         ]
-        if not blocks:
-            raise _NotPlainError
-        return max(blocks, key=lambda block: block[0].lineno)
+        return sorted(blocks, key=lambda block: block[0].lineno)
 
     def _statement(self, number: int) -> ast.stmt:
-        return next(each for each in self._block_of(number) if _has(each, number))
+        return next(each for each in self._blocks(number)[-1] if _has(each, number))
+
+    def _loop_around(self, number: int) -> ast.stmt:
+        """Return the outermost loop around a line, in its function."""
+        loop: ast.stmt | None = None
+        for block in self._blocks(number):
+            statement = next(each for each in block if _has(each, number))
+            if isinstance(statement, ast.FunctionDef):
+                loop = None
+            elif isinstance(statement, ast.For | ast.While):
+                loop = loop or statement
+        if loop is None:
+            raise _NotPlainError
+        return loop
 
     def _check_alone(self, statement: ast.stmt) -> None:
         """Refuse a statement that shares a line with another, or that contains text of several lines."""
@@ -211,72 +255,6 @@ class _PlainLoop:
         if any(n.end_lineno != n.lineno for n in texts):
             raise _NotPlainError
 
-    def _indented(self, statements: list[ast.stmt]) -> tuple[int, int, list[str]]:
-        """Return the change that puts statements into the region."""
-        for each in statements:
-            self._check_alone(each)
-        first, last = statements[0].lineno, statements[-1].end_lineno or statements[-1].lineno
-        space = self._space(statements[0])
-        unit = "\t" if space.endswith("\t") else "    "
-        inner = [f"{unit}{line}" if line.strip() else line for line in self._old[first - 1 : last]]
-        return first, last, [f"{space}{self._region}", *inner]
-
-    def _space(self, statement: ast.stmt) -> str:
-        return self._old[statement.lineno - 1][: statement.col_offset]
-
-    def _scaler_changes(
-        self, backward: ast.stmt, step_line: int
-    ) -> Iterator[tuple[int, int, list[str]]]:
-        step = self._statement(step_line)
-        loss, optimizer = _receiver(backward, "backward"), _receiver(step, "step")
-        loop = self._loop_around(backward)
-        if self._loop_around(step) is not loop:
-            raise _NotPlainError
-        for each in (backward, step):
-            self._check_alone(each)
-        scaler = f'{self._space(loop)}scaler = torch.amp.GradScaler("{self._device}")'
-        yield loop.lineno, loop.lineno, [scaler, self._old[loop.lineno - 1]]
-        yield self._replaced(backward, [f"scaler.scale({loss}).backward()"])
-        yield self._replaced(step, [f"scaler.step({optimizer})", "scaler.update()"])
-        for number in self._numbers.get("clip", []):
-            clip = self._statement(number)
-            self._check_alone(clip)
-            first = clip.lineno
-            unscale = f"{self._space(clip)}scaler.unscale_({optimizer})"
-            yield first, first, [unscale, self._old[first - 1]]
-
-    def _replaced(self, statement: ast.stmt, code: list[str]) -> tuple[int, int, list[str]]:
-        space = self._space(statement)
-        last = statement.end_lineno or statement.lineno
-        return statement.lineno, last, [f"{space}{line}" for line in code]
-
-    def _loop_around(self, statement: ast.stmt) -> ast.stmt:
-        """Return the outermost loop around a statement, in its function."""
-        scopes = [self._tree, *ast.walk(self._tree)]
-        functions = [
-            node
-            for node in scopes
-            if isinstance(node, ast.FunctionDef) and _has(node, statement.lineno)
-        ]
-        scope: ast.AST = max(functions, key=lambda node: node.lineno, default=self._tree)
-        loops = [
-            node
-            for node in ast.walk(scope)
-            if isinstance(node, ast.For | ast.While) and _has(node, statement.lineno)
-        ]
-        if not loops:
-            raise _NotPlainError
-        return min(loops, key=lambda node: node.lineno)
-
-    def _import_of_precast(self) -> tuple[int, int, list[str]]:
-        node = next(
-            node
-            for node in self._tree.body
-            if isinstance(node, ast.Import) and any(a.name == "torch" for a in node.names)
-        )
-        self._check_alone(node)
-        return node.lineno, node.lineno, [self._old[node.lineno - 1], "import precast"]
-
 
 def _has(node: ast.AST, number: int) -> bool:
     return getattr(node, "lineno", 0) <= number <= (getattr(node, "end_lineno", None) or 0)
@@ -288,12 +266,3 @@ def _calls(statement: ast.stmt, method: str) -> bool:
         case ast.Expr(ast.Call(ast.Attribute(attr=name))):
             return name == method
     return False
-
-
-def _receiver(statement: ast.stmt, method: str) -> str:
-    """Return the code of `x` in the statement ``x.method()``."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(value=value, attr=name), args=[], keywords=[])):
-            if name == method:
-                return ast.unparse(value)
-    raise _NotPlainError

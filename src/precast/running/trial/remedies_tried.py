@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from precast.report.words import duration, share
-from precast.running.trial.comparison import Comparison, Setting, region_changes
+from precast.running.trial.comparison import Setting
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["cure_of", "first_difference", "reasons_for_speed", "variants_of", "waiting_share"]
+__all__ = ["cure_of", "first_difference", "reasons_for_speed", "variants_of", "waiting_reasons"]
 
 _MOST_WAITING: Final = 0.3
 _MOST_FLOAT32: Final = 0.3
@@ -24,62 +24,49 @@ _SMALL: Final = 30e-6
 _DIFFERENT: Final = 0.05
 
 
-def waiting_share(base: Setting, first: int) -> float:
-    """Return the share of a step in float32 that passes before its first call of a model."""
+def waiting_reasons(base: Setting, first: int) -> Iterator[str]:
+    """Yield a sentence on the time of a step before its first call of a model, in float32, unless that is short."""
     outcome = base.outcomes[0]
     total = sum(outcome.seconds[first:])
-    return sum(outcome.input_seconds[first:]) / total if total else 0.0
-
-
-def reasons_for_speed(
-    comparison: Comparison, waiting: float, examined: TrialOutcome | None
-) -> Iterator[str]:
-    """Yield sentences on why a setting is not faster than float32."""
-    name = comparison.setting.name
+    waiting = sum(outcome.input_seconds[first:]) / total if total else 0.0
     if waiting > _MOST_WAITING:
         yield (
-            f"{share(waiting)} of a step in float32 pass before the model is called: data are loaded and moved then, "
-            "which mixed precision does not make faster."
+            f"{share(waiting)} of a step in float32 pass before the model is called, in the input pipeline: data are "
+            "loaded and moved then, which mixed precision does not make faster."
         )
-    shares = {} if examined is None else examined.shares
+
+
+def reasons_for_speed(setting: Setting, examined: TrialOutcome) -> Iterator[str]:
+    """Yield sentences on why a setting is not faster than float32."""
+    shares = examined.shares
     if not shares:
         return
-    if shares["operation"] < _SMALL:
+    operation, time = shares["operation"], f"of the time of operations in {setting.name} are spent"
+    if operation < _SMALL:
         yield (
-            f"The layers are small: an operation takes {duration(shares['operation'])} on average in {name}, so calls "
+            f"The layers are small: an operation takes {duration(operation)} on average in {setting.name}, so calls "
             "take most of the time, not arithmetic."
         )
     if shares.get("float32", 0.0) > _MOST_FLOAT32:
-        yield (
-            f"{share(shares['float32'])} of the time of operations in {name} are spent in operations that run in "
-            "float32."
-        )
+        yield f"{share(shares['float32'])} {time} in operations that run in float32."
     if shares["casts"] > _MOST_CASTS:
-        yield f"{share(shares['casts'])} of the time of operations in {name} are spent on casts."
+        yield f"{share(shares['casts'])} {time} on casts."
 
 
-def variants_of(comparison: Comparison, examined: TrialOutcome) -> Iterator[Setting]:
+def variants_of(setting: Setting, examined: TrialOutcome) -> Iterator[Setting]:
     """Yield settings that may be faster, by what slows a setting down."""
-    setting, shares = comparison.setting, examined.shares
-    if not shares:
-        return
-    changes = region_changes(setting.dtype)
-    if shares["casts"] > _MOST_CASTS:
-        lines = [*(setting.edit.lines if setting.edit else []), "precast.attach(model)"]
-        yield Setting(
-            f"{setting.name}, attached",
-            setting.dtype,
-            {**changes, "variant": "attach"},
-            edit=ProgramEdit(lines),
-        )
-    if shares["operation"] < _SMALL:
-        lines = [*(setting.edit.lines if setting.edit else []), "model.compile()"]
-        yield Setting(
-            f"{setting.name}, compiled",
-            setting.dtype,
-            {**changes, "variant": "compile"},
-            edit=ProgramEdit(lines),
-        )
+    shares = examined.shares
+    if shares and shares["casts"] > _MOST_CASTS:
+        yield _variant(setting, "attached", "precast.attach(model)", variant="attach")
+    if shares and shares["operation"] < _SMALL:
+        yield _variant(setting, "compiled", "model.compile()", variant="compile")
+
+
+def _variant(setting: Setting, name: str, line: str, **changes: str) -> Setting:
+    """Return a setting whose models run in regions of the same dtype, with a further change and the line for it."""
+    edit = ProgramEdit([*setting.edit.lines, line])
+    changes = {"dtype": setting.dtype, **changes}
+    return Setting(f"{setting.name}, {name}", setting.dtype, changes, edit=edit)
 
 
 def first_difference(float32: TrialOutcome, mixed: TrialOutcome) -> tuple[str, float | None] | None:
@@ -99,10 +86,5 @@ def first_difference(float32: TrialOutcome, mixed: TrialOutcome) -> tuple[str, f
 def cure_of(setting: Setting, module: str) -> Setting:
     """Return the setting with one module in float32."""
     rules = f'precast.Policy.load("torch").replace(modules={{"{module}": "fp32"}})'
-    lines = [*(setting.edit.lines if setting.edit else []), f"precast.attach(model, {rules})"]
-    return Setting(
-        f"{setting.name}, {module} in float32",
-        setting.dtype,
-        {**region_changes(setting.dtype), "float32_modules": [module]},
-        edit=ProgramEdit(lines),
-    )
+    line = f"precast.attach(model, {rules})"
+    return _variant(setting, f"{module} in float32", line, float32_module=module)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-import random
-import sys
 import time
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast import _torch
+from precast._internal.display import dtype_name
 from precast._internal.events import StepEvent, witnesses
 from precast._internal.pytree import tensors_in
 from precast.attachment.attachment import attach
@@ -34,9 +34,8 @@ from precast.running.scaler_observer import ScalerObserver
 from precast.running.step_tracker import StepTracker
 from precast.running.trial.mixed_precision import LossScaling, ModelRegions
 from precast.running.trial.model_examiner import ModelExaminer
-from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.plan import TrialEnd, TrialEnding, TrialOutcome, TrialPlan
 from precast.running.trial.program_lines import ProgramLines
-from precast.running.trial.step_end import TrialEnd
 
 __all__ = ["StepMeter"]
 
@@ -44,69 +43,53 @@ _DTYPES: Final = ("bfloat16", "float16")
 _SCALER_CALLS: Final = ("scale", "step", "unscale_", "update")
 
 
-def _seed_all(seed: int) -> None:
-    """Seed the generators of Python, and of NumPy and PyTorch if they are loaded."""
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
-    if "torch" in sys.modules:
-        torch.manual_seed(seed)
-
-
 class StepMeter:
     """Runs one trial's program in its precision, and measures its steps.
 
     Args:
         plan: the plan of the trial.
-        began: when the process started, by `time.perf_counter`.
         progress: called with the number of steps that have ended.
         write: called with the outcome before `TrialEnd` is raised.
     """
 
     def __init__(
-        self,
-        plan: TrialPlan,
-        began: float,
-        progress: Callable[[int], None],
-        write: Callable[[], None],
+        self, plan: TrialPlan, progress: Callable[[int], None], write: Callable[[], None]
     ) -> None:
-        self._plan, self._began, self._progress, self._write = plan, began, progress, write
+        self._plan, self._progress, self._write = plan, progress, write
         self._examiner = ModelExaminer() if plan.examines else None
         self._policy = Policy.load(plan.policy)
         self._tracker = StepTracker(self._on_boundary, self._on_call, self._on_output)
         self._scalers = ScalerObserver(self._on_scaler_step, lambda _diagnosis: None)
-        self.lines = ProgramLines()
+        self._lines = ProgramLines()
+        self._device = torch.device("cpu")
         self._moments: list[Any] = []
-        self._first: float | None = None
+        """The beginning of the first step, and the end of each step: times, or events on a GPU."""
+        self._started_at = self._boundary_at = 0.0
         self._waits: list[float] = []
-        self._is_waiting = True
-        self._boundary_at = 0.0
+        self._is_waiting = False
         self._outputs: dict[int, Tensor] = {}
+        self._function_losses: list[float | None] = []
         self._skips: set[int] = set()
         self._region_dtypes: set[str] = set()
         self._stored: set[str] = set()
-        self._device = torch.device("cpu")
         self._memory: ResultMemory | None = None
-        self._base_memory = 0
-        self._end: TrialOutcome | None = None
-        self._counts_memory = False
-        self._function_losses: list[float | None] = []
+        self._peak: int | None = None
         self._has_optimizer = False
+        self._outcome: TrialOutcome | None = None
 
     def start(self) -> None:
         """Start to measure, and to run the program in the precision of the plan."""
         plan = self._plan
-        _seed_all(plan.seed)
+        _torch.seed_all(plan.seed)
         if plan.is_reseeded:
             _torch.change_seeds(lambda seed: seed + 7919 * plan.seed)
-        if plan.dtype is not None:
+        if plan.dtype is None:
+            self._watch_regions()
+        else:
             ModelRegions(self._policy, getattr(torch, plan.dtype), self._prepare).start()
-        if plan.scales:
+        if plan.dtype == "float16":
             LossScaling(lambda: self._skips.add(self._tracker.number)).start()
-        self._watch_regions(is_off=plan.disables)
-        self.lines.start()
-        witnesses.append(self)
+        self._lines.start()
         self._scalers.start()
         if self._examiner is not None:
             self._examiner.start()
@@ -115,74 +98,58 @@ class StepMeter:
 
     # --- the program's own mixed precision ---
 
-    def _watch_regions(self, is_off: bool) -> None:
+    def _watch_regions(self) -> None:
         """Record the regions and scalers that the program uses, or disable them."""
 
         def enters(dtype: torch.dtype) -> bool:
-            self._region_dtypes.add(str(dtype).removeprefix("torch."))
-            return not is_off
+            self._region_dtypes.add(dtype_name(dtype))
+            return not self._plan.disables
 
-        if self._plan.dtype is None:
-            _torch.on_region_entry(enters)
-            _wrap_own_regions(enters)
-        if is_off:
+        _torch.on_region_entry(enters)
+        _wrap_own_regions(enters)
+        own_scalers: Any = SimpleNamespace(
+            on_step=self._on_scaler_step,
+            on_diagnosis=lambda _diagnosis: None,
+            first_of_step=lambda _optimizer: None,
+            names_of=lambda _parameters: {},
+            models=list,
+        )
+        witnesses.append(own_scalers)
+        if self._plan.disables:
             for name in _SCALER_CALLS:
                 _torch.on_scaler_call(name, _disabled)
             _disable_own_scalers()
 
     def _on_scaler_step(self, _optimizer: Any, event: StepEvent) -> None:
-        self.on_step(_optimizer, event)
-
-    # The next methods are the interface for precast's own scalers (`events.Witness`).
-
-    def on_step(self, _optimizer: Any, event: StepEvent) -> None:
-        """Record a scaler's step, skipped or not."""
         self._region_dtypes.add("scaler")
         self._tracker.failures.call_unseen("step of a scaler", self._tracker.scaled, event)
-
-    def on_diagnosis(self, _diagnosis: Any) -> None:
-        """Do nothing: a trial counts steps only."""
-
-    def first_of_step(self, _optimizer: Any) -> None:
-        """Do nothing: a trial counts steps only."""
-
-    def names_of(self, _parameters: Any) -> dict[int, str]:
-        """Return no names."""
-        return {}
-
-    def models(self) -> list[nn.Module]:
-        """Return no models."""
-        return []
 
     # --- models ---
 
     def _prepare(self, model: nn.Module) -> None:
         """Change a model as the plan says, before its first call."""
         plan = self._plan
-        names = {name for name, _ in named_modules(model)}
-        rules = {name: "fp32" for name in plan.float32_modules if name in names}
-        if rules:
-            attach(model, self._policy.replace(modules=rules), hold=plan.variant == "attach")
-        elif plan.variant == "attach":
+        module = plan.float32_module
+        if module and any(name == module for name, _ in named_modules(model)):
+            attach(model, self._policy.replace(modules={module: "fp32"}), hold=False)
+        if plan.variant == "attach":
             attach(model, self._policy)
         if plan.variant == "compile":
             model.compile()
 
     def _on_call(self, module: nn.Module) -> None:
-        if self._is_waiting and self._first is not None:
+        if self._is_waiting:
             self._is_waiting = False
             self._waits.append(time.perf_counter() - self._boundary_at)
         first = next(module.parameters(), None)
         if first is None:
             return
-        if self._first is None:
-            self._begin(first.device)
-        self.lines.record("model")
+        self._begin(first.device)
+        self._lines.record("model")
         if self._examiner is not None:
             self._examiner.watch(module)
         if len(self._moments) < 2:
-            kinds = {str(each.dtype).removeprefix("torch.") for each in module.parameters()}
-            self._stored |= kinds & {*_DTYPES}
+            self._stored |= {dtype_name(each.dtype) for each in module.parameters()} & {*_DTYPES}
 
     def _on_output(self, _module: nn.Module, output: Any) -> None:
         floats = [each for each in tensors_in(output) if each.is_floating_point() and each.numel()]
@@ -194,8 +161,7 @@ class StepMeter:
 
     def count_call(self, call: Callable[[], Any]) -> Any:
         """Run a call that the user named as a step."""
-        if self._first is None:
-            self._begin(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+        self._begin(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
         result = call()
         is_number = isinstance(result, float | int) or (
             isinstance(result, Tensor) and result.numel() == 1
@@ -205,41 +171,40 @@ class StepMeter:
         return result
 
     def _begin(self, device: torch.device) -> None:
-        """Begin the first step."""
-        self._device, self._first = device, time.perf_counter()
-        self._boundary_at = self._first
-        self._moments = [self._moment()]
+        """Begin the first step, unless it has begun."""
+        if not self._moments:
+            self._device = device
+            self._started_at = self._boundary_at = time.perf_counter()
+            self._waits.append(0.0)
+            self._moments.append(self._moment())
 
     def _on_boundary(self, number: int) -> None:
-        if number == 0:
-            if (
-                self._first is not None and self._tracker.trains
-            ):  # the calls so far were no inference
-                del self._moments[:-1], self._waits[:-1]
-                self._outputs.clear()
-                self._count_memory(False)
-                self._memory = None
-            return
-        self._ends(number)
+        if number:
+            self._ends(number)
+        elif self._moments and self._tracker.trains:  # the calls so far were no inference
+            del self._moments[:-1], self._waits[:-1]
+            self._outputs.clear()
+            self._end_memory()
+            self._peak = None
 
     def _ends(self, number: int) -> None:
         """Handle the end of a step; `number` steps have ended."""
-        if self._first is None:  # an optimizer without a model
-            self._begin(self._device)
-        assert self._first is not None
+        plan = self._plan
+        self._begin(self._device)  # an optimizer without a model
         self._moments.append(self._moment())
         self._boundary_at, self._is_waiting = time.perf_counter(), True
-        plan = self._plan
         self._progress(number)
         if self._examiner is not None:
             self._examiner.begins(number)
-        if number == plan.warm_up and self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        if self._device.type == "cpu" and self._examiner is None:
-            self._count_memory(1 <= number < plan.warm_up)
+        elif number == plan.warm_up:
+            self._end_memory()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+        elif number == 1 and self._device.type == "cpu":
+            self._count_memory()
         is_last = number >= plan.warm_up + plan.steps and not self._will_train()
-        if is_last or self._boundary_at - self._first > plan.seconds:
-            self._end = self._end or self.outcome("steps" if is_last else "time")
+        if is_last or self._boundary_at - self._started_at > plan.seconds:
+            self._outcome = self._outcome or self.outcome("steps" if is_last else "time")
             self._write()
             raise TrialEnd
 
@@ -259,33 +224,35 @@ class StepMeter:
         event.record()
         return event
 
-    def _count_memory(self, counts: bool) -> None:
-        """Count the memory of tensors in the current step, on the CPU."""
-        if counts and self._memory is None:
-            alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
-            self._base_memory = sum(storage_sizes(alive).values())
-            self._memory = ResultMemory()
-            self._memory.__enter__()  # type: ignore[no-untyped-call]
-            self._counts_memory = True
-        elif not counts and self._memory is not None and self._counts_memory:
-            self._counts_memory = False
+    def _count_memory(self) -> None:
+        """Start to count the memory of tensors, on the CPU."""
+        alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+        self._peak = sum(storage_sizes(alive).values())
+        self._memory = ResultMemory()
+        self._memory.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end_memory(self) -> None:
+        if self._memory is not None and self._peak is not None:
+            self._peak += self._memory.most
             _torch.leave_mode(self._memory)
+            self._memory = None
 
     # --- the outcome ---
 
-    def outcome(self, ended: Any) -> TrialOutcome:
+    def outcome(self, ended: TrialEnding) -> TrialOutcome:
         """Return the outcome; waits for the device."""
-        if self._end is not None:
-            return self._end
+        if self._outcome is not None:
+            return self._outcome
         self._scalers.stop()
         if self._plan.step_function is None:
             self._tracker.stop()
-        history = self._tracker.history
+        self._end_memory()
         seconds = self._seconds()
         losses = self._losses(len(seconds))
         if ended in {"steps", "time"} and "scaler" in self._region_dtypes and len(losses) > 1:
             losses[-1] = None  # its scale is not known before the scaler's step has ended
         bad = [n for n, each in enumerate(losses) if each is not None and not math.isfinite(each)]
+        is_on_gpu = self._device.type == "cuda"
         outcome = TrialOutcome(
             ended=ended,
             seconds=seconds,
@@ -293,18 +260,17 @@ class StepMeter:
             nonfinite=bad,
             trains=self._tracker.trains,
             input_seconds=self._waits[: len(seconds)],
-            peak_memory=self._peak_memory(),
+            peak_memory=torch.cuda.max_memory_allocated() if is_on_gpu else self._peak,
             device=self._device.type,
-            skipped=history.skipped + len(self._skips),
+            skipped=self._tracker.history.skipped + len(self._skips),
             region_dtypes=sorted(self._region_dtypes),
             stored_dtypes=sorted(self._stored),
-            lines=self.lines.lines,
-            trainer=self.lines.trainer,
-            startup=(self._first or time.perf_counter()) - self._began,
+            lines=self._lines.lines,
+            trainer=self._lines.trainer,
         )
         if self._examiner is not None:
             outcome.shares, outcome.modules = self._examiner.shares(), self._examiner.modules
-        elif self._device.type == "cpu" and self._plan.dtype is None:
+        elif self._plan.is_first and not is_on_gpu:
             speeds = {dtype: matmul_speed(self._device, dtype) for dtype in _DTYPES}
             outcome.speeds = {name: ratio for name, ratio in speeds.items() if ratio is not None}
         return outcome
@@ -324,12 +290,6 @@ class StepMeter:
         else:
             values = {n: math.sqrt(float(each)) for n, each in self._outputs.items()}
         return [values.get(step) for step in range(steps)]
-
-    def _peak_memory(self) -> int | None:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        self._count_memory(False)
-        return None if self._memory is None else self._base_memory + self._memory.most
 
 
 def _wrap_own_regions(enters: Callable[[torch.dtype], bool]) -> None:

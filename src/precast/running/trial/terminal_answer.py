@@ -6,12 +6,11 @@ Invariant: nothing here imports torch. A table that is wider than the terminal b
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterator
 
-from precast._internal.display import plural, terminal_width
+from precast._internal.display import aligned, plural, terminal_width, wrapped
 from precast.report.words import size
-from precast.running.trial.answer import TryAnswer
+from precast.running.trial.answer import TryAnswer, rows_of
 from precast.running.trial.comparison import Comparison, Setting
 from precast.running.trial.experiment import ExperimentResult
 
@@ -22,99 +21,76 @@ _MOST_WRITES = 10
 
 def render(answer: TryAnswer, result: ExperimentResult) -> str:
     """Return the text to print."""
-    parts: list[str] = []
+    width = terminal_width(sys.__stdout__) - 1
+    parts = []
     if result.base.steps:
-        parts.append("\n".join(_table(cells(result))))
-        parts.append("\n".join(_wrapped(memory_note(result))))
-    parts.append("\n".join(_wrapped(answer.sentence)))
-    parts += ["\n".join(_wrapped(each, "- ")) for each in answer.reasons]
-    if answer.lines:
-        parts.append(
-            "\n".join([*_wrapped("Add these lines:"), *(f"    {x}" for x in answer.lines)])
-        )
-    if result.withheld:
-        parts.append("\n".join(_writes(result.withheld)))
-    return "\n\n".join(parts) + "\n"
+        parts += [[*_table(cells(result), width)], wrapped(memory_note(result), width)]
+    parts.append(wrapped(answer.sentence, width))
+    parts += [wrapped(each, width, "- ", "  ") for each in answer.reasons]
+    if answer.edit.lines:
+        parts.append(["Add these lines:", *(f"    {line}" for line in answer.edit.lines)])
+    paths = result.withheld
+    if paths:
+        text = f"The trials wrote {plural(len(paths), 'file')} to a temporary folder, which is removed:"
+        more = [f"and {len(paths) - _MOST_WRITES} more"] if len(paths) > _MOST_WRITES else []
+        lines = [f"    {line}" for line in (*paths[:_MOST_WRITES], *more)]
+        parts.append([*wrapped(text, width), *lines])
+    return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
 def cells(result: ExperimentResult) -> list[list[str]]:
     """Return the rows of the table, the heading first."""
-    steps = result.base.steps
-    value = f"loss after {plural(steps, 'step')}" if result.first.trains else "mean of outputs"
+    after = f"loss after {plural(result.base.steps, 'step')}"
+    value = after if result.first.trains else "mean of outputs"
     heading = ["setting", "step", "memory", value, "non-finite"]
-    base = result.base
-    time = base.seconds(result.options.warm_up)
-    rows = [[base.name, _time(time), _memory(base.peak_memory), _loss(base), _nonfinite(base)]]
-    for each in result.comparisons():
-        setting = each.setting
-        time = None if each.seconds is None else (each.seconds, each.spread or 0.0)
-        loss = f"{_loss(setting)} {_equality(each)}".strip()
-        rows.append(
-            [setting.name, _time(time), _memory(setting.peak_memory), loss, _nonfinite(setting)]
-        )
-    return [heading, *rows]
+    base, *others = rows_of(result)
+    return [heading, _row(base, ""), *(_row(each, _equality(each)) for each in others)]
 
 
-def _wrapped(text: str, mark: str = "") -> list[str]:
-    """Return a text in lines as wide as the terminal; names and commands are not broken."""
-    return textwrap.wrap(
-        text,
-        terminal_width(sys.__stdout__) - 1,
-        initial_indent=mark,
-        subsequent_indent=" " * len(mark),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _row(comparison: Comparison, equality: str) -> list[str]:
+    setting, memory = comparison.setting, comparison.setting.peak_memory
+    return [
+        setting.name,
+        _time(comparison.seconds, comparison.spread or 0.0),
+        "-" if memory is None else size(memory),
+        f"{_loss(setting)} {equality}".strip(),
+        _nonfinite(setting),
+    ]
 
 
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    if _width(rows) > terminal_width(sys.__stdout__):
-        rows = [[cell.replace(" within noise", "") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if _width(rows) <= terminal_width(sys.__stdout__):
-        for row in rows:
-            yield "  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip()
-        return
-    heading, *settings = rows
+def _table(rows: list[list[str]], width: int) -> Iterator[str]:
+    short = [[cell.replace(" within noise", "") for cell in row] for row in rows]
+    for each in (rows, short):
+        lines = aligned(each)
+        if max(map(len, lines)) <= width + 1:
+            yield from lines
+            return
+    heading, *settings = short
     for row in settings:
-        yield from _wrapped(row[0])
+        yield from wrapped(row[0], width)
         for name, cell in zip(heading[1:], row[1:], strict=True):
             if cell:
-                yield from _wrapped(f"{name}: {cell}", "    ")
+                yield from wrapped(f"{name}: {cell}", width, "    ", "        ")
 
 
-def _width(rows: list[list[str]]) -> int:
-    """Return the width of a table with two spaces between columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return sum(widths) + 2 * (len(widths) - 1)
-
-
-def _time(time: tuple[float, float] | None) -> str:
-    if time is None:
+def _time(seconds: float | None, spread: float) -> str:
+    if seconds is None:
         return "-"
-    seconds, spread = time
     factor, unit = (1e3, "ms") if seconds < 1 else (1.0, "s")
     digits = 1 if seconds * factor >= 10 else 2
     return f"{seconds * factor:.{digits}f} {unit} +- {spread * factor:.{digits}f}"
 
 
-def _memory(number: int | None) -> str:
-    return "-" if number is None else size(number)
-
-
 def _loss(setting: Setting) -> str:
-    if setting.error:
-        return "failed"
-    number = setting.loss() if setting.steps else None
-    return "-" if number is None else f"{number:.4g}"
+    value = setting.loss()
+    return "failed" if setting.error else "-" if value is None else f"{value:.4g}"
 
 
 def _equality(comparison: Comparison) -> str:
-    loss = comparison.loss
-    if comparison.setting.error or loss.difference is None:
+    if comparison.setting.error or comparison.difference is None:
         return ""
     words = {True: "equal within noise", False: "differs", None: "undecided"}
-    return f"({words[loss.is_equal]})"
+    return f"({words[comparison.is_equal]})"
 
 
 def _nonfinite(setting: Setting) -> str:
@@ -135,13 +111,3 @@ def memory_note(result: ExperimentResult) -> str:
     if result.first.device == "cuda":
         return "Memory is the peak of PyTorch's allocator on the GPU."
     return "Memory is the peak of live tensors in one of the first steps, on the CPU."
-
-
-def _writes(paths: list[str]) -> Iterator[str]:
-    """Yield the lines that list the files that were not written."""
-    files = plural(len(paths), "file")
-    yield from _wrapped(f"The trials wrote {files} to a temporary folder, which is removed:")
-    for path in paths[:_MOST_WRITES]:
-        yield f"    {path}"
-    if len(paths) > _MOST_WRITES:
-        yield f"    and {len(paths) - _MOST_WRITES} more"

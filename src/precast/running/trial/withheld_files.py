@@ -66,10 +66,11 @@ class WithheldFiles:
         self._resolved = functools.cache(os.path.realpath)
         self.paths: dict[str, None] = {}
         """The paths that the program wrote, in their order."""
-        with contextlib.suppress(FileExistsError):  # of another process
-            os.symlink(os.sep, self._real)
-            os.symlink(self._real, self._tree)
-        self._fill(self._tree, "")
+        with self._locked():
+            if not os.path.lexists(self._tree):  # no other process was first
+                os.symlink(os.sep, self._real)
+                os.symlink(self._real, self._tree)
+                self._expand(self._tree, "")
 
     def start(self) -> None:
         """Start to redirect."""
@@ -141,10 +142,12 @@ class WithheldFiles:
 
     def _is_changed(self, folder: str) -> bool:
         """Return True unless the path of a folder leads to the real one in the tree."""
-        try:
-            return not os.path.samefile(self._tree + folder, folder)
-        except OSError:
-            return os.path.exists(self._tree + folder) or os.path.exists(folder)
+        place = self._tree + folder
+        with contextlib.suppress(OSError):
+            return not os.path.samefile(place, folder)
+        with self._locked():  # while no other process replaces a link
+            exist = os.path.exists(place), os.path.exists(folder)
+            return not os.path.samefile(place, folder) if all(exist) else any(exist)
 
     def _source(self, place: str) -> str | None:
         """Return the real file or folder to which a place in the tree is a link; None for a file of the program."""
@@ -160,23 +163,31 @@ class WithheldFiles:
         """
         if place != self._tree:
             self._fill(os.path.dirname(place), os.path.basename(place))
-        if self._source(place) is None:
+        if self._source(place) is not None:
+            with self._locked():
+                self._expand(place, needed)
+
+    def _expand(self, place: str, needed: str) -> None:
+        source = self._source(place)
+        if source is None or not os.path.isdir(source):
             return
+        try:
+            entries = os.listdir(source)
+        except PermissionError:
+            entries = [needed] if os.path.lexists(os.path.join(source, needed)) else []
+        new = f"{self._lock}.new"
+        os.mkdir(new)
+        for entry in entries:
+            os.symlink(os.path.join(source, entry), os.path.join(new, entry))
+        os.unlink(place)
+        os.rename(new, place)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Return a context in which no other process of the trial replaces links."""
         with open(self._lock, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            source = self._source(place)
-            if source is None or not os.path.isdir(source):
-                return
-            try:
-                entries = os.listdir(source)
-            except PermissionError:
-                entries = [needed] if os.path.lexists(os.path.join(source, needed)) else []
-            new = f"{self._lock}.new"
-            os.mkdir(new)
-            for entry in entries:
-                os.symlink(os.path.join(source, entry), os.path.join(new, entry))
-            os.unlink(place)
-            os.rename(new, place)
+            yield
 
     # --- the functions that the program calls ---
 
