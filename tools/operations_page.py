@@ -38,8 +38,8 @@ _DEFAULT = """
 ## Policy `default`
 
 {summary} `mixed = "{mixed}"` does so for every
-operation with a rule. The rows below are its other changes against `torch`. A row `promote` for an operation without a
-rule in `torch` applies only where the operation raises an error.
+operation with a rule. The rows below are its other changes against `torch`. A row `promote` or `fp32_if_refused` for
+an operation without a rule in `torch` applies only where the operation raises an error.
 
 """
 

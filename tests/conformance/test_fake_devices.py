@@ -182,7 +182,10 @@ def documented(case: Case, torchs: Outcome, policy: Policy) -> Outcome:
     if not expected.error:
         return expected
     promotes = original is not None and own.rule is Rule.PROMOTE
-    promoted = _promoted(case, {case.lower} if promotes else set())
+    others = {case.lower} if promotes else set()
+    if own.rule is Rule.FP32_IF_REFUSED and any(t.dtype in LOWER for t in tensors_in(case.sample)):
+        others = {torch.float32}
+    promoted = _promoted(case, others)
     return expected._replace(kernels=[]) if promoted.error else promoted
 
 

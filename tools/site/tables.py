@@ -27,7 +27,9 @@ _HEADS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 CHINESE = {
     Rule.LOWER: "参数转换为区域的 dtype",
+    Rule.LOWER_OUT_FP32: "乘积的因子转换为区域的 dtype，乘积为 float32",
     Rule.FP32: "参数转换为 float32",
+    Rule.FP32_IF_REFUSED: "照常运行；PyTorch 不支持 16 位参数时以 float32 运行",
     Rule.FP32_SET_DTYPE: "通过算子自己的 dtype 参数，以 float32 计算",
     Rule.FP32_APPEND_DTYPE: "改用带 dtype 参数的重载，以 float32 计算",
     Rule.PROMOTE: "参数转换为其中最宽的 dtype",

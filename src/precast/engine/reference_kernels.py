@@ -37,7 +37,7 @@ _F32: Final = torch.float32
 _F64: Final = torch.float64
 _ABOUT_DTYPES: Final = re.compile(
     r"[dD]types?\b|dtype|[Ss]calar ?[Tt]ype|(same|result|input|different|mixed) types?\b|not implemented for '"
-    r"|\b(Half|BFloat16|Float|Double)\b"
+    r"|types other than|\b(Half|BFloat16|Float|Double)\b"
 )
 """The words about dtypes in the error messages of PyTorch's operations (2.11 to 2.15)."""
 
@@ -134,6 +134,12 @@ def _fp32_append_dtype(op: Operation) -> Kernel:
     return run
 
 
+def _fp32_if_refused(op: Operation) -> Kernel:
+    """FP32_IF_REFUSED: run unchanged; if PyTorch refuses 16-bit arguments, in float32."""
+    below = _torch.fallthrough(op.overload, op.device_type)
+    return with_attempt(op, below, Rule.FP32_IF_REFUSED)
+
+
 def _promote(op: Operation) -> Kernel:
     """PROMOTE: cast eligible tensors to the widest of their dtypes: the region's lower precision or float32."""
 
@@ -188,6 +194,7 @@ _KERNELS: Final[dict[Rule, Callable[[Operation], Kernel]]] = {
     Rule.FP32: _fp32,
     Rule.FP32_SET_DTYPE: _fp32_set_dtype,
     Rule.FP32_APPEND_DTYPE: _fp32_append_dtype,
+    Rule.FP32_IF_REFUSED: _fp32_if_refused,
     Rule.PROMOTE: _promote,
     Rule.BANNED: _banned,
     **{rule: functools.partial(_float8, recipe) for rule, recipe in RECIPES.items()},
@@ -206,15 +213,22 @@ def with_promotion(op: Operation, rule: Rule, inner: Kernel) -> Kernel:
     return run
 
 
-def with_attempt(op: Operation, torch_kernel: DispatcherKernel) -> Kernel:
+def with_attempt(
+    op: Operation, torch_kernel: DispatcherKernel, rule: Rule = Rule.FALLTHROUGH
+) -> Kernel:
     """Run PyTorch's kernel; if it raises on mixed floating dtypes, rerun `op` with all of them in the widest.
+
+    With the rule `fp32_if_refused`, 16-bit dtypes are rerun in float32.
 
     Autocast stays on for the operations inside: the outermost operation on mixed dtypes is promoted, so that its result
     has the widest dtype.
     """
+    message = "refused in 16 bits by PyTorch, ran in float32"
+    note = events.OperationNote(op=op.name, device_type=op.device_type, message=message)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(_floating_dtypes(op, args, kwargs)) < 2:
+        own = _floating_dtypes(op, args, kwargs)
+        if len(dtypes_to_promote(own, rule, op.lower_dtype())) < 2:
             return torch_kernel(keyset, *args, **kwargs)
         state = thread_state(op.device_type).state
         state.attempts += 1
@@ -224,7 +238,10 @@ def with_attempt(op: Operation, torch_kernel: DispatcherKernel) -> Kernel:
             failure = error
         finally:
             state.attempts -= 1
-        return retry_promoted(op, failure, args, kwargs)
+        result = retry_promoted(op, failure, args, kwargs, rule)
+        if rule is Rule.FP32_IF_REFUSED:
+            events.emit(note)
+        return result
 
     return run
 
@@ -269,9 +286,12 @@ def dtypes_to_promote(own: set[torch.dtype], rule: Rule, lower: torch.dtype) -> 
 
     Args:
         own: the dtypes of the floating tensors.
-        rule: the rule of the operation: `promote` adds the region's dtype if one of the tensors has another 16-bit one.
+        rule: the rule of the operation: `promote` adds the region's dtype if one of the tensors has another 16-bit one,
+            `fp32_if_refused` adds float32 if one of them has 16 bits.
         lower: the region's dtype.
     """
+    if rule is Rule.FP32_IF_REFUSED and not own.isdisjoint(_torch.SIXTEEN_BIT):
+        return own | {_F32}
     is_widened = rule is Rule.PROMOTE and not own <= {_F32, _F64, lower}
     return own | {lower} if is_widened else own
 

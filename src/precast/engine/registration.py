@@ -387,7 +387,7 @@ def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bo
     if not base.compiled:
         if entry is None or entry.builds:  # a build that has the operation has its kernel too
             return True
-        if entry.rule is Rule.FALLTHROUGH:
+        if entry.rule in (Rule.FALLTHROUGH, Rule.FP32_IF_REFUSED):
             return True
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
     return entry is not None and (entry.rule is base.rule or base.rule is Rule.BANNED)
@@ -400,6 +400,8 @@ def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kerne
     op, rule = base.op, Rule.KEEP if entry is None else entry.rule
     if rule is Rule.FALLTHROUGH and not base.compiled:
         return None
+    if rule is Rule.FP32_IF_REFUSED:
+        return reference_kernels.kernel_for(rule, op)
     retries = promotes(policy, base, rule)
     if retries and rule is Rule.PROMOTE and not base.compiled:
         # Promotion happens only where the operation raises.
@@ -418,7 +420,7 @@ def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
     """Return True if rules hold for the operations inside one with this rule, unless it is rerun after an error."""
     base = torch_kernel(op.name, op.device_type)
     if rule != Rule.PROMOTE or base is None or base.compiled:
-        return rule == Rule.FALLTHROUGH
+        return rule in (Rule.FALLTHROUGH, Rule.FP32_IF_REFUSED)
     return promotes(policy, base, Rule.PROMOTE)
 
 

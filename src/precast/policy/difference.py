@@ -226,7 +226,7 @@ def _meaning(old: str, new: str) -> Iterator[str]:
     if Rule.BANNED in (old, new):
         yield "It is refused now." if new == Rule.BANNED else "It was refused, and now runs."
         return
-    if Rule.LOWER_OUT_FP32 in (old, new):
+    if {Rule.LOWER_OUT_FP32, Rule.FP32_IF_REFUSED} & {old, new}:
         meanings = ("no rule" if each == _NO_RULE else Rule(each).meaning for each in (new, old))
         yield "Now, {}; before, {}.".format(*meanings)
         return

@@ -90,6 +90,7 @@ class Rule(enum.StrEnum):
     FP32 = "fp32"
     FP32_SET_DTYPE = "fp32_set_dtype"
     FP32_APPEND_DTYPE = "fp32_append_dtype"
+    FP32_IF_REFUSED = "fp32_if_refused"
     PROMOTE = "promote"
     BANNED = "banned"
     KEEP = "keep"
@@ -111,6 +112,7 @@ _MEANINGS = {
     Rule.FP32: "arguments are cast to float32",
     Rule.FP32_SET_DTYPE: "computed in float32 through the operation's own dtype argument",
     Rule.FP32_APPEND_DTYPE: "computed in float32 through the overload that takes a dtype",
+    Rule.FP32_IF_REFUSED: "runs unchanged; in float32 where PyTorch refuses 16-bit arguments",
     Rule.PROMOTE: "arguments are cast to the widest dtype among them",
     Rule.BANNED: "refused inside a region",
     Rule.KEEP: "runs as it does outside a region",

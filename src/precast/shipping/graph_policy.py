@@ -139,6 +139,8 @@ def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
     retries = registration.promotes(here.policy, native, rule)
     if retries and rule is Rule.PROMOTE and not native.compiled:
         return Treatment(None, retries=True)
+    if rule is Rule.FP32_IF_REFUSED:
+        return Treatment(None, True, rule)
     op = written_operation(here, overload, run)
     return Treatment(reference_kernels.kernel_for(rule, op), retries, rule)
 

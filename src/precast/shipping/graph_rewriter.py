@@ -186,7 +186,9 @@ class GraphRewriter:
         if error is None:
             return self._write_composite(node, overload, precisions)
         with writer:
-            return writer.nodes(reference_kernels.retry_promoted(op, error, args, kwargs))
+            return writer.nodes(
+                reference_kernels.retry_promoted(op, error, args, kwargs, planned.rule)
+            )
 
     def _write_composite(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         """Write an operation without a rule; if rules act on the operations that it calls, write these instead."""

@@ -43,6 +43,7 @@ _DTYPE_WORDS = {
     "lower": _LOWER,
     "lower_out_fp32": f"{_LOWER}, with a float32 result",
     "keep": "its inputs' dtype",
+    "fp32_if_refused": "its inputs' dtype",
     "promote": "the widest of its dtypes",
     "fallthrough": "what it calls decides",
 }
