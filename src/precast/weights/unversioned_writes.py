@@ -5,7 +5,8 @@ Invariants:
 - every `ENTRIES_BETWEEN_CHECKS`-th region entry compares a part of one held copy with its parameter: the next copy
   each time and, after all copies, their next part. Every `USES_BETWEEN_CHECKS`-th operation that takes weights does
   the same, because a server may never leave its region;
-- a detected write is reported until the copies are rewritten;
+- a write that samples show (`samples.py`) is no error, because the next use makes a new cast;
+- another detected write is reported until the copies are rewritten;
 - nothing is compared while operations are recorded or transformed;
 - a region entry raises the error, in a thread that uses the weight. If another thread detects the write, the next use
   of the weight raises it;
