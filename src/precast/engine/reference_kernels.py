@@ -88,7 +88,10 @@ def _to_lower(op: Operation) -> Convert:
     def convert(tensor: Tensor) -> Tensor:
         if not op.eligible(tensor) or tensor.dtype is dtype:
             return tensor
-        weight = cached(tensor, dtype, op.device_type)
+        with (
+            _torch.without_torch_function()
+        ):  # an interpreter of TorchScript leaves the program's modes on
+            weight = cached(tensor, dtype, op.device_type)
         return _torch.cast_without_torch_function(tensor, dtype) if weight is None else weight
 
     return convert
