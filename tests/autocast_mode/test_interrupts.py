@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import _thread
 import dis
+import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
 import precast
-from precast.autocast_mode import region as region_file
 from precast.engine.thread_state import regions
 
+PACKAGE = str(Path(precast.__file__).parent)
 Region = Callable[[], AbstractContextManager[Any]]
 REGIONS: dict[str, Region] = {
     "plain": lambda: precast.autocast("cpu"),
@@ -42,11 +45,11 @@ def _state() -> tuple[object, ...]:
 
 
 _LOOKS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD")
-"""The instructions after which CPython looks whether Ctrl-C was pressed, beside the start of a function."""
+"""The instructions after which CPython looks whether Ctrl-C was pressed, beside the start of most functions."""
 
 
 class _Interrupt:
-    """Raises KeyboardInterrupt where CPython does so: after the n-th call or turn of a loop in `region.py`."""
+    """Raises KeyboardInterrupt at the n-th place in precast where CPython handles signals."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -54,25 +57,23 @@ class _Interrupt:
         self.before: dict[FrameType, str] = {}
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename != region_file.__file__:
+        if not frame.f_code.co_filename.startswith(PACKAGE) or frame.f_code.co_name == "__del__":
             return None
         frame.f_trace_opcodes = True
+        looks = event == "call" and _handles_signals_at_start(frame.f_code)
         if event == "opcode":
             looks = self.before.get(frame) in _LOOKS
             self.before[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            self.left -= looks
-            if looks and self.left == 0:
-                self.place = frame.f_code.co_name, frame.f_lineno
-                raise KeyboardInterrupt
+        self.left -= looks
+        if looks and self.left == 0:
+            self.place = frame.f_code.co_name, frame.f_lineno
+            raise KeyboardInterrupt
         return self
 
 
-def _places(region: Region) -> Iterator[int]:
-    """1, 2, 3 ... until a run is through before it is interrupted."""
-    number = 0
-    while True:
-        number += 1
-        yield number
+def _handles_signals_at_start(code: CodeType) -> bool:
+    resume = next(each for each in dis.get_instructions(code) if each.opname == "RESUME")
+    return resume.arg is not None and resume.arg < 2
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["alone", "in another"])
@@ -85,7 +86,7 @@ def test_a_region_that_is_interrupted_leaves_nothing_behind(name: str, nested: b
         with region():
             pass  # what is made once is made
         before = _state()
-        for number in _places(region):
+        for number in itertools.count(1):
             interrupt = _Interrupt(number)
             kept = sys.gettrace()
             try:
@@ -100,3 +101,18 @@ def test_a_region_that_is_interrupted_leaves_nothing_behind(name: str, nested: b
             if interrupt.place is None:
                 break
     assert interrupted > 10
+
+
+class _PressesCtrlC:
+    """An object whose negation is one instruction that presses Ctrl-C and does not look at signals."""
+
+    __neg__ = staticmethod(_thread.interrupt_main)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_ctrl_c_at_the_start_of_an_exit_leaves_nothing_behind(name: str) -> None:
+    before, region, presses = _state(), REGIONS[name](), _PressesCtrlC()
+    with pytest.raises(KeyboardInterrupt):
+        with region:
+            _ = -presses  # type: ignore[operator]
+    assert _state() == before

@@ -7,14 +7,17 @@ Invariants:
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 
 __all__ = [
+    "defers_signals",
     "export_region",
     "guard_autocast_dtype",
     "has_compiled",
@@ -47,6 +50,26 @@ def never_compiled(function: F) -> F:
     vars(function)["_torchdynamo_disable"] = True
     vars(function)["_torchdynamo_disable_msg"] = "this part of precast does not enter a graph"
     return runs_uncompiled(function)
+
+
+def defers_signals(function: F) -> F:
+    """Make a function handle signals after its first call, not when it starts.
+
+    CPython (3.11 to 3.14) handles signals at the start of a function, after calls and at the end of a turn of a loop.
+    No `try` in the function sees an exception at its start. RESUME with an argument above 1 leaves the start out, and
+    Dynamo, which refuses that, inlines the function as it was (2.13).
+    """
+    own: Any = function
+    code = bytearray(own.__code__.co_code)
+    start = next(each for each in dis.get_instructions(own) if each.opname == "RESUME")
+    code[start.offset + 1] = 2
+    deferring: Any = wraps(own)(
+        FunctionType(own.__code__.replace(co_code=bytes(code)), own.__globals__)
+    )
+    deferring.__defaults__, deferring.__kwdefaults__ = own.__defaults__, own.__kwdefaults__
+    vars(deferring)["_torchdynamo_inline"] = function
+    result: F = runs_uncompiled(deferring)
+    return result
 
 
 def traced_as_constant(function: F) -> F:

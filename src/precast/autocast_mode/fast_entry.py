@@ -30,7 +30,8 @@ class EntrySnapshot:
         self._before = api.snapshot(device_type)
 
     def __del__(self) -> None:
-        self._api.free_snapshot(self._before)
+        if hasattr(self, "_before"):  # else Ctrl-C interrupted `__init__`
+            self._api.free_snapshot(self._before)
 
     @staticmethod
     def of(device_type: str, bound: BoundPolicy | None) -> EntrySnapshot | None:
@@ -73,7 +74,8 @@ class FastEntry:
         self.number = api.fast_entry(before)
 
     def __del__(self) -> None:
-        self._free(self.number)
+        if hasattr(self, "number"):  # else Ctrl-C interrupted `__init__`
+            self._free(self.number)
 
 
 def _is_heard() -> bool:

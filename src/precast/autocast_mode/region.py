@@ -73,13 +73,13 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
 
     Args:
-        device_type: the device type of its tensors, as in `tensor.device.type`: "cuda", "cpu" ... dtype: the lower
-            precision, torch.bfloat16, torch.float16 or a name such as "bf16". None is the surrounding region's or,
-            outside of all regions, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
+        device_type: the device type of its tensors, as in `tensor.device.type`: "cuda", "cpu" ...
+        dtype: the lower precision, torch.bfloat16, torch.float16 or a name such as "bf16". None is the surrounding
+            region's or, outside of all regions, PyTorch's default: float16 on CUDA, bfloat16 on CPU.
         enabled: apply the policy. With False, operations inside a surrounding region run in full precision.
-            cache_enabled: cast weights once and keep them until the outermost region ends. None is the surrounding
-            setting. policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding
-            region's or, outside of all regions, the installed one, or else "default".
+        cache_enabled: cast weights once and keep them until the outermost region ends. None is the surrounding setting.
+        policy: a `Policy`, the name of a preset or the path of a policy file. None is the surrounding region's or,
+            outside of all regions, the installed one, or else "default".
 
     Raises:
         RegionError: an invalid device type or dtype; nothing has changed then.
@@ -159,7 +159,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             if entry.enter(entry.number, self, entry, record):
                 return
         if _torch.function_modes():
-            self._record_for_export(bound)
+            record_for_export(self._flags(), self.cache_enabled, bound)
         snapshot = EntrySnapshot.of(device, bound)
         previous = (
             device,
@@ -192,6 +192,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         """Return the state for a copy or a pickle, without the fast entry of this process."""
         return {name: value for name, value in vars(self).items() if name != "_fast_entry"}
 
+    @_torch.defers_signals
     @_torch.runs_uncompiled
     def __exit__(self, *exc_info: object) -> None:
         records: list[RegionRecord] = []  # gets the record before anything is changed
@@ -236,10 +237,6 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
 
     def _flags(self) -> tuple[str, torch.dtype, bool]:
         return self.device, self.fast_dtype, self.enabled
-
-    def _record_for_export(self, bound: BoundPolicy | None) -> None:
-        """Record this region in an export that runs the program, as PyTorch's regions do."""
-        record_for_export(self._flags(), self.cache_enabled, bound)
 
     def _region_for_trace(self) -> autocast:
         """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
@@ -392,6 +389,7 @@ class Regions(DecoratorRegion):
             raise
         return self
 
+    @_torch.defers_signals
     @_torch.never_compiled
     def __exit__(self, *exc_info: object) -> None:
         groups: list[RegionGroup] = []
