@@ -99,6 +99,15 @@ def test_of_memory_the_least_is_handed_out() -> None:
     assert "lean keeps 0.67 of the memory of default" in because
 
 
+def test_a_setup_that_needs_more_memory_is_called_worse() -> None:
+    kept = {"float32": 100, "default": 60, "tuned": 70, "lean": 60}
+    others = dict.fromkeys(["default", "tuned", "lean"], 1.0)
+    name, because = _best(others, objective="memory", kept=kept)
+    assert name == "default"
+    assert "tuned is worse than default: it keeps 1.17 of the memory of default" in because
+    assert "lean is no better than default: it keeps 1.00 of the memory of default" in because
+
+
 @pytest.mark.parametrize(
     ("case", "undecided"),
     [

@@ -69,8 +69,13 @@ class Judge:
         """Return a clause on how a setup compares at the objective, and True if it is better for certain."""
         if self.objective == "memory":
             mine, theirs = (self.proof.figures[each].kept_bytes for each in (name, against))
-            share = f"{self.task.words.needs} {mine / max(theirs, 1):.2f}"
-            return f"{name} {share} of the memory of {against}", mine < theirs
+            share = (
+                f"{self.task.words.needs} {mine / max(theirs, 1):.2f} of the memory of {against}"
+            )
+            if mine < theirs:
+                return f"{name} {share}", True
+            text = "is worse than" if mine > theirs else "is no better than"
+            return f"{name} {text} {against}: it {share}", False
         compared, tolerance = self.proof.comparison(name, against), self.proof.tolerance
         ratio = compared.ratio
         if not math.isfinite(ratio.high):
