@@ -109,6 +109,8 @@ class LowPrecisionWeights:
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
         self._narrowed = [weakref.ref(p) for p in parameters.values() if p.dtype is torch.float32]
         """Parameters that were float32."""
+        self._discarded: dict[int, Tensor] = {}
+        """Maps ``id`` of a parameter to the result of `pop_discarded`."""
         self._stops: list[Callable[[], None]] = []
         for parameter in parameters.values():
             self._store(optimizer, parameter)
@@ -240,7 +242,22 @@ class LowPrecisionWeights:
                 weight, rest = part_of(parameter.detach()), part_of(states[REST])
                 # An error may have been rounded up to half a spacing: so it is made smaller here.
                 total = weight.float() + rest.float() * (1.0 - 2.0**-7)
-                rest.masked_fill_(total.to(weight.dtype) != weight, 0.0)
+                unfit, size = total.to(weight.dtype) != weight, rest.abs()
+                lost = size * unfit
+                counts = (size > 0).sum(), (lost > 0).sum(), size.sum(), lost.sum()
+                self._discarded[id(parameter)] = torch.stack([each.double() for each in counts])
+                rest.masked_fill_(unfit, 0.0)
+
+    def pop_discarded(self, parameter: Tensor) -> Tensor | None:
+        """Return how much compensation the program's writes since the last step have discarded; None without a write.
+
+        The tensor has the numbers of rounding errors that are not zero and of those that were discarded, and the sums
+        of both.
+        """
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self.check_writes(optimizer)
+        return self._discarded.pop(id(parameter), None)
 
     def _complete(self, parameter: Tensor, states: dict[str, Any]) -> None:
         """Add the rounding error and the seed to the states of a parameter, if they are missing."""
@@ -477,13 +494,13 @@ def _gone() -> None:
 
 def _full_value(parameter: Tensor) -> Tensor | None:
     """Return the float32 value of a weight that learns by rounding, and None for another one."""
-    owners = (weights for weights in active if weights.stores(parameter))
-    return next((weights.full_value(parameter) for weights in owners), None)
+    weights = learns_by_rounding(parameter)
+    return None if weights is None else weights.full_value(parameter)
 
 
-def learns_by_rounding(parameter: Tensor) -> bool:
-    """Return True if a weight is stored in bfloat16 alone, and still learns from small updates."""
-    return any(weights.stores(parameter) for weights in active)
+def learns_by_rounding(parameter: Tensor) -> LowPrecisionWeights | None:
+    """Return the weights of which one is stored in bfloat16 alone, and still learns from small updates."""
+    return next((weights for weights in active if weights.stores(parameter)), None)
 
 
 def is_distributed() -> bool:

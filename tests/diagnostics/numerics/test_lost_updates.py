@@ -119,6 +119,23 @@ def test_of_float32_and_of_what_learns_by_rounding_nothing_is_lost() -> None:
     assert entry["updates_rounded_away"] == [0.0]
 
 
+def test_compensation_that_a_write_discards_is_lost() -> None:
+    """A write that changes nothing discards none; one that moves half of the values, that of these."""
+    model = Weight(torch.ones(NUMBERS, dtype=BF16))
+    optimizer = SGD(model.parameters(), lr=1e-4)
+    precast.optim.bfloat16_weights(model, optimizer)
+    gradient = torch.ones(NUMBERS, dtype=BF16)
+    stepped(model, optimizer, gradient)
+    with torch.no_grad():
+        model.weight.clamp_(max=2)
+    assert stepped(model, optimizer, gradient)["updates_rounded_away"] == [0.0]
+    with torch.no_grad():
+        model.weight[: NUMBERS // 2] = 1e-3
+    entry = stepped(model, optimizer, gradient)
+    assert entry["updates_rounded_away"] == entry["updates_lost"] == [0.5]
+    assert stepped(model, optimizer, gradient)["updates_rounded_away"] == [0.0]
+
+
 def test_a_fused_step_under_a_scaler_is_looked_at_without_the_scale() -> None:
     """Scaled by 1024 the updates would be large enough; they are not."""
     model = Weight(torch.ones(NUMBERS))

@@ -4,8 +4,9 @@ Invariants:
 
 - the optimizer's own step defines the exact new values: it runs once more in float32, on copies of the parameter, its
   gradient and its states, before the real step, which it does not change;
-- float32 parameters, and weights that learn by rounding (`precast.optim`), lose nothing, which is reported without a
-  computation. For optimizers that are not PyTorch's, and for tensor subclasses, the loss is unknown;
+- float32 parameters lose nothing, which is reported without a computation. Weights that learn by rounding
+  (`precast.optim`) lose the compensation that writes of the program discard. For optimizers that are not PyTorch's, and
+  for tensor subclasses, the loss is unknown;
 - nothing waits for the device until `read`, except the search for averages.
 """
 
@@ -84,6 +85,11 @@ class LostUpdates:
         """Compute the exact values of the next step; `names` has the watched parameters by ``id``."""
         trained = [p for g in optimizer.param_groups for p in g["params"] if id(p) in names]
         self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(p))
+        for parameter in trained:
+            weights = learns_by_rounding(parameter)
+            discarded = None if weights is None else weights.pop_discarded(parameter)
+            if discarded is not None:
+                self.sums[names[id(parameter)]] = discarded[[0, 1, 2, 3, 1]]
         if not treats_each_parameter_by_itself(optimizer) or isinstance(optimizer, LBFGS):
             return
         scale = getattr(optimizer, "grad_scale", None)
@@ -136,7 +142,8 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _loses_nothing(parameter: Tensor) -> bool:
-    return parameter.dtype in (torch.float32, torch.float64) or learns_by_rounding(parameter)
+    is_wide = parameter.dtype in (torch.float32, torch.float64)
+    return is_wide or learns_by_rounding(parameter) is not None
 
 
 def _may_lose(parameter: Tensor) -> bool:
