@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import precast
+from precast.errors import BannedOperationError
 from precast.weights.float8 import formats
 from precast.weights.float8.formats import Recipe, Scaling
 from precast.weights.float8.linear import linear
@@ -141,8 +143,24 @@ def test_a_gradient_of_a_gradient_is_an_error(recipe: Recipe) -> None:
     x, w, _ = operands(9, 40, 24, torch.bfloat16)
     result = linear(x.requires_grad_(), w, recipe, ProductMethod.EMULATED)
     (gradient,) = torch.autograd.grad(result.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match=rf"operand of shape \(24, 40\) .* '{recipe.rule}'"):
         gradient.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:float8 is emulated")
+def test_the_error_of_a_second_derivative_names_rule_and_weight() -> None:
+    """Also where the gradient depends on the weight alone, for which PyTorch returns none without an error."""
+    policy = precast.Policy.load("default").replace(ops={"linear": "float8_rowwise"})
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 16)), nn.Tanh())
+    x = torch.randn(4, 32, requires_grad=True)
+    with precast.autocast("cpu", policy=policy):
+        result = model[0](x)
+    (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    match = (
+        r"second derivative of the product with '0\.0\.weight' of Sequential .* 'float8_rowwise'"
+    )
+    with pytest.raises(BannedOperationError, match=match):
+        torch.autograd.grad(gradient.sum(), model[0][0].weight)
 
 
 @pytest.mark.parametrize("recipe", [formats.BY_TENSOR, formats.POWERS_OF_TWO])

@@ -84,6 +84,15 @@ class Recipe:
     without_negative_zero: bool = False
 
     @property
+    def rule(self) -> str:
+        """The name of the rule that computes with this recipe."""
+        if self.exact_weight_gradient:
+            return "float8_hp_grad"
+        if self.by_row:
+            return "float8_rowwise"
+        return "float8_pow2" if self.powers_of_two else "float8"
+
+    @property
     def input(self) -> Scaling:
         """Scaling of `x` (m, k) in `x @ w.T`."""
         return self._scaling(E4M3, -1)

@@ -11,19 +11,22 @@ Invariants:
 - all three results have the 16-bit dtype of `x`; autograd converts the gradient of a float32 `w` to float32;
 - an operand that backward needs with the same scales as forward is saved in 8 bits. If backward scales along another
   dimension, the operand itself is saved and quantised in backward;
-- a second derivative raises an error, because rounding to 8 bits has no useful derivative;
+- a second derivative raises an error that names rule and weight, because rounding to 8 bits has no useful derivative;
 - autocast is off inside, also in a backward pass that runs within a region.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from precast import _torch
+from precast.errors import BannedOperationError
 from precast.weights.float8.formats import Recipe, Scaling
 from precast.weights.float8.product import multiply
 from precast.weights.float8.quantise import Quantised, quantise
@@ -92,7 +95,7 @@ class _ProductFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, options: _ProductOptions) -> Tensor:
         recipe, method, held = options
-        ctx.recipe, ctx.method = recipe, method
+        ctx.recipe, ctx.method, ctx.weight = recipe, method, weakref.ref(w)
         ctx.on_gradient = None if held is None else held.on_gradient
         input_ = quantise(x, recipe.input)
         weight = quantise(w, recipe.weight) if held is None else held.forward
@@ -110,15 +113,59 @@ class _ProductFunction(torch.autograd.Function):
         return multiply(input_, weight.t(), x.dtype, method, fast=True)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse_x, w, inverse_w = ctx.saved_tensors
-        with _torch.AutocastOff(gradient.device.type)():
+        with torch.no_grad(), _torch.AutocastOff(gradient.device.type)():
             grad_x = _grad_of_x(ctx, gradient, w, inverse_w) if ctx.needs_input_grad[0] else None
             grad_w = _grad_of_w(ctx, gradient, x, inverse_x) if ctx.needs_input_grad[1] else None
         if grad_w is not None and ctx.on_gradient is not None:
             ctx.on_gradient()
+        if torch.is_grad_enabled():  # the caller may differentiate the gradients
+            grad_x, grad_w = (_underivable(ctx, each) for each in (grad_x, grad_w))
         return grad_x, grad_w, None
+
+
+def _underivable(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return None
+    weight, leaf = ctx.weight(), gradient.new_empty(0, requires_grad=True)
+    result: Tensor = _Underivable.apply(gradient, weight, leaf, ctx.recipe.rule, ctx.weight)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Underivable(torch.autograd.Function):
+    """A gradient that was computed in 8 bits. It depends on the weight too, but has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Tensor, _weight: Tensor | None, _leaf: Tensor, rule: str, weight: Any
+    ) -> Tensor:
+        ctx.rule, ctx.weight = rule, weight
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        raise BannedOperationError(
+            f"a second derivative of {_description(ctx.weight())} was requested, and its rule is '{ctx.rule}': "
+            "rounding to 8 bits has no derivative. Give the module the rule 'lower' or 'fp32' in the policy."
+        )
+
+
+def _description(weight: Tensor | None) -> str:
+    """Return the name of a weight in its largest module, with the module's class; its shape if no module has it."""
+    if weight is None:
+        return "a product"
+    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
+    names = [
+        (name, type(module).__name__)
+        for module in modules
+        for name, parameter in module.named_parameters()
+        if parameter is weight
+    ]
+    if not names:
+        return f"a product with an operand of shape {tuple(weight.shape)}"
+    name, kind = max(names, key=lambda each: len(each[0]))
+    return f"the product with {name!r} of {kind}"
 
 
 def _saved_tensors(operand: Tensor, quantised: Quantised | None) -> tuple[Tensor, Tensor | None]:
