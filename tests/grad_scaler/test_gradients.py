@@ -13,9 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
 
+from precast._torch import fused_sgd_writes
 from precast.errors import PrecastWarning, ScalerError
 from precast.grad_scaler.next_scale import FIRST, SMALLER_ROOM, fitting
+from precast.grad_scaler.optimizers import _warn_of_fused_sgd
 from precast.grad_scaler.scaler import GradScaler
 from tests.support.scaling import bits, make_parameter, sgd, started
 
@@ -542,3 +545,46 @@ def test_the_norm_of_finite_gradients_in_16_bits_does_not_overflow(
     torch.testing.assert_close(
         clipped, exact * (4096 / expected), rtol=3 * torch.finfo(dtype).eps, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW, Adagrad])
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (lambda t: t.mT.contiguous().mT, (40, 64)),
+        (lambda t: t.contiguous(memory_format=torch.channels_last), (8, 4, 5, 6)),
+        (lambda t: torch.cat([t, t], 1)[:, : t.shape[1]], (40, 64)),
+    ],
+    ids=["transposed", "channels last", "part"],
+)
+def test_a_fused_step_takes_gradients_in_another_layout(
+    optimizer: Any, layout: Any, shape: tuple[int, ...]
+) -> None:
+    """PyTorch's fused kernels on the CPU ignore the layout, and read memory of others (2.13)."""
+    results = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(shape))
+        scaler = GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(parameter.sum()).backward()
+        parameter.grad = layout(torch.randn(shape) * 1024)
+        scaler.step(optimizer([parameter], lr=0.1, fused=fused))
+        scaler.update()
+        results.append(parameter.detach())
+    assert torch.allclose(*results, atol=1e-6)  # the kernels round differently
+
+
+def test_a_fused_sgd_step_of_16_bit_parameters_warns_once() -> None:
+    """PyTorch's kernel on the CPU leaves most of them unchanged (2.13)."""
+    _warn_of_fused_sgd.cache_clear()
+    parameter = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+    optimizer = SGD([parameter], lr=1.0, fused=True)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for warns in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.scale(parameter.float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        says_so = any("with fused=False" in str(each.message) for each in caught)
+        assert says_so is (warns and not fused_sgd_writes(torch.bfloat16))

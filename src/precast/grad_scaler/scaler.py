@@ -42,7 +42,12 @@ from precast.grad_scaler.display import card
 from precast.grad_scaler.gradients import FoundInf
 from precast.grad_scaler.memory import moved
 from precast.grad_scaler.optimizer_state import OptimizerState, PerOptimizerStates
-from precast.grad_scaler.optimizers import step_given_scaler, takes_scaler, temporary_attributes
+from precast.grad_scaler.optimizers import (
+    prepare_fused_step,
+    step_given_scaler,
+    takes_scaler,
+    temporary_attributes,
+)
 from precast.grad_scaler.outputs import map_losses
 from precast.grad_scaler.settings import OnDiagnosis
 from precast.grad_scaler.step_history import StepHistory
@@ -491,6 +496,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         if takes_scaler(optimizer):
             result = step_given_scaler(self, optimizer, args, kwargs)
             return result, gradients.found_inf_so_far(scale, state.found_inf)
+        prepare_fused_step(optimizer)
         grad_scale = getattr(optimizer, "grad_scale", None)  # the user's own divisor
         if state.stage is OptState.READY:
             self._check_inf_per_device(optimizer)
