@@ -340,3 +340,21 @@ def test_an_operation_that_is_promoted_is_written_once(dtype: torch.dtype) -> No
     with precast.autocast("cpu", torch.bfloat16):
         expected = _Solves()(a, b)
     assert torch.equal(program.module()(a, b), expected)
+
+
+def test_export_names_an_operator_of_another_package() -> None:
+    """Such a program is saved, and does not load in a process that has not imported the package."""
+
+    @torch.library.custom_op("elsewhere::double", mutates_args=())
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.register_fake(torch.empty_like)
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return double(x) + 1
+
+    with pytest.warns(PrecastWarning, match="calls elsewhere::double, which PyTorch does not have"):
+        program = precast.export(Doubles().eval(), (X,))
+    assert torch.equal(program.module()(X), X * 2 + 1)

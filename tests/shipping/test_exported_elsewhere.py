@@ -315,12 +315,23 @@ def test_weights_lie_beside_a_file_that_would_be_too_large(
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def test_onnxruntime_computes_what_the_program_does(tmp_path: Path) -> None:
+ON_ONNXRUNTIME: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "layers": (
+        nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)),
+        (3, 8),
+    ),
+    "3-d convolution without bias": (nn.Conv3d(2, 3, 3, bias=False), (1, 2, 5, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", ON_ONNXRUNTIME)
+def test_onnxruntime_computes_what_the_program_does(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     onnxruntime = pytest.importorskip("onnxruntime")
     torch.manual_seed(0)
-    x, path = torch.randn(3, 8), tmp_path / "model.onnx"
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    model, shape = ON_ONNXRUNTIME[name]
+    x, path = torch.randn(shape), tmp_path / "model.onnx"
+    model = model.eval()
     program = precast.export(model, (x,), dtype=torch.float16)
     write_onnx(program, path)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

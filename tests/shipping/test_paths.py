@@ -35,6 +35,10 @@ def product(weight: Tensor) -> Tensor:
     return F.linear(torch.linspace(-1, 1, WIDTH), weight)
 
 
+def low_ones(weight: Tensor) -> Tensor:
+    return torch.ones(weight.shape, dtype=torch.get_autocast_dtype("cpu"))
+
+
 READS: dict[str, Callable[[Tensor], Any]] = {
     "float": lambda w: w.float().norm(),
     "to float32": lambda w: w.to(torch.float32).norm(),
@@ -64,6 +68,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "clone": lambda w: w.clone().norm(),
     "norm": lambda w: w.norm(),
     "sum of two": lambda w: torch.stack([w, w]).sum(),
+    "sum in 16 bits": lambda w: (w.to(torch.get_autocast_dtype("cpu")) + low_ones(w)).sum(),
     "times": lambda w: (w * 3).sum(),
     "deepcopy": lambda w: copy.deepcopy(w).norm(),
     "iteration": lambda w: sum(row.float().norm() for row in w),

@@ -43,6 +43,10 @@ from precast.shipping.observed_weights import unchanged_buffers
 
 __all__ = ["export"]
 
+_NAMESPACES = ("aten", "prim", "prims", "quantized", "sparse", "mkldnn", "onednn", "inductor", "profiler", "streams",
+               "export", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
+               "symm_mem")  # fmt: skip
+"""The namespaces of operators that PyTorch registers (2.13)."""
 _FAKE_CONSTANT = (
     "torch.export cannot record the model, because it treats a tensor without values as a constant: usually a "
     f"tensor's `.data`. {cures.EXPORT_DETACH.text}"
@@ -109,6 +113,7 @@ def export(
         with _in_region(model, state), naming_policies(), fake_as_real():
             with _unfused_in_process() if strict else contextlib.nullcontext():
                 recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
+        _warn_of_other_packages(recorded)
         with disable():
             program: torch.export.ExportedProgram = _with_policy(recorded, state)
         if check:
@@ -230,6 +235,25 @@ def _check_constants(program: torch.export.ExportedProgram) -> None:
     """Raise an error for a program that cannot run: `torch.export(strict=True)` can return one (2.13)."""
     if any(map(_torch.is_fake, program.constants.values())):
         raise ExportError(_FAKE_CONSTANT)
+
+
+def _warn_of_other_packages(program: torch.export.ExportedProgram) -> None:
+    """Warn about operators that PyTorch does not have: a process that loads the program needs their package."""
+    operators = {
+        _torch.schema_of(node.target).name
+        for module in program.graph_module.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, _torch.OpOverload)
+    }
+    missing = sorted(name for name in operators if name.partition("::")[0] not in _NAMESPACES)
+    if missing:
+        warnings.warn(
+            f"the exported program calls {', '.join(missing)}, which PyTorch does not have: a process that loads it "
+            "must first import the package that registers this operator",
+            PrecastWarning,
+            stacklevel=3,
+        )
 
 
 def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> Any:

@@ -87,6 +87,8 @@ def _for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
             _widen_norm(module.graph, node, signature)
         elif node.target in _SPLITS:
             _slice(module.graph, node)
+        elif node.target is torch.ops.aten.conv3d.default:
+            _add_bias(module.graph, node)
     module.recompile()
     return _torch.updated_program(  # type: ignore[no-any-return]
         program, graph_module=module, graph_signature=signature
@@ -139,6 +141,23 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(user)
         part.name = name
     graph.erase_node(node)
+
+
+def _add_bias(graph: fx.Graph, node: fx.Node) -> None:
+    """Give a 3-d convolution without bias one of zeros: the one that onnxscript writes has a wrong shape (0.7)."""
+    source, weight, *rest = node.args
+    if any(rest[:1]) or node.kwargs.get("bias") is not None:
+        return
+    assert isinstance(weight, fx.Node)
+    value = value_of(weight)
+    with graph.inserting_before(node):
+        bias = graph.call_function(
+            torch.ops.aten.zeros.default,
+            ([value.shape[0]],),
+            {"dtype": value.dtype, "device": value.device},
+        )
+    bias.meta["val"] = value.new_zeros(value.shape[0])
+    node.args = (source, weight, bias, *rest[1:])
 
 
 def _floating(node: fx.Node) -> set[torch.dtype]:
