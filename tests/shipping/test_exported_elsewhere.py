@@ -218,14 +218,6 @@ def test_results_of_another_kind_are_named(result: list[torch.Tensor], words: st
     assert re.search(words, found)
 
 
-def test_a_model_without_values_is_not_compared(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model, x = nn.Linear(2, 2), torch.empty(1, 2)
-    program = precast.export(model, (x,))
-    found = check_file(program, tmp_path / "model.pt2", "program", (x,), {})
-    assert found.to_dict()["checked"] is False
-
-
 def test_onnx_without_its_packages_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

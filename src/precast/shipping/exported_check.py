@@ -67,9 +67,6 @@ def check_file(
     kwargs: dict[str, Any],
 ) -> FileCheck:
     """Run a file ("program", "aoti" or "onnx") on the example, and compare its results with those of its program."""
-    stored = [*program.state_dict.values(), *program.constants.values()]
-    if any(tensor.device.type == "meta" for tensor in tensors_in([stored, args, kwargs])):
-        return FileCheck(None, "the model or its example has no values, being on the meta device")
     if kind == "onnx" and find_spec("onnxruntime") is None:
         return FileCheck(None, "onnxruntime is not installed (pip install onnxruntime)")
     runtime, run = _RUNTIMES[kind]
