@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.running.test_run import RUN, Done, assert_alike, both, ended, start, write
+from tests.running.test_run import RUN, assert_alike, both, ended, start, write
 
 TRAIN = """
 import os, sys
@@ -158,42 +157,6 @@ def test_a_program_that_fails_in_its_first_step_is_not_said_to_have_called_no_mo
     assert "no module" not in text
 
 
-def test_an_overflow_is_in_the_document_with_its_first_module(tmp_path: Path) -> None:
-    write(
-        tmp_path,
-        """
-        import torch
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), 0.001)
-        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        for step in range(6):
-            with torch.autocast("cpu", torch.float16):
-                if step == 4:
-                    with torch.no_grad():
-                        before = model[1].weight.clone()
-                        model[1].weight.fill_(60000.0)
-                loss = model(torch.ones(3, 4)).square().mean()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if step == 4:
-                with torch.no_grad():
-                    model[1].weight.copy_(before)
-            optimizer.zero_grad()
-        """,
-    )
-    asked = [*RUN, "--health", "--json", "out.json", "program.py"]
-    run = ended(start(asked, tmp_path), tmp_path)
-    assert run.code == 0, run.stderr
-    assert [step["skipped"] for step in run.document["steps"]] == [i == 4 for i in range(6)]
-    first = run.document["steps"][4]["first"]
-    assert (first["step"], first["kind"], first["name"]) == (4, "output", "1")
-    assert all(step["first"] is None for step in run.document["steps"] if step["step"] != 4)
-    assert run.document["health"]["first"]["name"] == "1"
-    assert "1 step was skipped, the first was step 4" in " ".join(x.strip() for x in run.ours)
-
-
 FAILS = """
 import torch
 
@@ -297,58 +260,6 @@ def test_compiled_scripted_traced_and_exported_models_are_what_they_are(tmp_path
     assert_alike(plain, run)
     assert run.document["run"]["steps"] == 4
     assert run.document["counts"][0]["calls"] == 12  # three layers in four steps
-
-
-COUNTED = """
-import contextlib, json, os, sys
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from tests.diagnostics.tracing.test_trace import Casts
-
-@contextlib.contextmanager
-def counted():
-    casts, ends = Casts(), []
-    register_optimizer_step_post_hook(lambda *_: ends.append((casts.number, casts.bytes)))
-    with casts:
-        yield
-    with open("ends.json", "w") as file:
-        json.dump(ends, file)
-"""
-
-
-def counted_program(folder: Path, text: str) -> None:
-    """A program that counts its casts itself, up to the end of each step of an optimizer."""
-    write(folder, COUNTED + textwrap.dedent(text))
-
-
-def assert_counted(done: Done, steps: tuple[int, int]) -> None:
-    """Whether the document's casts in these steps are what the program counted."""
-    assert done.code == 0, done.stderr
-    begin, end = steps
-    document, trace = done.document, done.document["trace"]
-    ends = json.loads((done.folder / "ends.json").read_text())
-    assert document["run"]["steps"] == len(ends) > end
-    assert document["run"]["traced"] == [begin, end]
-    number, size = (
-        after - before for before, after in zip(ends[begin - 1], ends[end - 1], strict=True)
-    )
-    assert number > 0
-    assert (trace["totals"]["casts"], trace["totals"]["cast_bytes"]) == (number, size)
-    assert sum(flow["casts"] for flow in trace["flow"]) == number
-    assert sum(row["casts"] for row in trace["rows"]) == number
-
-
-def test_the_casts_of_the_demo_are_counted_right(tmp_path: Path) -> None:
-    counted_program(
-        tmp_path,
-        """
-        from precast.cli.main import main
-        with counted():
-            main(["demo", "--size", "16", "--steps", "12", "--device", "cpu"], standalone_mode=False)
-        """,
-    )
-    command = [*RUN, "--steps", "4:9", "--json", "out.json", "program.py"]
-    process = start(command, tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
-    assert_counted(ended(process, tmp_path), (4, 9))
 
 
 def test_ranks_write_a_report_each_and_one_together(tmp_path: Path) -> None:
@@ -469,36 +380,3 @@ def test_a_scaler_of_precasts_that_the_program_names_stops_it_as_alone(tmp_path:
     assert run.theirs[-1].startswith("precast.errors.BrokenModelError: ")
     [diagnosis] = run.document["diagnoses"]
     assert diagnosis["step"] == len(plain.stdout.splitlines())
-
-
-OVERFLOW = Path(__file__).parents[2] / "examples" / "overflow.py"
-
-
-def test_the_rule_that_the_report_advises_holds_under_run(tmp_path: Path) -> None:
-    run = ended(start([*RUN, "--health", "--json", "out.json", str(OVERFLOW)], tmp_path), tmp_path)
-    assert [step["step"] for step in run.document["steps"] if step["skipped"]] == [41]
-    assert "module_rules" not in run.document["run"]
-    module = run.document["steps"][41]["first"]["name"]
-    for name, lost in ((module, 0), ("blocks.2.mpl.2", 1)):
-        rules = f'base = "torch"\n[modules]\n"{name}" = "fp32"\n'
-        write(tmp_path, rules, "rules.toml")
-        asked = [*RUN, "--policy", "rules.toml", "--health", "--json", "out.json", str(OVERFLOW)]
-        run = ended(start(asked, tmp_path), tmp_path)
-        assert run.document["run"]["skipped"] == lost
-        became = run.document["run"]["module_rules"]
-        assert became["models"] == {"Decoder": 1 - lost}
-        said = " ".join(line.strip() for line in run.ours)
-        if lost:
-            [problem] = became["problems"]
-            assert problem in " ".join(run.document["summary"]["problems"])
-            assert (
-                "'blocks.2.mpl.2' matches no module of the model; did you mean blocks.2.mlp.2"
-                in said
-            )
-        else:
-            assert became["problems"] == []
-            kinds = {finding["kind"] for finding in run.document["findings"]}
-            assert kinds <= {"float32-spread"}  # the float32 residual stream, which is no mistake
-            assert {
-                row["module_rule"] for row in run.document["trace"]["rows"] if row["module"] == name
-            } == {f"{name} = fp32", None}
