@@ -1,4 +1,4 @@
-"""What items of tables, loops, configurations, parsed arguments and base classes of a file are."""
+"""Parameters, items of tables, loops, configurations, parsed arguments and base classes of a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ def looked_at(text: str) -> tuple[Source, Node]:
     return source, call.args[0].value
 
 
+FUNCTION = "def f(x, s, *, k=None):\n    look(s)\n"
 KNOWN = (
+    FUNCTION + f"f(1, {MADE})",
+    FUNCTION + f"f(1, s={MADE}, k=2)",
+    FUNCTION + "made = torch.GradScaler()\nf(1, made)\nf(2, made)",
+    FUNCTION + f"def g(t):\n    f(1, t)\ng({MADE})",
+    f"class A:\n    def a(self, s):\n        look(s)\n    def b(self):\n        self.a({MADE})",
+    "class A:\n    def __init__(self, s):\n        self.s = s\n    def b(self):\n        look(self.s)\n"
+    f"A({MADE})",
+    "@torch.no_grad()\n" + FUNCTION + f"f(1, {MADE})",
     f"for s in ({MADE}, {MADE}):\n    look(s)",
     f"made = [{MADE} for _ in range(3)]\nfor i, s in enumerate(made):\n    look(s)",
     f"made = []\nmade.append({MADE})\nfor s in made:\n    look(s)",
@@ -46,6 +55,12 @@ KNOWN = (
     f"def make():\n    return {{'s': {MADE}, 'n': 1}}\ndef f(t):\n    look(t['s'])\nf(make())",
 )
 UNKNOWN = (
+    FUNCTION,
+    FUNCTION + f"f(1, {MADE})\nf(2, other)",
+    FUNCTION + f"f(1, {MADE})\nrun(f)",
+    FUNCTION + f"f(*rest)\nf(1, {MADE})",
+    "@wrapped\n" + FUNCTION + f"f(1, {MADE})",
+    "def f(s):\n    g(s)\n    look(s)\ndef g(s):\n    f(s)\n",
     f"def make():\n    if x:\n        return 1, {MADE}\n    return two\na, s = make()\nlook(s)",
     f"class A:\n    @wrapped\n    def f(self, s):\n        look(s)\n    def g(self):\n        self.f({MADE})",
     f"for s in ({MADE}, other):\n    look(s)",

@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from precast_lint.checking.engine import check, fix
-from precast_lint.editing.edits import apply_parsing, compatible
-from precast_lint.model import Applicability
 from precast_lint.parsing.text import decode
 from precast_lint.selecting.registry import all_rules
 from precast_lint.selecting.settings import LintSettings
@@ -90,27 +88,3 @@ def test_fixes_are_final_exact_and_parse(data: bytes, unsafe: bool) -> None:
         assert after.findings == before.findings
     if b"\r\n" in data:
         assert after.text.data.count(b"\n") == after.text.data.count(b"\r\n")
-
-
-@given(formatted())
-def test_lines_that_no_edit_touches_stay(data: bytes) -> None:
-    """In each pass: a fix may give another rule reason to change a line that the first pass left alone."""
-    settings = LintSettings(codes=frozenset(all_rules()), unsafe_fixes=True)
-    text = decode(data)
-    while True:
-        found = [f.fix for f in check(text, "example.py", settings).findings if f.fix]
-        wanted = compatible(one for one in found if one.applicability is not Applicability.NONE)
-        after, applied = apply_parsing(text.data, wanted)
-        touched = {
-            row
-            for one in applied
-            for edit in one.edits
-            for row in range(text.position(edit.start)[0], text.position(edit.end)[0] + 1)
-        }
-        left = iter(after.splitlines())
-        for row, line in enumerate(text.data.splitlines(), 1):
-            assert row in touched or line in left, line  # in the same order
-        if after == text.data:
-            break
-        text = text.replaced(after)
-    assert fix(decode(data), "example.py", settings).text.data == text.data
