@@ -109,14 +109,6 @@ def test_a_loop_has_the_bits_of_accelerates_own(
     assert any(told) == (precision == "fp16")
 
 
-def test_a_fused_optimizer_has_the_bits_of_accelerates_own() -> None:
-    runs = []
-    for start in (with_torchs_policy, without):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        runs.append(train(accelerator("fp16"), start=start, before=True, fused=True))
-    assert differences(*runs) == []
-
-
 def test_the_scaler_is_precasts_under_every_reference_while_it_is_in_use() -> None:
     made = accelerator("fp16")
     scaler = made.scaler

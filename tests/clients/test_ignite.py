@@ -24,11 +24,9 @@ from tests.integrations.test_tensorboard import Writer
 
 ignite = pytest.importorskip("ignite", reason="`make test-clients` runs these tests")
 
-from ignite.engine import Engine, Events, create_supervised_evaluator  # noqa: E402
-from ignite.engine import supervised_training_step as ignites_step  # noqa: E402
+from ignite.engine import Engine, Events  # noqa: E402
 from ignite.engine import supervised_training_step_amp as ignites_amp_step  # noqa: E402
 from ignite.handlers import Checkpoint, DiskSaver  # noqa: E402
-from ignite.metrics import MeanSquaredError  # noqa: E402
 
 from precast.integrations.ignite import ScalerMetrics, supervised_training_step  # noqa: E402
 
@@ -112,19 +110,6 @@ def test_an_update_has_the_bits_of_torchs_own_loop(
     assert float(theirs["output scale"]) == (2.0**8 if dtype is torch.float16 else 1.0)
 
 
-def test_a_region_that_is_off_has_the_bits_of_ignites_own_update() -> None:
-    region = precast.autocast("cpu", enabled=False)
-    found = []
-    for make in (
-        lambda m, o: supervised_training_step(m, o, F.mse_loss, region),
-        lambda m, o: ignites_step(m, o, F.mse_loss),
-    ):
-        model = net()
-        state = Engine(make(model, adam(model))).run(batches())
-        found.append(outcome(model, [state.output]))
-    assert differences(*found) == []
-
-
 def test_the_model_may_be_called_and_its_output_transformed_in_any_way() -> None:
     model = net()
     seen: list[Any] = []
@@ -153,21 +138,6 @@ def test_ignites_own_update_takes_precasts_scaler() -> None:
     with pytest.warns(UserWarning, match="CUDA is not available"):
         trainer.run(batches(BROKEN))
     assert (scaler.counters.steps, scaler.counters.skipped) == (BATCHES, 1)
-
-
-def test_an_evaluator_runs_in_a_region() -> None:
-    seen: list[torch.dtype] = []
-
-    @precast.autocast("cpu", policy="default")
-    def called(model: nn.Module, x: Tensor) -> Tensor:
-        output: Tensor = model(x)
-        seen.append(output.dtype)
-        return output
-
-    metrics = {"error": MeanSquaredError(output_transform=lambda o: (o[0].float(), o[1]))}
-    state = create_supervised_evaluator(net(), metrics, model_fn=called).run(batches())
-    assert set(seen) == {torch.bfloat16}
-    assert state.metrics["error"] > 0
 
 
 def test_a_checkpoint_holds_the_scaler(tmp_path: Path) -> None:

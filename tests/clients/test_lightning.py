@@ -160,12 +160,6 @@ def test_a_run_of_the_trainer_has_the_bits_of_lightnings_own(
     assert len(theirs) > 20
 
 
-def test_a_fused_optimizer_has_the_bits_of_lightnings_own() -> None:
-    plugins = Precast("16-mixed", policy="torch"), TrainersOwn("16-mixed", "cpu")
-    ours, theirs = (found(plugin, fit(plugin, made={"fused": True})) for plugin in plugins)
-    assert differences(ours, theirs) == []
-
-
 def run_fabric(plugin: Any, clip: dict[str, Any]) -> Outcome:
     torch.manual_seed(0)
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
@@ -193,26 +187,6 @@ def test_a_run_of_fabric_in_float16_has_the_bits_of_lightnings_own(clip: dict[st
     skipped = {name for name in ours if name.startswith("gradient")} if clip else set()
     assert set(differences(ours, theirs)) <= skipped - {"loss 5"}
     assert ours["output scale"] == 2.0**15
-
-
-def test_a_run_of_fabric_in_bfloat16_has_the_bits_of_lightnings_own() -> None:
-    def run(plugin: Any) -> Outcome:
-        torch.manual_seed(0)
-        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-        bare = Module()
-        model, optimizer = fabric.setup(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2))
-        losses = []
-        for rows in fabric.setup_dataloaders(loader()):
-            optimizer.zero_grad()
-            loss = model(rows).square().mean()
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            optimizer.step()
-            losses.append(loss.detach())
-        return outcome(bare, losses)
-
-    ours, theirs = run(Precast("bf16-mixed", policy="torch")), run(FabricsOwn("bf16-mixed", "cpu"))
-    assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -482,27 +456,6 @@ def test_events_name_parameters_as_the_model_does_and_tensorboard_gets_them() ->
     assert [bool(event.skipped) for event in steps] == [False, True, False, False, False, False]
     assert [step for name, _, step in writer.scalars if name == "scaler/scale"] == list(range(6))
     assert "first.weight" in dict(entry[:2] for entry in writer.texts)["scaler/optimizer 0/skipped"]
-
-
-def test_a_monitor_sees_a_run() -> None:
-    torch.manual_seed(0)
-    model = Module(overflows=1)
-    with precast.monitor(model) as monitor:
-        trainer(Precast("16-mixed")).fit(model, loader(), loader())
-    assert monitor.steps == ROWS // 2
-    assert (monitor.first.step, monitor.first.kind) == (1, "gradient")
-
-
-def test_a_broken_model_ends_a_run() -> None:
-    class Broken(Module):
-        def training_step(self, rows: Tensor, index: int) -> Tensor:
-            return super().training_step(rows, index) * math.nan
-
-    scaler = precast.GradScaler("cpu", max_nonfinite_losses=1)
-    plugin = Precast("16-mixed", scaler=scaler)
-    with pytest.raises(precast.errors.BrokenModelError, match="not finite"):
-        fit(plugin, Broken)
-    assert plugin.attachments == []
 
 
 def test_a_plugin_can_be_sent_to_another_process() -> None:
