@@ -187,16 +187,6 @@ def test_ten_thousand_rows_are_in_the_file_and_a_page_of_them_in_the_document(
     assert ask(browser, pages) is True
 
 
-def test_pages_are_turned_to_the_last(opened: Opened) -> None:
-    browser = opened(with_rows(60))
-    seen = column(browser, "rows", "Source")
-    turn = "document.querySelector('[data-table=rows] .pages button:last-of-type')"
-    while not ask(browser, f"{turn}.disabled"):
-        browser.execute_script(f"{turn}.click()")
-        seen += column(browser, "rows", "Source")
-    assert len(seen) == 60
-
-
 def test_a_row_tells_its_reason_by_keyboard(opened: Opened) -> None:
     browser = opened(document())
     browser.execute_script("document.querySelector('[data-table=rows] tbody button').focus()")
@@ -301,19 +291,6 @@ def test_what_is_not_known_of_an_offender_is_not_called_infinite(opened: Opened)
     assert "1 not finite" not in text
 
 
-def test_what_is_of_the_step_and_what_of_the_run_is_said(opened: Opened) -> None:
-    made: Any = document(layers=1)
-    for tensor in made["health"]["modules"]:
-        tensor["nan"][-1] = tensor["elements"][-1]
-        tensor["maximum"][-1] = tensor["rms"][-1] = 0.0
-    browser = opened(made)
-    assert set(column(browser, "health", "Largest finite")) == {"-"}
-    caption = browser.find_element("css selector", "[data-table=health] caption").text
-    assert "the last four columns are of all watched steps" in caption
-    searches = browser.find_elements("css selector", "#exponents input[type=search]")
-    assert [each.is_displayed() for each in searches].count(True) == 1
-
-
 def test_the_flow_is_that_of_the_document(opened: Opened) -> None:
     made = document()
     browser = opened(made)
@@ -350,17 +327,6 @@ def test_a_short_run_has_whole_steps_and_all_its_losses(count: int, opened: Open
         f"{chart}.querySelectorAll('.scatterlayer .trace')[0].querySelectorAll('.point').length",
     )
     assert points == count
-
-
-def test_modules_whose_numbers_are_all_nan_have_their_line(opened: Opened) -> None:
-    made = document(layers=1)
-    for module in made["health"]["modules"]:
-        module["histogram"]["counts"] = [[0 for _ in row] for row in module["histogram"]["counts"]]
-    browser = opened(made)
-    chart = "document.querySelector('[data-chart=exponents]')"
-    names = ask(browser, f"[...{chart}.querySelectorAll('.ytick text')].map((t) => t.textContent)")
-    outputs = [m["name"] for m in made["health"]["modules"] if m["kind"] == "output"]
-    assert names == outputs
 
 
 def test_modules_open_by_keyboard(opened: Opened) -> None:
@@ -476,19 +442,6 @@ def test_another_rank_is_shown(opened: Opened) -> None:
     assert ask(browser, shown) == ["Rank 0"]
 
 
-def test_it_gives_back_its_document(opened: Opened) -> None:
-    made = document(layers=1)
-    browser = opened(made)
-    browser.execute_script(
-        "URL.createObjectURL = (blob) => { window.saved = blob; return '#'; };"
-        "document.querySelector('#save').click()"
-    )
-    text = browser.execute_async_script("window.saved.text().then(arguments[0])")
-    given = json.loads(text)
-    assert given.pop("summary")
-    assert report.validate(given) == made
-
-
 # --- text that is not to be trusted ---
 
 EVIL = [
@@ -558,29 +511,3 @@ def test_the_verdict_needs_no_script(browser: Any, tmp_path: Path) -> None:
         browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
     assert "decoder.10.mlp.down" in text
     assert "Expected gain: up to 3 of 60 steps" in text
-
-
-def test_a_phone_that_is_turned_shows_the_charts_as_one_that_was_opened_so(opened: Opened) -> None:
-    bars = "document.querySelectorAll('.colorbar').length"
-    heights = "[...document.querySelectorAll('.js-plotly-plot')].map((chart) => chart.style.height)"
-    upright = opened(document(), width=360)
-    narrow, placed = ask(upright, bars), ask(upright, heights)
-    wide = opened(document(), width=1280)
-    assert ask(wide, bars) == 1
-    resize(wide, 360)
-    assert ask(wide, bars) == narrow == 0
-    assert ask(wide, heights) == placed
-    assert all(height.endswith("px") for height in placed), "what is below keeps its place"
-
-
-def test_a_word_is_not_broken_on_a_phone(opened: Opened) -> None:
-    run = document()
-    for count in run["counts"]:  # long numbers leave little room
-        count.update(calls=1_234_567, casts=1_234_567)
-    browser = opened(run, width=360)
-    broken = """[...document.querySelectorAll('td')].filter((cell) => /^(lower|promote|fp32|keep|cpu)$/.test(
-        cell.textContent) && cell.offsetHeight).filter((cell) => {
-        const range = document.createRange(); range.selectNodeContents(cell);
-        return new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1;
-        }).map((cell) => cell.textContent)"""
-    assert ask(browser, broken) == []

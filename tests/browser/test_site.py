@@ -78,24 +78,6 @@ def test_a_page_fits_and_loads_nothing_from_elsewhere(
     assert [message for message in told if "sitemap.xml" not in message] == []  # asked for in vain
 
 
-@pytest.mark.parametrize(("scheme", "dark"), [("light", False), ("dark", True)])
-def test_a_page_is_light_or_dark_as_its_reader_prefers(
-    browser: Any, address: str, scheme: str, dark: bool
-) -> None:
-    visit(browser, address, "guide/08-mixed-precision/", scheme)
-    wait(browser, "document.body.dataset.mdColorMedia")  # it has chosen
-    page = (SITE / "guide" / "08-mixed-precision" / "index.html").read_text(encoding="utf-8")
-    pictures = page.count("<figure>")
-    assert pictures
-    ground = (
-        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0)"
-    )
-    assert (browser.execute_script(f"return {ground}") < 380) is dark
-    images = "[...document.querySelectorAll('figure img')].filter(image => image.offsetParent)"
-    shown = f"{images}.map(image => image.src.match(/(\\w+).svg/)[1])"
-    assert browser.execute_script(f"return {shown}") == [scheme] * pictures
-
-
 @pytest.mark.parametrize(
     ("page", "words", "leads"),
     [
@@ -116,37 +98,3 @@ def test_what_is_typed_is_found(
     links = "[...document.querySelectorAll('.md-search-result__link')].map(a => decodeURI(a.href))"
     # Its first letters find something, too, and are looked for first.
     wait(browser, f"{links}.some(link => link.includes('{leads}'))")
-
-
-@pytest.mark.parametrize(
-    ("page", "words", "first"), [("", "install", "/start/"), ("zh/", "安装", "/zh/start/")]
-)
-def test_who_looks_for_the_installation_finds_start_here_first(
-    browser: Any, address: str, page: str, words: str, first: str
-) -> None:
-    resize(browser, 1280)
-    visit(browser, address, page)
-    browser.execute_script("document.querySelector('.md-search__input').focus()")
-    browser.switch_to.active_element.send_keys(words)
-    link = "document.querySelector('.md-search-result__link')"
-    wait(browser, f"{link} && new URL({link}.href).pathname === '{first}'")
-
-
-def test_the_navigation_folds(browser: Any, address: str) -> None:
-    resize(browser, 1280)
-    visit(browser, address, "")
-    chapter = "document.querySelector('.md-sidebar--primary a[href=\"guide/02-modules/\"]')"
-    is_shown = f"{chapter}.checkVisibility({{visibilityProperty: true}})"
-    heading = f"{chapter}.closest('.md-nav__item--nested')"
-    assert not browser.execute_script(f"return {is_shown}")
-    for expected in ("true", "false"):
-        browser.execute_script(f"{heading}.querySelector('.md-nav__toggle').click()")
-        wait(browser, f"{is_shown} === {expected}")
-
-
-def test_a_page_leads_to_itself_in_the_other_language(browser: Any, address: str) -> None:
-    resize(browser, 1280)
-    visit(browser, address, "guide/03-broadcasting/")
-    browser.execute_script("document.querySelector('.md-select__link[hreflang=zh]').click()")
-    wait(browser, "location.pathname.startsWith('/zh/')")
-    assert browser.current_url == f"{address}zh/guide/03-broadcasting/"

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 import precast
-from benchmarks.cuda_graphs import counted_waits
 from precast.optim import rounding
 from tests.gpu.networks import equal, loss_of, network, scaled_step
 
@@ -44,20 +43,6 @@ def test_a_trace_changes_no_bit_of_a_step() -> None:
     lowered = sum(row.calls for row in trace.rows if row.rule == "lower")
     assert lowered > 10
     json.dumps(trace.to_dict())
-
-
-def test_a_counted_step_of_a_monitor_waits_once() -> None:
-    model, x = network("decoder")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step = scaled_step(model, x, optimizer, precast.GradScaler("cuda", init_scale=64.0), LOWERED)
-    monitor = precast.monitor(model, every=1)
-    step()
-    step()
-    with counted_waits() as waits:
-        step()
-    monitor.detach()
-    assert monitor.events
-    assert waits[0] <= 2  # of the counts, and of the scaler
 
 
 def test_a_monitor_names_the_first_overflow() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import Tensor
 
 from benchmarks import float8
 from benchmarks.float8 import RULES, Shape, pays_from, run, said
@@ -78,61 +76,6 @@ def test_what_cannot_run_is_a_row_with_its_error(monkeypatch: pytest.MonkeyPatch
     assert len([each for each in rows if "ratio" in each and each["kind"] in RULES]) == 2
 
 
-def failing(after: int, kind: str) -> Any:
-    """Makers of layers, of which one raises an error from some call on."""
-    plain = float8._under
-
-    def under(shape: Shape, device: torch.device, rule: str, *, compiled: bool) -> Any:
-        made, calls = plain(shape, device, rule, compiled=compiled), 0
-
-        def call(x: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if rule == kind and calls > after:
-                raise RuntimeError("out of memory")
-            result: Tensor = made(x)
-            return result
-
-        return call
-
-    return under
-
-
-@pytest.mark.parametrize("after", [0, 3])
-def test_without_bfloat16_there_is_no_ratio_and_the_next_shape_is_measured(
-    after: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(float8, "_under", failing(after, "bfloat16"))
-    rows = [*run(CPU, SMALL, rounds=3, compiles=(False,))]
-    assert {each["tokens"] for each in rows} == {16, 32}
-    assert all("out of memory" in each["error"] for each in rows)
-    assert {each["kind"] for each in pays_from(rows)} >= {*RULES}
-
-
-def test_it_can_be_tried_out_where_float8_is_emulated(tmp_path: Path) -> None:
-    file = tmp_path / "float8.json"
-    asked = [
-        "--device",
-        "cpu",
-        "--emulated",
-        "--rounds",
-        "2",
-        "--way",
-        "eager",
-        "--shape",
-        "16x32x48",
-    ]
-    done = CliRunner().invoke(float8.main, [*asked, "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    assert "emulated, which tells nothing" in done.output
-    document = json.loads(file.read_text())
-    assert document["emulated"] is True
-    assert {each["kind"] for each in document["rows"]} >= {*RULES}
-    installed = importlib.util.find_spec("torchao") is not None
-    assert (document["torchao"] is not None) is installed
-    assert ("torchao is not installed" in done.output) is not installed
-
-
 def test_what_ends_it_early_leaves_the_rows_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,13 +95,6 @@ def test_what_ends_it_early_leaves_the_rows_so_far(
     assert "the driver is gone" in document["ended"]
     assert "float8 (eager) from 16 x 32 -> 48 of 1" in done.output
     assert "ended early" in done.output
-
-
-@pytest.mark.parametrize("shape", ["", "16", "16x32", "16x32xmany"])
-def test_a_shape_is_three_numbers(shape: str) -> None:
-    done = CliRunner().invoke(float8.main, ["--shape", shape])
-    assert done.exit_code == 2
-    assert "a shape is three numbers" in done.output
 
 
 def test_a_rule_pays_from_the_smallest_shape_above_which_all_are_faster() -> None:

@@ -23,13 +23,6 @@ def test_every_watch_has_a_row_beside_the_plain_step(rows: dict[str, dict[str, A
     assert all(row["ratio"] > 0 for row in rows.values())
 
 
-def test_the_default_interval_lies_between_its_two_steps(rows: dict[str, dict[str, Any]]) -> None:
-    quiet, counted = (rows[f"monitored, {kind}"]["ratio"] for kind in ("not counted", "counted"))
-    average = rows[observing.HEALTH]["ratio"]
-    assert min(quiet, counted) <= average <= max(quiet, counted)
-    assert abs(average - quiet) < abs(counted - quiet) / 50
-
-
 def test_steps_are_counted_as_the_names_say(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Monitor] = []
     plain = precast.monitor

@@ -53,13 +53,6 @@ def test_cases_are_counted_by_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sums["reasons"] == {"needs a moon": 1}
 
 
-def test_random_programs_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conformance.main(["--programs", "3", "--seed", "5", "--processes", "1"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.count("engine") == 4
-    assert "seed 5" in shown.err
-
-
 def test_the_page_is_what_its_data_says() -> None:
     data = json.loads(conformance.DATA.read_text(encoding="utf-8"))
     page = conformance.PAGE.read_text(encoding="utf-8")

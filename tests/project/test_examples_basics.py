@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import random
-import re
 from types import ModuleType
 
 import numpy as np
@@ -45,26 +44,6 @@ def test_derivatives() -> None:
     rounded = torch.tensor(at).bfloat16().item()
     slope = gradients.derivative(gradients.negative_square_by_matmul, at, mixed)
     assert slope == -2 * rounded
-
-
-def test_adam_finds_the_curve_where_weights_are_float32() -> None:
-    """The worst of three runs: one in 60 with weights of 16 bits ends on 5, 0 and 3 by chance."""
-    gradients, seed = example("01_gradients"), random.randrange(1000)
-    exact = torch.tensor([5.0, 0, 3])
-    errors = [
-        max(
-            (gradients.fit(region, dtype, seed + run).float() - exact).abs().max().item()
-            for run in range(3)
-        )
-        for region, dtype in (
-            (plain, torch.float32),
-            (mixed, torch.float32),
-            (plain, torch.bfloat16),
-        )
-    ]
-    assert errors[0] < 0.005
-    assert errors[0] < errors[1] < 0.03  # as near as products rounded to bfloat16 say
-    assert errors[2] > 2 * errors[0]
 
 
 # --- 2: modules ---
@@ -127,22 +106,6 @@ def test_a_loop_rounds_more_than_a_sum(dtype: torch.dtype) -> None:
     )
     assert loop == unbound
     assert together <= torch.finfo(dtype).eps < loop
-
-
-OPERATORS = example("04_operators").OPERATORS
-
-
-@pytest.mark.parametrize("row", OPERATORS, ids=[row[0] for row in OPERATORS])
-def test_an_operator_is_short_for_its_function(row: tuple) -> None:
-    operators = example("04_operators")
-    text, operator, function, letters = row
-    given = operators.arguments(letters, torch.float32)
-    expected = operator(*given)
-    assert torch.equal(function(*given), expected)
-    names = dict(zip(re.findall(r"\b[xyab]\b", text), given, strict=True))
-    assert torch.equal(eval(text, names), expected)
-    in_a_region = operators.dtype_in_a_region(operator, letters, torch.float32)
-    assert in_a_region == (torch.bfloat16 if text == "x @ y" else expected.dtype)
 
 
 # --- 5: TorchScript and vectorising ---

@@ -71,13 +71,6 @@ def test_shares_cure_duplicates(tar_file: Path, ranks: int, workers: int) -> Non
     assert TAR.times_seen(tar_file, ranks, workers, shard=True) == Counter(names)
 
 
-def test_a_stream_holds_no_members(tar_file: Path) -> None:
-    with tarfile.open(tar_file, "r|") as tar:
-        held = [len(tar.members) for _ in TAR.members(tar)]
-    assert len(held) == 23
-    assert max(held) <= 1
-
-
 def test_the_images_of_a_stream_are_those_written(tar_file: Path) -> None:
     with tarfile.open(tar_file) as tar:
         for name, image in TAR.TarStream(tar_file):

@@ -15,7 +15,6 @@ SOFTMAX = importlib.import_module("07_softmax")
 CUSTOM = importlib.import_module("08_custom_function")
 SCALER = importlib.import_module("08_scaler")
 RECIPES = importlib.import_module("08_recipes")
-CHECKERBOARD = importlib.import_module("08_checkerboard")
 
 FORMATS = pytest.mark.parametrize("dtype", LIMITS.FORMATS, ids=str)
 
@@ -60,9 +59,6 @@ def test_stable_forms_stay_near_where_naive_ones_do_not(dtype: torch.dtype) -> N
         assert max(SOFTMAX.errors(stable, logits, dtype)) <= room * epsilon
         worst = SOFTMAX.errors(naive, logits, dtype)
         assert any(not error <= 0.5 for error in worst)
-
-
-# --- 8: what regions do ---
 
 
 # --- 8: an autograd function ---
@@ -129,15 +125,3 @@ def test_recipes_give_the_gradients_of_float64(dtype: torch.dtype | None) -> Non
     for recipe, exact in expected.items():
         found = torch.cat([g.flatten() for g in recipe(model, x, target, dtype)]).double()
         assert (found - exact).norm() <= room * exact.norm(), recipe.__name__
-
-
-# --- 8: the checkerboard ---
-
-
-def test_the_checkerboard_is_learnt_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CHECKERBOARD, "STEPS", 25)
-    monkeypatch.setattr(CHECKERBOARD, "SIZE", 16)
-    result = CHECKERBOARD.train()
-    for run in (result.float32, result.mixed):
-        assert run.losses[-1] < run.losses[0] / 2
-    assert CHECKERBOARD.drawing(result.task.image) == ["  ##" * 4, "##  " * 4] * 4

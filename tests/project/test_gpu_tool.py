@@ -36,18 +36,6 @@ def test_parts_end_alone_and_each_row_is_written_at_once(tmp_path: Path) -> None
     assert [json.loads(line) for line in (tmp_path / gpu.STATE).read_text().splitlines()] == rows
 
 
-def test_neighbours_that_are_not_timed_run_side_by_side(tmp_path: Path) -> None:
-    """Each waits for the file of the other."""
-    code = (
-        "import pathlib, sys, time\n"
-        "pathlib.Path(sys.argv[1]).touch()\n"
-        "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)"
-    )
-    one, other = str(tmp_path / "one"), str(tmp_path / "other")
-    these = [Part(a, ("-c", code, a, b), 60, False) for a, b in ((one, other), (other, one))]
-    assert [row["code"] for row in gpu.run(these, tmp_path / "", minutes=9)] == [0, 0]
-
-
 def test_what_is_left_is_what_failed_and_what_did_not_run() -> None:
     done = {"section": "parts", "code": 0, "failed": []}
     before = [
@@ -119,25 +107,6 @@ def test_the_page_has_every_row() -> None:
     assert "| tokens | inputs | outputs | bfloat16, ms | float8 | float8_rowwise |" in page
     assert "| 8 | 16 | 32 | 3 | 0.9 | 1.1 |" in page
     assert "| Adam | 9 |  | 1.2 |" in page
-
-
-def test_a_section_is_measured_once_and_again_after_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from benchmarks import cuda
-
-    def fails() -> cuda.Rows:
-        raise ValueError("no memory")
-
-    units = [cuda.Unit("good", lambda: [{"ratio": 1.0}]), cuda.Unit("bad", fails)]
-    monkeypatch.setattr(cuda, "SECTIONS", {"some": lambda _: iter(units)})
-    rows = list(cuda.measure("some", units))
-    assert rows == [
-        {"section": "some", "unit": "good", "ratio": 1.0},
-        {"section": "some", "unit": "bad", "error": "ValueError: no memory"},
-    ]
-    place = cuda.Place(torch.device("cpu"), small=True)
-    assert cuda.missing("some", place, rows) == units[1:]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import griffe
 import pytest
 
 import precast
-from precast import Policy
 from precast.policy.rows import Rule
 from tools.operations_page import for_all_versions
 from tools.site import tables
@@ -70,14 +68,6 @@ def test_a_misspelt_comment_is_a_problem(word: str) -> None:
     assert "there are program, output, picture, rules, difference" in problems[0][1]
 
 
-def test_one_problem_does_not_hide_the_next() -> None:
-    def none(each: Asked) -> str:
-        raise PageError(f"no {each.words[0]}")
-
-    _, problems = expanded(PAGE, {"program": none, "output": none})
-    assert problems == [(3, "no a.py"), (7, "no a.py")]
-
-
 def test_code_ends_with_a_fence_as_long_as_the_one_it_began_with() -> None:
     text = "a\n````md\n```\nb\n```\n````\nc\n~~~\n```\n~~~\nd"
     assert [line for _, line in outside_code(text)] == ["a", "c", "d"]
@@ -129,17 +119,6 @@ def test_a_part_of_a_program_is_the_whole_of_it(programs: Programs) -> None:
     assert programs.text("01_words.py", "WORDS") == 'WORDS: tuple[str, ...] = ("one",)'
 
 
-def test_what_is_not_there_is_said_with_what_is(programs: Programs) -> None:
-    with pytest.raises(PageError, match=r"no program examples/02.py; there are 01_words.py"):
-        programs.text("02.py")
-    with pytest.raises(PageError, match=r"no program examples/\.\./secret.py"):
-        programs.output(("../secret.py",))
-    with pytest.raises(
-        PageError, match=r"no nothing in examples/01_words.py; there are WORDS, dec"
-    ):
-        programs.text("01_words.py", "nothing")
-
-
 def test_output_is_what_the_program_prints_and_nothing_else(programs: Programs) -> None:
     assert programs.output(("01_words.py",)) == "one\n"
     assert programs.output(("01_words.py", "two", "--three")) == "one two --three\n"
@@ -164,16 +143,6 @@ def test_a_program_runs_again_only_when_something_has_changed(programs: Programs
     assert Programs(root, cache).output(("02_runs.py", "other")) == "2\n"
     (programs.folder / "01_words.py").write_text("# something that it might import\n")
     assert Programs(root, cache).output(("02_runs.py",)) == "3\n"
-
-
-def test_a_failure_is_not_kept(programs: Programs) -> None:
-    path = programs.folder / "02_fails_once.py"
-    path.write_text(
-        "import os\nif not os.path.exists('there'):\n    open('there', 'w')\n    1 / 0\n"
-    )
-    with pytest.raises(PageError, match="division by zero"):
-        programs.output(("02_fails_once.py",))
-    assert Programs(programs.root, programs.root / "cache").output(("02_fails_once.py",)) == ""
 
 
 # --- links ---
@@ -263,25 +232,6 @@ def test_a_difference_is_what_makes_one_policy_of_the_other() -> None:
         assert f"`{lean[key].rule}` | {lean[key].reason}" in row
 
 
-def test_a_difference_of_mixed_dtypes_is_told_first() -> None:
-    assert Policy.load("torch").mixed != Policy.load("default").mixed
-    row = tables.difference("default", "torch", "cuda").split("\n")[2]
-    assert row.startswith("| mixed dtypes, where PyTorch raises | an error | `promote` |")
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: tables.rules("deflaut", "cpu"), "no preset 'deflaut'; there are default, lean"),
-        (lambda: tables.rules("torch", "gpu"), "no device type 'gpu'; there are cpu, cuda"),
-        (lambda: tables.difference("torch", "torch", "cpu"), "'torch' and 'torch' are the same"),
-    ],
-)
-def test_a_table_that_cannot_be_made_says_why(call: Callable[[], str], says: str) -> None:
-    with pytest.raises(PageError, match=re.escape(says)):
-        call()
-
-
 def test_every_rule_is_said_in_chinese() -> None:
     assert set(tables.CHINESE) == set(Rule)
 
@@ -342,25 +292,6 @@ def test_all_problems_are_told_with_page_and_line(project: Path) -> None:
     lines = [*(f"docs/guide/one.md:{number}" for number in range(2, 8)), "docs/index.md:3"]
     pages = written(project, problems=lines)
     assert "<!-- program: 09.py -->" in pages["guide/one.md"]  # for who builds while writing
-
-
-def test_a_folder_without_a_page_gets_one(project: Path) -> None:
-    (project / "docs" / "index.md").write_text("# Home\n\n[more](../more)\n")
-    (project / "more").mkdir()
-    (project / "more" / "a.toml").write_text("x = 1\n")
-    pages = written(project)
-    assert pages["index.md"] == "# Home\n\n[more](files/more/README.md)\n"
-    assert pages["files/more/README.md"].endswith("# more\n\n- [a.toml](a-toml.md)\n")
-    assert pages["files/more/a-toml.md"].endswith("# more/a.toml\n\n```toml\nx = 1\n```\n")
-
-
-def test_what_is_gone_goes_and_what_is_the_same_stays_untouched(project: Path) -> None:
-    written(project)
-    page = project / "pages" / "guide" / "one.md"
-    before = page.stat().st_mtime_ns
-    (project / "docs" / "guide" / "one.zh.md").unlink()
-    assert "guide/one.zh.md" not in written(project)
-    assert page.stat().st_mtime_ns == before
 
 
 def test_every_picture_is_drawn_and_described_in_both_languages() -> None:

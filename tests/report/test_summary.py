@@ -105,10 +105,6 @@ def test_what_was_not_watched_is_not_said_to_be_healthy() -> None:
     assert "`--health`" in notes
 
 
-def test_a_run_without_regions_is_no_success() -> None:
-    assert "No mixed precision was seen" in summary_of(flat())["headline"]
-
-
 def test_what_other_threads_computed_is_not_said_to_be_in_float32() -> None:
     made: Any = flat()
     made["run"] |= {"steps": 9, "elsewhere": 0}

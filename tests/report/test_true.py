@@ -23,7 +23,7 @@ from precast.running import machine_speed
 from precast.running.run_observer import RunObserver
 from tests.support.documents import document, flat
 from tests.support.installed import uninstall_all
-from tests.support.reports import document_of, seen, summary, summary_of, summary_of_ranks
+from tests.support.reports import document_of, seen, summary, summary_of
 
 
 def told(made: Any) -> str:
@@ -484,15 +484,6 @@ def test_a_trace_without_rows_has_no_share_in_16_bits() -> None:
     assert "In 16 bits" not in facts
     assert "On casts" not in facts
     assert "`--steps" in told(made)
-
-
-def test_ranks_without_a_document_are_not_said_to_be_well() -> None:
-    ranks = [document(rank=i, world_size=4, overflow_at=None, layers=1) for i in (0, 2)]
-    for each in ranks:
-        each["trace"] = None
-    summary = summary_of_ranks(ranks)
-    assert "All 2 ranks" not in summary["headline"]
-    assert summary["headline"].startswith("Ranks 1 and 3 of 4 have no document here")
 
 
 def test_steps_that_are_not_shown_are_not_said_to_be_spread_evenly() -> None:

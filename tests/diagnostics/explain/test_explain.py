@@ -20,7 +20,6 @@ from precast.cli.main import main
 from precast.cli.python_objects import load_model
 from precast.diagnostics.explain.model import explain_model
 from precast.diagnostics.explain.operation import explain_operation
-from precast.errors import PrecastError
 from precast.policy.rows import Rule
 
 MODEL = """
@@ -240,15 +239,6 @@ def test_parameters_that_are_not_there_yet_count_nothing() -> None:
 # --- operations ---
 
 
-def test_an_operation_has_a_rule_and_a_reason() -> None:
-    result = explain("softmax", "--policy", "torch")
-    assert result.exit_code == 0, result.output
-    lines = plain(result.stdout).splitlines()
-    assert lines[0] == "softmax on cpu: keep"
-    assert "softmax on cuda: fp32_set_dtype" in lines
-    assert lines[lines.index("By preset and device") - 1] == ""
-
-
 SOFTMAX = """\
 softmax on cpu: keep
   no row for softmax on cpu in the policy 'lean': runs as it does outside a
@@ -381,11 +371,6 @@ def test_what_cannot_be_explained_is_one_message(
     assert message in result.stderr
 
 
-def test_a_model_that_is_none_is_refused_in_python_too() -> None:
-    with pytest.raises(PrecastError, match=r"expected a torch\.nn\.Module, got str"):
-        load_model("zoo_of_models:text")
-
-
 def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> None:
     """Without a rule for modules, too; by what a region then gives, and for its own modules alone."""
 
@@ -407,14 +392,6 @@ def test_each_known_module_says_what_its_operation_runs_in_and_that_is_so() -> N
     with precast.attach(model, policy), precast.autocast("cpu"):
         model(torch.ones(2, 4))
     assert (seen["0"], seen["1"], seen["2"]) == (torch.bfloat16, torch.float32, torch.float32)
-
-
-def test_an_error_names_what_was_asked_for_and_no_function_of_ours() -> None:
-    done = CliRunner().invoke(main, ["explain", "softmx"])
-    assert done.exit_code == 2
-    assert "resolve" not in done.output
-    assert "the operation 'softmx'" in done.output
-    assert "did you mean softmax" in done.output
 
 
 def test_each_device_type_is_allowed_once() -> None:

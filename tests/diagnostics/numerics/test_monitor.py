@@ -240,14 +240,6 @@ def test_inference_counts_calls_and_evaluation_is_no_part_of_training() -> None:
     assert entries(monitor)["output", "0"]["elements"] == [96, 96]
 
 
-def test_inference_mode() -> None:
-    model = network().eval()
-    with precast.monitor(model, every=1) as monitor, torch.inference_mode():
-        for _ in range(3):
-            model(torch.randn(2, 8))
-    assert monitor.steps == 3
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_inference_mode_in_the_midst_of_training(dtype: torch.dtype) -> None:
     model = network()
