@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves
 
@@ -216,6 +217,29 @@ def test_products_of_experts_run_in_16_bits_forward_and_backward(engine, policy,
             torch.testing.assert_close(
                 value.double(), reference, rtol=tolerance, atol=10 * tolerance
             )
+
+
+@pytest.mark.parametrize("engine", registration.ENGINES)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(16), nn.GroupNorm(2, 16)], ids=["layer", "group"])
+def test_gradients_of_each_sample_go_through_norms(engine, norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), norm, nn.Linear(16, 1))
+    parameters, x = dict(model.named_parameters()), torch.randn(6, 4)
+
+    def loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        with precast.autocast("cpu"):
+            return functional_call(model, values, (row[None],)).float().square().sum()
+
+    with registration.use_engine(engine):
+        each = vmap(grad(loss), in_dims=(None, 0))(parameters, x)
+        jacobian = jacrev(lambda row: loss(parameters, row))(x[0])
+    assert jacobian.isfinite().all()
+    for name, gradients in each.items():
+        for row, gradient in zip(x, gradients, strict=True):
+            exact = torch.autograd.grad(
+                functional_call(model, parameters, (row[None],)).square().sum(), parameters[name]
+            )
+            torch.testing.assert_close(gradient, exact[0], rtol=0.1, atol=0.1)
 
 
 def test_default_names_only_operations_that_pytorch_has():

@@ -41,6 +41,9 @@ _ABOUT_DTYPES: Final = re.compile(
 )
 """The words about dtypes in the error messages of PyTorch's operations (2.11 to 2.15)."""
 
+_MIXED_FORWARD_ONLY: Final = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
+"""Operations that take mixed dtypes, but whose derivative under `torch.func` (per-sample gradients) raises (2.13)."""
+
 
 def kernel_for(rule: Rule, op: Operation) -> Kernel:
     """Return the reference kernel of `op` with `rule`."""
@@ -231,8 +234,11 @@ def with_attempt(
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = _floating_dtypes(op, args, kwargs)
-        if len(dtypes_to_promote(own, rule, op.lower_dtype())) < 2:
+        if len(dtypes := dtypes_to_promote(own, rule, op.lower_dtype())) < 2:
             return torch_kernel(keyset, *args, **kwargs)
+        if op.name in _MIXED_FORWARD_ONLY and _torch.is_functorch_active():
+            promotable = functools.partial(_promotable, op)
+            return op.call_cast(_cast_to(_widest(dtypes), promotable), args, kwargs)
         state = thread_state(op.device_type).state
         state.attempts += 1
         try:
