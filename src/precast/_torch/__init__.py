@@ -25,6 +25,7 @@ from precast._torch.dispatcher import *
 from precast._torch.distributed import *
 from precast._torch.float8 import *
 from precast._torch.graphs import *
+from precast._torch.memory import *
 from precast._torch.modes import *
 from precast._torch.modules import *
 from precast._torch.optimizers import *

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.tensor_memory import saved_for_backward, storage_sizes
+from precast._torch import saved_for_backward, storage_sizes
 from precast.tuning.options import Objective
 from precast.tuning.sites import (
     CallRecord,

@@ -21,7 +21,7 @@ from typing import Any, Final
 from torch import nn
 
 from precast._internal.pytree import tensors_in
-from precast.diagnostics.tensor_memory import ResultMemory, storage_sizes
+from precast._torch import ResultMemory, storage_sizes
 from precast.errors import PrecastError, PrecastWarning
 from precast.policy.policy import Policy
 from precast.shipping.converted import convert

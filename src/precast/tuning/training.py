@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from precast.diagnostics.tensor_memory import saved_for_backward
+from precast._torch import saved_for_backward
 from precast.errors import BrokenModelError, TuningError
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_parameters

@@ -23,10 +23,10 @@ from precast import _torch
 from precast._internal.display import dtype_name
 from precast._internal.events import StepEvent, witnesses
 from precast._internal.pytree import tensors_in
+from precast._torch import ResultMemory, storage_sizes
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import matmul_speed
-from precast.diagnostics.tensor_memory import ResultMemory, storage_sizes
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_modules
 from precast.policy.policy import Policy

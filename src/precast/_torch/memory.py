@@ -1,4 +1,4 @@
-"""Memory of tensors by their storages: each storage counts once."""
+"""Memory of tensors by their storages, which count once each: results of operations, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from precast._internal.pytree import tensors_in
-from precast._torch import ObservingMode
+from precast._torch.modes import ObservingMode
 
 __all__ = ["ResultMemory", "saved_for_backward", "storage_of", "storage_sizes"]
 
