@@ -45,7 +45,7 @@ RECIPES: Final = {
 }
 
 
-class _Product(NamedTuple):
+class _Float8Operands(NamedTuple):
     """The operands of an operation."""
 
     x: Any
@@ -58,24 +58,26 @@ class _Product(NamedTuple):
     beta: float = 1
 
 
-def _of_linear(arguments: Mapping[str, Any]) -> _Product:
-    return _Product(arguments["input"], arguments["weight"], True, arguments.get("bias"))
+def _of_linear(arguments: Mapping[str, Any]) -> _Float8Operands:
+    return _Float8Operands(arguments["input"], arguments["weight"], True, arguments.get("bias"))
 
 
-def _of_mm(arguments: Mapping[str, Any]) -> _Product:
-    return _Product(arguments["self"], arguments["mat2"], False)
+def _of_mm(arguments: Mapping[str, Any]) -> _Float8Operands:
+    return _Float8Operands(arguments["self"], arguments["mat2"], False)
 
 
-def _of_matmul(arguments: Mapping[str, Any]) -> _Product:
-    return _Product(arguments["self"], arguments["other"], False)
+def _of_matmul(arguments: Mapping[str, Any]) -> _Float8Operands:
+    return _Float8Operands(arguments["self"], arguments["other"], False)
 
 
-def _of_addmm(arguments: Mapping[str, Any]) -> _Product:
+def _of_addmm(arguments: Mapping[str, Any]) -> _Float8Operands:
     alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
-    return _Product(arguments["mat1"], arguments["mat2"], False, arguments["self"], alpha, beta)
+    return _Float8Operands(
+        arguments["mat1"], arguments["mat2"], False, arguments["self"], alpha, beta
+    )
 
 
-_PRODUCTS: Final[dict[str, Callable[[Mapping[str, Any]], _Product]]] = {
+_PRODUCTS: Final[dict[str, Callable[[Mapping[str, Any]], _Float8Operands]]] = {
     "aten::addmm": _of_addmm,
     "aten::linear": _of_linear,
     "aten::matmul": _of_matmul,
@@ -139,7 +141,7 @@ def check_device(device_type: str, rule: Rule) -> None:
 _warned: Final[set[str]] = set()
 
 
-def _obstacle(op: Operation, product: _Product) -> str | None:
+def _obstacle(op: Operation, product: _Float8Operands) -> str | None:
     """Return the reason why an operation runs in 16 bits; None if it runs in 8."""
     x, w = product.x, product.w
     if _torch.is_functorch_active():
@@ -174,7 +176,7 @@ def _obstacle_of(op: Operation, tensor: Any) -> str | None:
     return None
 
 
-def _compute(product: _Product, recipe: Recipe, lower: Convert) -> Tensor:
+def _compute(product: _Float8Operands, recipe: Recipe, lower: Convert) -> Tensor:
     x = lower(product.x)
     w = product.w if product.is_weight else lower(product.w).t()
     support = support_of(x.device)

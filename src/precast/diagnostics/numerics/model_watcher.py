@@ -42,7 +42,7 @@ from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import StepResults
 from precast.diagnostics.numerics.record import StepNumbering, StepRecord
 from precast.diagnostics.numerics.running_step import RunningStep, may_write
-from precast.diagnostics.numerics.samples import Samples, health_event
+from precast.diagnostics.numerics.samples import TensorHistory, health_event
 from precast.diagnostics.numerics.tally import TensorKey
 from precast.errors import OutputError, PrecastWarning
 from precast.grad_scaler.scaler import GradScaler
@@ -91,7 +91,7 @@ class ModelWatcher:
         self.every = DEFAULT_EVERY if every is None else every
         self._early = every is None
         self._path = ring
-        self.samples = Samples(keep)
+        self.samples = TensorHistory(keep)
         self._mine = WeakIdKeyDictionary()
         """Optimizers with parameters of the model, by identity: some cannot be hashed."""
         self._results = StepResults(self._model, self._mine)
@@ -349,7 +349,7 @@ class ModelWatcher:
         self._trains = True
         self._running, self._over = None, False
         self.numbering = StepNumbering()
-        self.samples = Samples(self.samples.keep)
+        self.samples = TensorHistory(self.samples.keep)
         self._results = StepResults(self._model, self._mine)
 
     def _finish(self, running: RunningStep | None) -> None:

@@ -13,10 +13,10 @@ from precast._internal.events import HealthEvent, NonfiniteOrigin
 from precast.diagnostics.numerics.bins import exponents, what_if
 from precast.diagnostics.numerics.tally import TensorCounts, TensorKey
 
-__all__ = ["Samples", "figures", "health_event"]
+__all__ = ["TensorHistory", "figures", "health_event"]
 
 
-class Samples:
+class TensorHistory:
     """Counts of tensors, by step; at most `keep` steps."""
 
     def __init__(self, keep: int) -> None:
