@@ -291,8 +291,10 @@ def from_a_vector(program: Program) -> None:
 
 
 def swapped_tensors(program: Program) -> None:
-    """PyTorch refuses to swap a parameter that is referenced weakly."""
+    """PyTorch refuses to swap a held parameter, which is referenced weakly; a new one is held from its next use on."""
     weight = program.weight()
+    if id(weight) not in held.held_parameters:
+        return
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(weight, nn.Parameter(torch.randn(weight.shape)))
 

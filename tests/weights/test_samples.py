@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from precast._torch import impl_address
 from precast.engine import registration
 from precast.weights.native.engine import native_engine
-from precast.weights.samples import Samples
+from precast.weights.samples import WeightSamples
 
 ROUNDS = 4
 """The number of checks after which all recorded values have been compared."""
@@ -21,7 +21,7 @@ ROUNDS = 4
 @pytest.fixture(params=registration.ENGINES)
 def samples(request: pytest.FixtureRequest) -> Iterator[Any]:
     with registration.use_engine(request.param):
-        yield Samples if request.param == "reference" else _native_samples
+        yield WeightSamples if request.param == "reference" else _native_samples
 
 
 def _native_samples() -> Any:

@@ -34,7 +34,7 @@ from precast.weights.freshness import has_same_layout, is_valid
 from precast.weights.held_gradients import GradientMemory
 from precast.weights.native.boundary import Eviction, HeldRecord, Owner
 from precast.weights.native.engine import native_engine
-from precast.weights.samples import Samples
+from precast.weights.samples import WeightSamples
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_finalizing"]
 
@@ -117,7 +117,7 @@ class Copy:
         self.epoch = 0
         api = native_engine.api
         self._native = None if api is None else api.new_held(impl_address(parameter), dtype)
-        self._samples = self._native or Samples()
+        self._samples = self._native or WeightSamples()
         self.gradient = GradientMemory(self._native)
         self.stream: Any = None
         self.written: StreamMark | None = None

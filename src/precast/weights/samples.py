@@ -23,7 +23,7 @@ from torch import Tensor
 
 from precast._torch import without_torch_function
 
-__all__ = ["Samples"]
+__all__ = ["WeightSamples"]
 
 _RECORDED: Final = 32
 _COMPARED: Final = 8
@@ -32,7 +32,7 @@ _ATTEMPTS: Final = 8
 _numbers: Final = itertools.count()
 
 
-class Samples:
+class WeightSamples:
     """The recorded values of one weight, and their positions in memory."""
 
     __slots__ = ("_span", "_turn", "_words")
