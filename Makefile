@@ -139,6 +139,7 @@ bench: $(NATIVE) $(CLIENTS_STAMP)  ## all that has a target, beside torch.autoca
 	$(BIN)/python -m benchmarks --json docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks render docs/data/benchmarks.json
 	$(BIN)/python -m benchmarks.importing --write
+	$(BIN)/python -m benchmarks.trials
 	! command -v valgrind > /dev/null || $(BIN)/python -m benchmarks.instructions --write
 
 gpu: $(NATIVE)  ## everything that needs a GPU, in about nine minutes; writes docs/gpu.md

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import importing, instructions, page, scaler
+from benchmarks import importing, instructions, page, scaler, trials
 from benchmarks.sections import put
 
 
@@ -30,7 +30,7 @@ def test_a_page_without_its_marks_stays(tmp_path: Path, text: str) -> None:
     assert page.read_text() == text
 
 
-@pytest.mark.parametrize("tool", [importing, instructions, page, scaler])
+@pytest.mark.parametrize("tool", [importing, instructions, page, scaler, trials])
 def test_a_page_has_one_place_for_its_figures(tool: ModuleType) -> None:
     text = tool.PAGE.read_text(encoding="utf-8")
     assert text.count(tool.BEGIN) == text.count(tool.END) == 1
