@@ -137,6 +137,19 @@ def test_only_eligible_tensors_are_cast(decorators: Any) -> None:
     )
 
 
+def test_arguments_in_containers_are_cast_without_breaking_them() -> None:
+    half = torch.ones(2, dtype=torch.bfloat16)
+    [broken] = seen_by(TORCHS, Pair(half))
+    assert not isinstance(broken.first, Tensor)  # torch put a generator into the first field
+
+    [pair, nested, text] = seen_by(OURS, Pair(half), {"a": [Pair(half, 1)]}, "text")
+    assert pair.first.dtype is torch.float32
+    assert pair.second is None
+    assert nested["a"][0].first.dtype is torch.float32
+    assert nested["a"][0].second == 1
+    assert text == "text"
+
+
 def test_a_function_may_be_decorated_for_two_devices() -> None:
     class Square(torch.autograd.Function):
         @staticmethod
