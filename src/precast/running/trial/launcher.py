@@ -125,9 +125,10 @@ class Launcher:
                 if code is not None or time.monotonic() > end:
                     break
                 time.sleep(_POLL)
+        finished = [each for each in outcomes if each.ended in {"steps", "time"}]
         failed = [each for each in outcomes if each.ended == "error"]
-        if outcomes:
-            return (failed or outcomes)[0]
+        if outcomes:  # when rank 0 has finished, the others may fail, as they wait for it
+            return (finished or failed or outcomes)[0]
         if code:
             return TrialOutcome("error", f"exit code {code}")
         return TrialOutcome("killed")

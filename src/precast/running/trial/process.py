@@ -128,10 +128,10 @@ class TrialProcess:
             exit_now(0)
 
     def _finish(self, status: ExitStatus) -> None:
-        if self._is_written or (self._rank and status.how == "ended"):
+        failed = status.how == "exception" or (status.how == "exit" and status.code)
+        if self._is_written or (self._rank and not failed):
             return
         self._is_written = True
-        failed = status.how == "exception" or (status.how == "exit" and status.code)
         ended: TrialEnding = "killed" if status.how == "interrupted" else "itself"
         ended = "error" if failed else ended
         with self._isolation.ours():
