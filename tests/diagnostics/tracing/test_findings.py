@@ -618,3 +618,22 @@ def test_other_errors_are_left_alone() -> None:
             torch.ones(2, 3) @ torch.ones(2, 3)
     assert not hasattr(caught.value, "__notes__")
     assert not hasattr(other.value, "__notes__")
+
+
+@pytest.mark.parametrize("is_on", [True, False], ids=["region", "no region"])
+def test_what_a_rule_would_run_in_float32_is_found_in_place_and_in_a_disabled_region(
+    is_on: bool,
+) -> None:
+    policy = Policy.load("default").retarget("cpu", like="cuda")
+    model = nn.Linear(4, 4).bfloat16()
+    with precast.trace(model) as trace, precast.autocast("cpu", policy=policy, enabled=is_on):
+        y = model(torch.ones(2, 4).bfloat16())
+        y.detach().clone().pow_(2.0)
+        y.pow(2.0)
+        with precast.autocast("cpu", enabled=False):
+            F.mse_loss(y, torch.zeros_like(y))
+    found = {f.where.op: f.title for f in trace.findings if f.kind == "16-bit-op"}
+    assert set(found) == ({"pow_.Scalar", "mse_loss"} if is_on else set())
+    if is_on:
+        assert "as it writes in place: the policy computes pow in float32" in found["pow_.Scalar"]
+        assert "the policy computes mse_loss in float32" in found["mse_loss"]

@@ -21,7 +21,7 @@ from precast._internal.display import dtype_name, plural
 from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.lineage import CastCosts, CastSite
-from precast.diagnostics.tracing.recorder import HEAVY
+from precast.diagnostics.tracing.recorder import FP32_RULES, HEAVY
 from precast.diagnostics.tracing.trials import TrialSaving
 from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
@@ -61,6 +61,7 @@ def findings_of(
     search = _FindingSearch(rows, totals, patterns, policies)
     kinds = (
         search.rounded(),
+        search.in_16_bits(),
         search.round_trips(),
         search.islands(),
         search.casts_again(),
@@ -123,6 +124,30 @@ class _FindingSearch:
             do = cures.WHOLE_NUMBERS(op=each.op)
             where = FindingLocation(each.module, each.op, each.source)
             yield Finding("rounded by a rule", title, FindingCost(), do, None, where)
+
+    def in_16_bits(self) -> Iterator[Finding]:
+        """Find operations that a rule would run in float32: in place, where no rule acts, or in a disabled region."""
+        if not any(row.rule == "lower" for row in self.rows):
+            return  # the program uses no mixed precision here
+        for some in _alike(filter(self._is_narrow, self.rows), _of_row):
+            row = some[0]
+            reason = "it writes in place" if row.op.partition(".")[0].endswith("_") else row.reason
+            title = (
+                f"{row.op}{_places(some)} computed in {row.output[0]} {_times(sum(r.calls for r in some))}, as "
+                f"{reason}: the policy computes {_ruled_name(row.op)} in float32."
+            )
+            yield self._finding("16-bit-op", title, some, FindingCost(), "")
+
+    def _is_narrow(self, row: OperationRow) -> bool:
+        if row.phase != "forward" or row.rule is not None or not _LOW.keys() & set(row.output):
+            return False
+        is_in_place = row.op.partition(".")[0].endswith("_") and row.region is not None
+        if not is_in_place and not (row.reason or "").startswith("autocast is off"):
+            return False
+        policy = self.policies.get(row.device_type) or Policy.load("default")
+        entries = policy.rules(row.device_type)
+        names = (f"aten::{_ruled_name(row.op)}{overload}" for overload in ("", ".int"))
+        return any(name in entries and entries[name].rule in FP32_RULES for name in names)
 
     def islands(self) -> Iterator[Finding]:
         """Find operations that a rule runs in float32 between operations in 16 bits."""
@@ -294,6 +319,11 @@ def _file(policy: Policy, op: str, rule: str, device: str) -> str | None:
         return whole_file(policy, ops={device: {op: rule}})
     except PolicyError:
         return None
+
+
+def _ruled_name(op: str) -> str:
+    """Return the name in a policy's row: `pow_.Scalar` -> `pow`, `_log_softmax` -> `log_softmax`."""
+    return op.partition(".")[0].strip("_").removesuffix("_forward")
 
 
 _NO_ROW: Final = re.compile("no row|no rule", re.IGNORECASE)
