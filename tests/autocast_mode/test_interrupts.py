@@ -5,8 +5,9 @@ from __future__ import annotations
 import _thread
 import dis
 import itertools
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -109,6 +110,15 @@ class _PressesCtrlC:
     __neg__ = staticmethod(_thread.interrupt_main)
 
 
+@pytest.fixture
+def _hears_ctrl_c() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_hears_ctrl_c")
 @pytest.mark.parametrize("name", REGIONS)
 def test_ctrl_c_at_the_start_of_an_exit_leaves_nothing_behind(name: str) -> None:
     before, region, presses = _state(), REGIONS[name](), _PressesCtrlC()

@@ -18,6 +18,7 @@ from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
 from precast.weights import held
 from precast.weights.held_float8 import QuantisedCopy
+from tests.support.unsampled import write_unsampled
 
 BF16 = torch.bfloat16
 rules = pytest.mark.parametrize("rule", FLOAT8_RULES)
@@ -171,7 +172,7 @@ def test_an_unversioned_write_is_found() -> None:
 
     with precast.attach(net):
         enter_often()  # nothing was written, and nothing is found
-        net[0].weight.data[-1, -1] += 5
+        write_unsampled(net[0].weight)
         with pytest.raises(StaleWeightError, match="held copy in e4m3 with a scale a row"):
             enter_often()
 

@@ -130,6 +130,10 @@ def _run(text: str) -> tuple[list[str], list[object]]:
         return patch.object(kind, "__init__", init)
 
     kept = dict(sys.modules)
+    settings = {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    }
     with warnings.catch_warnings(), recorded(torch.amp.GradScaler), recorded(torch.autocast):
         warnings.simplefilter("ignore")
         finder = _Modules()
@@ -141,6 +145,9 @@ def _run(text: str) -> tuple[list[str], list[object]]:
                     _outcome(function, *(_Stub() for _ in inspect.signature(function).parameters))
                 )
         finally:
+            for device, (is_enabled, dtype) in settings.items():
+                torch.set_autocast_enabled(device, is_enabled)
+                torch.set_autocast_dtype(device, dtype)
             sys.meta_path.remove(finder)
             for name in sys.modules.keys() - kept:
                 if isinstance(sys.modules[name], _Stub):

@@ -114,6 +114,8 @@ CASES = [
     for device in ("cpu", "cuda")
     for name in sorted(added_rows(device))
     if name in op_samples.named() | op_samples.promoted()
+    # operations on one tensor: the next test but one is theirs
+    and name.partition(".")[0] not in ("aten::linalg_matrix_norm", "aten::pinverse", "aten::stft")
 ]
 
 

@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 from precast import _torch
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning
+from precast.optim.low_precision_weights import learns_by_rounding
 from precast.optim.partial_steps import parameters_of
 
 __all__ = ["prepare_fused_step", "step_given_scaler", "takes_scaler", "temporary_attributes"]
@@ -65,7 +66,8 @@ def prepare_fused_step(optimizer: Optimizer) -> None:
         if gradient.stride() != parameter.stride() and _differ_in_layout(gradient, parameter):
             copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=gradient.dtype)
             parameter.grad = copy.copy_(gradient)
-        if parameter.dtype in _torch.SIXTEEN_BIT and isinstance(optimizer, SGD):
+        is_narrow = parameter.dtype in _torch.SIXTEEN_BIT and not learns_by_rounding(parameter)
+        if is_narrow and isinstance(optimizer, SGD):
             _warn_of_fused_sgd(parameter.dtype)
 
 

@@ -577,6 +577,7 @@ def test_only_counted_steps_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:PyTorch's fused SGD on the CPU")  # its gradients are counted
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_counted_step_on_a_gpu_waits_once(dtype: torch.dtype, factor: float) -> None:
