@@ -358,3 +358,22 @@ def test_export_names_an_operator_of_another_package() -> None:
     with pytest.warns(PrecastWarning, match="calls elsewhere::double, which PyTorch does not have"):
         program = precast.export(Doubles().eval(), (X,))
     assert torch.equal(program.module()(X), X * 2 + 1)
+
+
+class Refused(nn.Module):
+    """Operations that PyTorch refuses in 16 bits; the second also in mixed dtypes, and with pivots that are 0."""
+
+    def forward(self, x: Tensor, pivots: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        narrow = x.bfloat16()
+        return torch.linalg.det(narrow), torch.linalg.lu_solve(narrow, pivots, b)
+
+
+def test_what_pytorch_refuses_in_16_bits_is_exported_in_float32() -> None:
+    x, pivots = torch.linalg.lu_factor(torch.randn(3, 3))
+    arguments = x, pivots, torch.randn(3, 2)
+    program = precast.export(Refused(), arguments, policy="default", dtype=torch.bfloat16)
+    with precast.autocast("cpu"):
+        expected = Refused()(*arguments)
+    for result, reference in zip(program.module()(*arguments), expected, strict=True):
+        assert result.dtype is torch.float32
+        assert torch.equal(result, reference)

@@ -136,6 +136,7 @@ def test_compensation_that_a_write_discards_is_lost() -> None:
     assert stepped(model, optimizer, gradient)["updates_rounded_away"] == [0.0]
 
 
+@pytest.mark.filterwarnings("ignore:PyTorch's fused SGD on the CPU")  # its gradients are looked at
 def test_a_fused_step_under_a_scaler_is_looked_at_without_the_scale() -> None:
     """Scaled by 1024 the updates would be large enough; they are not."""
     model = Weight(torch.ones(NUMBERS))
