@@ -149,6 +149,8 @@ def _load_native() -> None:
             unversioned_writes.check_within_region,
             unversioned_writes.USES_BETWEEN_CHECKS,
         )
+        while _permanent_libraries:  # Ctrl-C interrupted an earlier call
+            _torch.destroy(_permanent_libraries.pop())
         operations = Library("precast_native", "IMPL")
         operations.impl("cast_in_python", _cast_for_kernel, "CompositeImplicitAutograd")
         _permanent_libraries.append(operations)

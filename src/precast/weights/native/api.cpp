@@ -148,13 +148,17 @@ void define_operations() {
 
 using namespace precast;
 
-// Called once, after the probe and `precast_set_python_functions`.
+// Called after the probe and `precast_set_python_functions`; again if Ctrl-C interrupted Python before it was done.
 void precast_begin(Callback compare, int uses_between_checks) {
+  static bool is_registered = false;
   guarded([&] {
-    define_operations();
     Process::compare = compare;
     Process::uses_between_checks = uses_between_checks;
-    pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
+    if (!is_registered) {
+      define_operations();
+      pthread_atfork(hold_for_fork, release_in_parent, release_in_child);
+      is_registered = true;
+    }
   });
 }
 
