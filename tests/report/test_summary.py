@@ -276,6 +276,8 @@ def test_rows_without_modules_and_modules_without_parents_have_a_place() -> None
         ("lower", ["float32", "float16"], ["float16"], "float16"),
         ("fp32", ["float16"], ["float32"], "float32"),
         ("fp32_set_dtype", ["float16"], ["float32"], "float32"),
+        ("fp32_if_refused", ["bfloat16"], ["bfloat16"], "bfloat16"),
+        ("fp32_if_refused", ["bfloat16"], ["float32"], "float32"),
         (None, ["int64", "bfloat16"], ["int64"], "bfloat16"),
         (None, ["float32"], ["float8_e4m3fn"], "float8_e4m3fn"),
         (None, ["int64"], ["bool"], "other"),

@@ -23,12 +23,12 @@ from precast import _torch
 from precast.engine.operation import Convert, Operation
 from precast.engine.thread_state import Kernel
 from precast.policy.policy import Rule
-from precast.policy.rows import PRODUCT_OPERATIONS, split
+from precast.policy.rows import PRODUCT_OPERATIONS, RESULT_DTYPE_OVERLOADS, split
 
-__all__ = ["product_kernel"]
+__all__ = ["ADDED", "product_kernel"]
 
 _F32: Final = torch.float32
-_ADDED: Final = {"aten::addmm": "self", "aten::baddbmm": "self"}
+ADDED: Final = {"aten::addmm": "self", "aten::baddbmm": "self"}
 """The argument that is added to the product; that of all other operations is called `bias`."""
 _FACTORS: Final = {
     "aten::addmm": ("mat1", "mat2"),
@@ -50,10 +50,10 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
         lowers: returns the cast of that rule, for one call.
     """
     operation, overload = split(op.name)
-    if overload in ("dtype", "dtype_out", "out"):
+    if overload in RESULT_DTYPE_OVERLOADS:
         return in_16_bits
     assert operation in PRODUCT_OPERATIONS[Rule.LOWER_OUT_FP32], op.name
-    added = _ADDED.get(operation, "bias")
+    added = ADDED.get(operation, "bias")
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = {**dict(zip(op.argument_names, args, strict=False)), **kwargs}
@@ -131,7 +131,7 @@ def _can_use_kernel(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_transformed() -> bool:
-    return _torch.is_functorch_active() or _torch.in_forward_mode() or _torch.is_tracing()
+    return not _torch.is_real() or _torch.in_forward_mode()
 
 
 def _with_rounded_gradient(result: Any, dtype: torch.dtype) -> Any:

@@ -27,6 +27,7 @@ from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy, expanded_rules
 from precast.policy.rows import (
     FLOAT8_RULES,
+    FLOAT32_RULES,
     covered_overloads,
     dispatcher_name,
     exact_key,
@@ -37,7 +38,6 @@ from precast.policy.rows import (
 __all__ = ["ModuleChange", "PolicyDifference", "RuleChange", "explain_difference"]
 
 _NO_RULE: Final = "no rule"
-_IN_FLOAT32: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
 _MIXED: Final = {
     "raise": "where PyTorch refuses arguments of different dtypes, its error stays",
     "promote": "where PyTorch refuses arguments of different dtypes, an operation that has a rule runs in the widest",
@@ -279,7 +279,7 @@ def _of_what_it_calls(names: list[str], old: str, new: str) -> Iterator[str]:
 
 def _dtypes(rule: str) -> tuple[int, int]:
     """Return the bits of the result, for arguments in the region's 16 bits, and for arguments in float32."""
-    if rule in _IN_FLOAT32:
+    if rule in FLOAT32_RULES:
         return 32, 32
     return (16, 16) if rule == Rule.LOWER or rule in FLOAT8_RULES else (16, 32)
 
@@ -289,7 +289,7 @@ def _casts(rule: str) -> Iterator[str]:
         yield (
             "The arguments are cast, and their copies in float32 stay in memory if backward needs them."
         )
-    elif rule in _IN_FLOAT32:
+    elif rule in FLOAT32_RULES:
         yield "The arguments are not cast: it converts while it computes."
 
 
@@ -300,7 +300,7 @@ def _same_dtypes(old: str, new: str) -> Iterator[str]:
         other = "are left to PyTorch, which may refuse them"
         order = (promotes, other) if new == Rule.PROMOTE else (other, promotes)
         yield f"Only arguments of different dtypes differ: they {order[0]}; before, they {order[1]}."
-    elif {old, new} <= set(_IN_FLOAT32):
+    elif {old, new} <= set(FLOAT32_RULES):
         yield "Its result is in float32 with both; they differ in whether the arguments are cast, or the call converts."
     else:
         off = "autocast is off in what it calls"

@@ -26,7 +26,9 @@ __all__ = [
     "DEVICE_TYPES",
     "FLOAT8_OPERATIONS",
     "FLOAT8_RULES",
+    "FLOAT32_RULES",
     "PRODUCT_OPERATIONS",
+    "RESULT_DTYPE_OVERLOADS",
     "ROW_KEYS",
     "Entry",
     "Rule",
@@ -123,6 +125,8 @@ _MEANINGS = {
     Rule.FLOAT8_HP_GRAD: "matrices are multiplied in 8 bits, with a scale a row, and gradients of weights in 16 bits",
 }
 
+FLOAT32_RULES: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
+"""The rules under which an operation computes in float32 whatever the dtypes of its arguments."""
 FLOAT8_RULES: Final = (Rule.FLOAT8, Rule.FLOAT8_POW2, Rule.FLOAT8_ROWWISE, Rule.FLOAT8_HP_GRAD)
 """The rules that multiply matrices in 8 bits."""
 FLOAT8_OPERATIONS: Final = ("aten::addmm", "aten::linear", "aten::matmul", "aten::mm")
@@ -136,6 +140,8 @@ PRODUCT_OPERATIONS: Final[Mapping[Rule, tuple[str, ...]]] = {
     ),
 }
 """The rules that are for products alone, and the operations that can have them."""
+RESULT_DTYPE_OVERLOADS: Final = ("dtype", "dtype_out", "out")
+"""The overloads of these operations whose arguments decide the dtype of the result, which such a rule cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +384,7 @@ def _check_multiplies(operation: str, overload: str | None, rule: Rule, where: s
     allowed = PRODUCT_OPERATIONS.get(rule)
     if allowed is None:
         return
-    # Their other overloads take the dtype of the result.
-    if operation not in allowed or (overload in ("dtype", "dtype_out", "out")):
+    if operation not in allowed or overload in RESULT_DTYPE_OVERLOADS:
         name = short(operation if overload is None else exact_key(operation, overload))
         obstacle = (
             "PyTorch has no float8 kernel for it" if rule in FLOAT8_RULES else "it is no product"

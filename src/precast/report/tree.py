@@ -41,7 +41,8 @@ class TreeNode:
 def ran_in(row: OperationRow) -> str:
     """Return the dtype in which an operation computed, from its rule and tensors; "other" without floating point."""
     floats = [d for d in (*row.output, *row.inputs) if d.startswith(_FLOATS)]
-    if row.rule is not None and row.rule.startswith("fp32"):
+    rule = row.rule or ""
+    if rule.startswith("fp32") and rule != "fp32_if_refused":
         return next((d for d in floats if d in _WIDE), "float32")  # no rule casts wider dtypes
     return floats[0] if floats else "other"
 

@@ -24,11 +24,11 @@ import torch
 from precast._internal.display import dtype_name, milliseconds, plural
 from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
+from precast.policy.rows import FLOAT32_RULES
 from precast.tuning.costs import ProgramCosts
 from precast.tuning.options import Objective
 from precast.tuning.policy_rows import PolicyRow
 from precast.tuning.sites import (
-    FLOAT32_RULES,
     DtypeChoice,
     OperationSite,
     TensorEdge,

@@ -19,7 +19,8 @@ import torch
 from precast.errors import PolicyError
 from precast.policy.module_plan import outwards
 from precast.policy.policy import TUNED, Policy, Rule
-from precast.tuning.sites import FLOAT32_RULES, DtypeChoice, OperationSite, TunedProgram
+from precast.policy.rows import FLOAT32_RULES
+from precast.tuning.sites import DtypeChoice, OperationSite, TunedProgram
 
 __all__ = ["PolicyRow", "explicit_policy", "fulfills", "policy_of", "rows_of", "with_patterns"]
 

@@ -24,10 +24,9 @@ from precast import _torch
 from precast.policy.policy import Rule
 
 __all__ = ["TENSOR", "CallRecord", "DtypeChoice", "OperationSite", "TensorArgument", "TensorEdge"]
-__all__ += ["FLOAT32_RULES", "TunedProgram", "first_floating", "is_castable", "record_call"]
+__all__ += ["TunedProgram", "first_floating", "is_castable", "record_call"]
 __all__ += ["tensors_in_order", "written_arguments"]
 
-FLOAT32_RULES: Final = (Rule.FP32, Rule.FP32_SET_DTYPE, Rule.FP32_APPEND_DTYPE)
 _F32: Final = torch.float32
 TENSOR: Final = "<tensor>"
 """Stands for a tensor among the arguments of a recorded call."""

@@ -492,3 +492,13 @@ def test_an_example_that_is_not_there_or_fails_is_named(
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [("fp32", "float32"), ("fp32_if_refused", "its inputs' dtype")],
+)
+def test_the_dtype_of_an_operation_follows_from_its_rule(rule: str, words: str) -> None:
+    policy = Policy.load("default").replace(ops={"layer_norm": rule})
+    report = explain_model(nn.Sequential(nn.LayerNorm(4)), policy)
+    assert report.operations["0"] == {"layer_norm": {"cpu": words, "cuda": words}}

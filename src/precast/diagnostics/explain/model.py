@@ -33,6 +33,7 @@ from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.module_rules import ModuleContext
 from precast.policy.policy import ModuleRule, Policy, Precision
+from precast.policy.rows import FLOAT32_RULES
 from precast.report.schema import OperationRow
 
 __all__ = ["ModelReport", "arguments", "explain_model"]
@@ -178,7 +179,7 @@ def _dtype_in_region(policy: Policy, inside: ModuleContext, op: str, device: str
     if not inside.enabled:
         return "float32"
     rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
-    words = "float32" if rule.startswith("fp32") else _DTYPE_WORDS.get(rule, rule)
+    words = "float32" if rule in FLOAT32_RULES else _DTYPE_WORDS.get(rule, rule)
     return words.replace(_LOWER, str(inside.dtype)) if inside.dtype else words
 
 

@@ -18,6 +18,7 @@ from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import outermost_regions
 from precast.diagnostics.tracing.listening import OperationListener
 from precast.engine.operation import Operation
+from precast.engine.product_kernels import ADDED
 from precast.engine.thread_state import regions
 from precast.policy.policy import Policy, Rule
 from precast.report.schema import RuleCount
@@ -92,8 +93,7 @@ class RuleCounter(OperationListener):
 
     def _count_factor_casts(self, op: Operation, args: tuple[Any, ...]) -> int:
         """Return the number of factors that are rounded. What the product is added to stays in float32."""
-        adds_first = op.name in ("aten::addmm", "aten::baddbmm")
-        return self._count_lower_casts(op, args[1:3] if adds_first else args[:2])
+        return self._count_lower_casts(op, args[1:3] if op.name in ADDED else args[:2])
 
     def _has_copy(self, op: Operation, leaf: Tensor, dtype: torch.dtype) -> bool:
         if not torch.is_autocast_cache_enabled():

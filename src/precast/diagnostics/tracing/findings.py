@@ -21,10 +21,11 @@ from precast._internal.display import dtype_name, plural
 from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.lineage import CastCosts, CastSite
-from precast.diagnostics.tracing.recorder import FP32_RULES, HEAVY
+from precast.diagnostics.tracing.recorder import HEAVY
 from precast.diagnostics.tracing.trials import TrialSaving
 from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
+from precast.policy.rows import FLOAT32_RULES
 from precast.policy.shortest_text import whole_file
 from precast.report.schema import (
     Finding,
@@ -147,7 +148,7 @@ class _FindingSearch:
         policy = self.policies.get(row.device_type) or Policy.load("default")
         entries = policy.rules(row.device_type)
         names = (f"aten::{_ruled_name(row.op)}{overload}" for overload in ("", ".int"))
-        return any(name in entries and entries[name].rule in FP32_RULES for name in names)
+        return any(name in entries and entries[name].rule in FLOAT32_RULES for name in names)
 
     def islands(self) -> Iterator[Finding]:
         """Find operations that a rule runs in float32 between operations in 16 bits."""

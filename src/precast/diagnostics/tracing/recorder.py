@@ -49,9 +49,10 @@ from precast.engine.operator_kinds import (
 from precast.engine.registration import leaves_autocast_on
 from precast.engine.thread_state import thread_state
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.rows import FLOAT32_RULES
 from precast.report.saved_trace import LineageStep
 
-__all__ = ["FP32_RULES", "HEAVY", "TraceRecorder"]
+__all__ = ["HEAVY", "TraceRecorder"]
 
 HEAVY: Final = (
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "einsum"}
@@ -63,7 +64,6 @@ _MOST_ORIGINS: Final = 8
 """The most results of one operation whose origin is recorded."""
 _MOST_NEW_NODES: Final = 64
 """The most nodes of the graph that are attributed to one operation."""
-FP32_RULES: Final = ("fp32", "fp32_set_dtype", "fp32_append_dtype")
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -146,7 +146,7 @@ class TraceRecorder(OperationListener):
         island = None
         if rule is None:
             self._record_product(record)
-        if record.upcasts and rule in FP32_RULES:
+        if record.upcasts and rule in FLOAT32_RULES:
             island = self.patterns.island(
                 record.site, device, application.policy.name, record.upcasts
             )
@@ -334,7 +334,7 @@ class TraceRecorder(OperationListener):
         upcast = self.patterns.carried(op, origins, record.upcasts)
         if rule != Rule.LOWER and record.place.phase != "backward":
             self.patterns.use(origins, upcast)
-        sets_dtype = rule in (Rule.LOWER, *FP32_RULES)
+        sets_dtype = rule in (Rule.LOWER, *FLOAT32_RULES)
         for tensor in floating_in(outputs):
             is_argument = any(tensor is each for each in arguments)
             origin = self.lineage.of(tensor) if is_argument else None
