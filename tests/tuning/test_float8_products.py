@@ -21,8 +21,8 @@ from precast.policy.policy import Policy, Rule
 from precast.tuning import float8_products, training
 from precast.tuning.costs import CallCost
 from precast.tuning.float8_products import (
-    Float8Choice,
     Float8Product,
+    ProductChoice,
     choose_products,
     products_of,
     with_products,
@@ -91,7 +91,7 @@ def recorded(model: nn.Module) -> TunedProgram:
     return record(model, lambda m: step(m, batch), Policy.load("default"))
 
 
-def searched(model: nn.Module, rule: str, **options) -> tuple[Setup | None, Float8Choice]:
+def searched(model: nn.Module, rule: str, **options) -> tuple[Setup | None, ProductChoice]:
     base, program = Policy.load("default"), recorded(model)
     given = Workload(model, step, tuple(batches()), SGD, "cpu")
     around = Setup("default", base, torch.bfloat16)
@@ -225,7 +225,7 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
     """With one scale, backward keeps the 8-bit form of the input."""
     found = tune(Sums(), "float8")
     assert found.name == "tuned with float8"
-    [said] = found._evidence.eight_bits
+    [said] = found._evidence.products
     assert all(product.is_chosen for product in said.products)
     assert all(p.in_8_bits.kept_bytes < p.in_16_bits.kept_bytes for p in said.products)
     kept = {f.name: f.kept_bytes for f in found._evidence.proof.figures.values()}
@@ -247,7 +247,7 @@ def test_memory_is_saved_by_8_bits_where_they_are_emulated_too(tmp_path: Path) -
 def test_what_others_keep_as_well_is_kept_twice_and_the_proof_says_so() -> None:
     """Each product saves memory by itself; but `tanh` keeps the 16-bit form of what it gives anyway."""
     found = tune(Layers(), "float8")
-    assert all(product.is_chosen for product in found._evidence.eight_bits[0].products)
+    assert all(product.is_chosen for product in found._evidence.products[0].products)
     assert "float8" not in found.name
     said = re.search(
         r"tuned with float8 (?:is worse than default: it )?keeps (\d\.\d\d) of the memory of",

@@ -83,7 +83,9 @@ def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
 )
 @_text_option("--tolerance", "1%", "Allowed increase of the loss or metric over float32.")
 @_text_option("--budget", "5m", "Most time of the search; one that is too short is refused.")
-@_text_option("--candidates", "bfloat16", "16-bit dtypes and float8 rules, separated by commas.")
+@_text_option(
+    "--candidates", "bfloat16", "16-bit dtypes and rules for products, separated by commas."
+)
 @_object_option(
     "--metric",
     "A function of model and batch, compared after training, or alone for inference; smaller is better.",

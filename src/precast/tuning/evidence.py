@@ -20,7 +20,7 @@ from precast._internal.version import __version__
 from precast.policy.measured import Value, here
 from precast.report.tree import TreeNode
 from precast.tuning.costs import CallCost, ProgramCosts
-from precast.tuning.float8_products import Float8Choice
+from precast.tuning.float8_products import ProductChoice
 from precast.tuning.options import Objective
 from precast.tuning.proof import UNKNOWN, Interval, Proof, SetupFigures
 from precast.tuning.sensitivity import Sensitivity
@@ -90,7 +90,7 @@ class TuningEvidence:
         untried: the setups that there was no time for.
         undecided: the setups that may be better than the answer, float32; empty where it is decided.
         would_decide: the changes that would decide it, a phrase for each.
-        eight_bits: the products under each float8 rule.
+        products: the products under each rule for products among the candidates.
         traced: one step of the model under the answer, by module.
     """
 
@@ -112,7 +112,7 @@ class TuningEvidence:
     undecided: list[str] = field(default_factory=list)
     would_decide: list[str] = field(default_factory=list)
     searches: list[DtypeEvidence] = field(default_factory=list)
-    eight_bits: list[Float8Choice] = field(default_factory=list)
+    products: list[ProductChoice] = field(default_factory=list)
     proof: Proof | None = None
     traced: list[TreeNode] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -34,7 +34,8 @@ from precast.tuning.sites import OperationSite, TunedProgram
 from precast.tuning.tasks import ErrorMeter
 from precast.weights.float8.support import support_of
 
-__all__ = ["Float8Choice", "Float8Product", "choose_products", "products_of", "with_products"]
+__all__ = ["Float8Product", "ProductChoice", "choose_products", "products_of"]
+__all__ += ["reachable_products", "with_products"]
 
 _MOST_RUNS: Final = 32
 """The most products whose errors are measured alone."""
@@ -61,8 +62,8 @@ class Float8Product:
 
 
 @dataclass
-class Float8Choice:
-    """The products that were measured under a float8 rule, and the reason for the choice, without the final stop."""
+class ProductChoice:
+    """The products that were measured under a rule, and the reason for the choice, without the final stop."""
 
     rule: str
     because: str
@@ -79,7 +80,7 @@ def choose_products(
     loss: float,
     gradient: float,
     deadline: float = math.inf,
-) -> tuple[Setup | None, Float8Choice]:
+) -> tuple[Setup | None, ProductChoice]:
     """Choose the products of a 16-bit setup that run in 8 bits, and return the setup with them; None without any.
 
     `loss` and `gradient` are the relative errors that the policy may have, beside float32. Products whose errors are
@@ -91,7 +92,7 @@ def choose_products(
     saving = [product for product in products if product.saves(objective) > 0]
     if not saving:
         because = _no_gain_text(rule, products, objective, program)
-        return None, Float8Choice(rule, because, products)
+        return None, ProductChoice(rule, because, products)
 
     def setup_of(chosen: Sequence[Float8Product]) -> Setup:
         return Setup(f"tuned with {rule}", with_products(base, chosen, rule), program.low)
@@ -113,13 +114,13 @@ def choose_products(
             del chosen[0]  # the one that saves least for its error
     if not chosen:
         because = f"each product in {rule} loses more than is allowed"
-        return None, Float8Choice(rule, because, products)
+        return None, ProductChoice(rule, because, products)
     for product in chosen:
         product.is_chosen = True
     saved = sum(product.saves(objective) for product in chosen)
     amount = f"{saved / 2**20:.2f} MiB" if objective == "memory" else f"{saved * 1e3:.2f} ms a step"
     because = f"{len(chosen)} of {len(products)} products run in {rule}, which saves {amount}"
-    return replace(setup_of(chosen), silent=errors.silent), Float8Choice(rule, because, products)
+    return replace(setup_of(chosen), silent=errors.silent), ProductChoice(rule, because, products)
 
 
 def products_of(program: TunedProgram, policy: Policy) -> list[OperationSite]:
@@ -127,15 +128,25 @@ def products_of(program: TunedProgram, policy: Policy) -> list[OperationSite]:
 
     A rule for a module with modules inside that have the same operation would reach these, too.
     """
-    places = [(site.op, f"{site.module}.") for site in program.sites if site.module is not None]
     return [
         site
-        for site in program.sites
-        if canonical(site.op) in FLOAT8_OPERATIONS and not (site.barred or site.pinned)
-        if site.module is not None
+        for site in reachable_products(program, FLOAT8_OPERATIONS)
         if policy.resolve(site.op, program.device, site.module).rule is Rule.LOWER
-        if sum(op == site.op and _is_inside(at, site.module) for op, at in places) == 1
     ]
+
+
+def reachable_products(
+    program: TunedProgram, operations: Collection[str]
+) -> Iterator[OperationSite]:
+    """Yield the sites of some operations that a rule for their module can change, and no other site with it."""
+    places = [(site.op, f"{site.module}.") for site in program.sites if site.module is not None]
+    for site in program.sites:
+        if (
+            canonical(site.op) in operations
+            and not (site.barred or site.pinned or site.module is None)
+            and sum(op == site.op and _is_inside(at, site.module) for op, at in places) == 1
+        ):
+            yield site
 
 
 def _is_inside(place: str, module: str) -> bool:
@@ -162,11 +173,13 @@ def measure_products(
     ]
 
 
-def with_products(policy: Policy, products: Sequence[Float8Product], rule: str) -> Policy:
-    """Return the policy with these products under a float8 rule; other rows of their modules stay."""
+def with_products(
+    policy: Policy, products: Sequence[Float8Product | OperationSite], rule: str
+) -> Policy:
+    """Return the policy with these products of modules under a rule; other rows of their modules stay."""
     modules: dict[str, dict[str, Any]] = {}
     for product in products:
-        name = product.module
+        name = str(product.module)
         if name not in modules:
             matching = decide(pattern_index(policy).matching(name), policy.modules, name)
             modules[name] = {} if matching is None else dict(matching[1].ops)

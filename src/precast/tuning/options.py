@@ -15,7 +15,7 @@ from precast._internal.display import dtype_name
 from precast.autocast_mode.arguments import dtype_of
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.policy.rows import FLOAT8_RULES
+from precast.policy.rows import FLOAT8_RULES, PRODUCT_OPERATIONS
 from precast.policy.values import nearest
 
 __all__ = ["Objective", "TuningOptions", "TuningProgress", "check_arguments", "checked_candidates"]
@@ -47,8 +47,8 @@ class TuningOptions:
     """Rarely used arguments of `tune`.
 
     Attributes:
-        candidates: the 16-bit dtypes to try: torch.bfloat16, torch.float16; and float8 rules, such as "float8_rowwise",
-            under which products of a policy in the first of these dtypes are tried.
+        candidates: the 16-bit dtypes to try: torch.bfloat16, torch.float16; and rules for products of a policy in the
+            first of these dtypes: float8 rules, such as "float8_rowwise", and "lower_out_fp32" for output heads.
         base: the policy to change: a `Policy`, a preset's name or a file's path.
         metric: ``metric(model, batch)`` is compared at the end of a training instead of the loss; smaller is better.
             For inference it is required: the value of the model's results for a batch.
@@ -101,8 +101,8 @@ def _check(is_right: bool, name: str, value: object, expected: str) -> None:
 def checked_candidates(
     candidates: Sequence[torch.dtype | str], *, is_training: bool = True
 ) -> list[torch.dtype | str]:
-    """Return the candidates as dtypes and float8 rules, each once."""
-    allowed = ["bfloat16", "float16", *map(str, FLOAT8_RULES)]
+    """Return the candidates as dtypes and rules for products, each once."""
+    allowed = ["bfloat16", "float16", *map(str, PRODUCT_OPERATIONS)]
     names = [] if isinstance(candidates, str) else [_spelled(each) for each in candidates]
     if not names:
         raise TuningError(

@@ -31,10 +31,12 @@ from torch.optim import Optimizer
 from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
+from precast.policy.rows import FLOAT8_RULES
 from precast.tuning.chooser import RowReasons, choose
 from precast.tuning.costs import ProgramCosts, measure_costs
 from precast.tuning.evidence import SearchSettings, TuningEvidence
 from precast.tuning.float8_products import choose_products, products_of
+from precast.tuning.float32_results import choose_results
 from precast.tuning.inference import InferenceTask
 from precast.tuning.judging import Judge
 from precast.tuning.options import (
@@ -49,7 +51,7 @@ from precast.tuning.proof import Proof, prove
 from precast.tuning.result import TuningResult, evidence_of
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, workload_of
-from precast.tuning.sites import TunedProgram
+from precast.tuning.sites import DtypeChoice, TunedProgram
 from precast.tuning.tasks import LEAST_PAIRS, TuningTask
 from precast.tuning.training import TrainingTask
 
@@ -246,10 +248,10 @@ class _PolicySearch:
 
     def _search(self, candidates: Sequence[torch.dtype | str]) -> None:
         dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
-        float8_rules = [str(each) for each in candidates if isinstance(each, str)]
+        rules = [str(each) for each in candidates if isinstance(each, str)]
         self._tell("record", f"a {self._task.words.run} in float32")
         self._budget.measure_step(_FEWEST_SETUPS)
-        setups = self._setups(dtypes or [torch.bfloat16], float8_rules)
+        setups = self._setups(dtypes or [torch.bfloat16], rules)
         count = next((n for n in range(len(setups), 0, -1) if self._budget.steps_for(n + 1)), 0)
         evidence, tried = self._evidence, setups[:count]
         evidence.untried = [setup.name for setup in setups[count:]]
@@ -288,7 +290,7 @@ class _PolicySearch:
         if text:
             yield text
         names = {setup.name for setup in tried} | {*evidence.untried}
-        for choice in evidence.eight_bits:
+        for choice in evidence.products:
             if f"tuned with {choice.rule}" not in names:
                 yield choice.because
         if evidence.untried:
@@ -296,7 +298,7 @@ class _PolicySearch:
         if proof.ended in _ENDED:
             yield _ENDED[proof.ended]
 
-    def _setups(self, dtypes: Sequence[torch.dtype], float8_rules: Sequence[str]) -> list[Setup]:
+    def _setups(self, dtypes: Sequence[torch.dtype], rules: Sequence[str]) -> list[Setup]:
         """Return the setups of the base policy, the chosen ones, and last those of presets."""
         task, settings, share = self._task, self._settings, (_ERRORS + _COSTS) / len(dtypes)
         setups: list[Setup] = []
@@ -324,17 +326,19 @@ class _PolicySearch:
                 setup = Setup(f"{policy.name}{suffix}", policy, dtype)
                 setup = replace(setup, silent=task.meter.errors(setup).silent)
                 (setups if policy is self._base else presets).append(setup)
-            policy, silent = self._choose(program, errors, costs)
+            choice, policy, silent = self._choose(program, errors, costs)
             if _rules_for(policy, program) != _rules_for(self._base, program):
                 setups.append(Setup(f"tuned{suffix}", policy, dtype, silent))
             if number == 1:
-                setups += [*self._float8_setups(program, setups, float8_rules)]
+                setups += [*self._float8_setups(program, setups, rules)]
+                if Rule.LOWER_OUT_FP32 in rules:
+                    setups += self._with_float32_results(program, choice, policy)
         return setups + presets
 
     def _choose(
         self, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
-    ) -> tuple[Policy, str]:
-        """Return the policy that costs least within the allowed errors, and a parameter that it does not train.
+    ) -> tuple[DtypeChoice, Policy, str]:
+        """Return the choice that costs least within the allowed errors, its policy, and a parameter without training.
 
         Errors that were measured in groups may add up to more where all operations run together in 16 bits.
         """
@@ -355,7 +359,7 @@ class _PolicySearch:
             together = self._task.meter.errors(Setup("tuned", policy, program.low))
             if together.fits(loss, gradient):
                 break
-        return policy, together.silent
+        return chosen.choice, policy, together.silent
 
     def _float8_setups(
         self, program: TunedProgram, in_16_bits: Sequence[Setup], rules: Sequence[str]
@@ -364,6 +368,8 @@ class _PolicySearch:
         with_products = [s for s in in_16_bits if s.policy and products_of(program, s.policy)]
         around = [*in_16_bits, *with_products][-1]
         for rule in rules:
+            if rule not in FLOAT8_RULES:
+                continue
             self._tell("costs", f"products in {rule}")
             setup, choice = choose_products(
                 self._task.meter,
@@ -375,9 +381,24 @@ class _PolicySearch:
                 gradient=self._task.allowed_change,
                 deadline=time.monotonic() + _PRODUCTS * self._settings.budget,
             )
-            self._evidence.eight_bits.append(choice)
+            self._evidence.products.append(choice)
             if setup is not None:
                 yield setup
+
+    def _with_float32_results(
+        self, program: TunedProgram, choice: DtypeChoice, policy: Policy
+    ) -> list[Setup]:
+        """Return the chosen policy with float32 results of 16-bit products; nothing if that loses too much."""
+        setup, products = choose_results(
+            self._task.meter,
+            program,
+            choice,
+            policy,
+            loss=self._settings.tolerance,
+            gradient=self._task.allowed_change,
+        )
+        self._evidence.products.append(products)
+        return [] if setup is None else [setup]
 
     def _tell(self, stage: Any, text: str) -> None:
         if self._progress is not None:
