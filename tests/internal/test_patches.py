@@ -178,6 +178,12 @@ def _average(until: ExitStack, _: nn.Linear) -> None:
     until.callback(precast.optim.bfloat16_weights(layer, optimizer).remove)
 
 
+def _convert(_: ExitStack, linear: nn.Linear) -> None:
+    import precast
+
+    precast.convert(linear.eval(), example=torch.ones(2, 160))
+
+
 def _run(until: ExitStack, linear: nn.Linear) -> None:
     from precast.running.scaler_observer import ScalerObserver
     from precast.running.step_order import StepOrder
@@ -226,6 +232,7 @@ _FEATURES: list[Callable[[ExitStack, nn.Linear], None]] = [
     _attach,
     _weights_in_16_bits,
     _average,
+    _convert,
     _run,
     _try,
     _export,

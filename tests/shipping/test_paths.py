@@ -31,6 +31,29 @@ class Path(nn.Linear):
         return self.read(self.weight) + x if other else super().forward(x)
 
 
+@torch.jit.script
+def scripted(weight: Tensor) -> Tensor:
+    return weight.norm()
+
+
+@torch.jit.script
+def scripted_product(weight: Tensor) -> Tensor:
+    return torch.matmul(weight, torch.ones(64)).sum()
+
+
+@torch.jit.script
+def scripted_view(weight: Tensor) -> Tensor:
+    return weight.t()
+
+
+@torch.jit.script
+def scripted_list(weights: list[Tensor]) -> Tensor:
+    return weights[0].norm()
+
+
+traced = torch.jit.trace(lambda weight: weight.norm(), torch.ones(2, 2))
+
+
 def product(weight: Tensor) -> Tensor:
     return F.linear(torch.linspace(-1, 1, WIDTH), weight)
 
@@ -74,6 +97,13 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "iteration": lambda w: sum(row.float().norm() for row in w),
     "unbind": lambda w: w.unbind(0)[2].float().norm(),
     "numpy function": lambda w: torch.as_tensor(np.linalg.norm(w.detach())).float(),
+    "scripted": lambda w: scripted(w) + 0,
+    "scripted, by keyword": lambda w: scripted(weight=w),
+    "scripted, of a part": lambda w: scripted(w[3:7]),
+    "scripted, of a list": lambda w: scripted_list([w]),
+    "scripted view": lambda w: scripted_view(w).norm(),
+    "scripted product": lambda w: scripted_product(w).float(),
+    "traced": lambda w: traced(w) + 0,
     "product": product,
     "product of float32": lambda w: product(w.float()),
     "product of a part of float32": lambda w: (w[:5].float() @ torch.ones(WIDTH)).sum(),
@@ -102,26 +132,6 @@ def test_a_path_gives_the_same_bits_or_an_error(
         else:
             assert torch.equal(result, expected)
             assert result.dtype is expected.dtype
-
-
-@torch.jit.script
-def scripted(weight: Tensor) -> Tensor:
-    return weight.norm()
-
-
-@torch.jit.script
-def scripted_product(weight: Tensor) -> Tensor:
-    return torch.matmul(weight, torch.ones(64)).sum()
-
-
-@pytest.mark.parametrize("function", [scripted, scripted_product])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_scripted_function_on_a_path_that_the_example_shows(function: Any, dtype: Any) -> None:
-    model, x = Path(lambda w: function(w) + 0).eval(), torch.randn(2, WIDTH)
-    with torch.no_grad(), precast.autocast("cpu", dtype):
-        expected = model.requires_grad_(False)(x, True)
-    converted = precast.convert(model, dtype=dtype, example=[(x,), (x, True)])
-    assert torch.equal(converted(x, True), expected)
 
 
 def test_products_of_converted_weights_are_allowed_on_any_path() -> None:

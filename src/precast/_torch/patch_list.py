@@ -224,6 +224,15 @@ PATCHES: Final = (
         "2.13",
     ),
     Patch(
+        "torch.jit:ScriptFunction",
+        ("__call__",),
+        "A scripted function must not use a rounded weight as if it were in float32. PyTorch calls "
+        "`__torch_function__` for scripted modules and not for scripted functions.",
+        "when a weight is stored in 16 bits, by precast.convert() or precast.load_converted()",
+        f"{WITH_THE_PROCESS}: a stored weight may be passed at any time",
+        "2.13",
+    ),
+    Patch(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         ("dispatch",),
         "Some operations refuse mixed dtypes on real tensors and accept them on fake ones, or return another dtype "

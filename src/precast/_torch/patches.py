@@ -14,7 +14,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
 from types import FunctionType, MethodType
@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from precast._internal.locks import survives_fork
+from precast._internal.pytree import tensors_in
 from precast._torch.compile import never_compiled
 from precast._torch.patch_list import PATCHES, WRITING_COLLECTIVES
 from precast._torch.transforms import is_real
@@ -45,6 +46,7 @@ __all__ = [
     "on_region_error",
     "on_regions",
     "on_scaler_call",
+    "on_script_call",
     "replace_names",
     "replace_regions",
     "unwrap_checkpoints",
@@ -400,10 +402,7 @@ def _patch_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
 _fake_operations: Final = _SharedPatch(_patch_fake_operations)
 
 
-Read = Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]
-
-
-def on_average(read: Read) -> None:
+def on_average(read: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]) -> None:
     """Make an `AveragedModel` update itself from ``read(average, model)`` instead of `model`.
 
     Only `parameters()` and `buffers()` of the result are called.
@@ -411,16 +410,14 @@ def on_average(read: Read) -> None:
     _averages.set(read)
 
 
-def _patch_averages(readers: list[Read]) -> list[Stop]:
+def _patch_averages(readers: list[Callable[..., Any]]) -> list[Stop]:
     from torch.optim.swa_utils import AveragedModel
 
     original = AveragedModel.update_parameters
 
     @wraps(original)
     def update_parameters(self: Any, model: torch.nn.Module) -> None:
-        for read in tuple(readers):
-            model = read(self.module, model)
-        original(self, model)
+        original(self, readers[0](self.module, model))
 
     return [
         replace_names("torch.optim.swa_utils:AveragedModel", update_parameters=update_parameters)
@@ -521,6 +518,23 @@ def _run_through(
 _module_calls: Final = _SharedPatch(_patch_module_calls)
 
 
+def on_script_call(call: Callable[..., Any]) -> None:
+    """Run each call of a scripted or traced function as ``call(function, args, kwargs)``; that one is not patched."""
+    _script_calls.set(call)
+
+
+def _patch_script_calls(callers: list[Callable[..., Any]]) -> list[Stop]:
+    original: Any = torch.jit.ScriptFunction.__call__
+
+    def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return callers[0](original.__get__(function), args, kwargs)
+
+    return [replace_names("torch.jit:ScriptFunction", __call__=__call__)]
+
+
+_script_calls: Final = _SharedPatch(_patch_script_calls)
+
+
 def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
     """Run each call of a method of PyTorch's scaler as ``act(scaler, run, *args)``; return a function that ends it."""
     plain = vars(torch.amp.GradScaler)[name]
@@ -530,8 +544,7 @@ def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:
         # `is_compiling` is a constant where the compiler traces, so nothing of this enters a graph.
         if torch.compiler.is_compiling() or not (is_real() and scaler.is_enabled()):
             return plain(scaler, *args, **kwargs)
-        values = args or tuple(kwargs.values())
-        return act(scaler, lambda: plain(scaler, *args, **kwargs), *values)
+        return act(scaler, lambda: plain(scaler, *args, **kwargs), *(args or kwargs.values()))
 
     return replace_names("torch.amp:GradScaler", **{name: wrapper})
 
@@ -557,9 +570,8 @@ def on_gradient_clipping(act: Callable[..., Any]) -> Stop:
         return wrapper
 
     calls = {name: clipping(name) for name in ("clip_grad_norm_", "clip_grad_value_")}
-    owners = ("torch.nn.utils", "torch.nn.utils.clip_grad")
     ends = ExitStack()
-    for owner in owners:
+    for owner in ("torch.nn.utils", "torch.nn.utils.clip_grad"):
         ends.callback(replace_names(owner, **calls))
     return ends.close
 
@@ -576,7 +588,7 @@ def on_collectives(listener: Callable[[list[torch.Tensor]], None]) -> Stop:
     def listening(call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            listener(list(_tensors_of([*args[1:], *kwargs.values()])))
+            listener(tensors_in((args[1:], kwargs)))
             return call(*args, **kwargs)
 
         return wrapper
@@ -584,11 +596,3 @@ def on_collectives(listener: Callable[[list[torch.Tensor]], None]) -> Stop:
     names = [name for name in WRITING_COLLECTIVES if name in vars(group)]
     calls = {name: listening(getattr(group, name)) for name in names}
     return replace_names("torch.distributed:ProcessGroup", **calls)
-
-
-def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_of(value)

@@ -274,4 +274,6 @@ def describe(func: Any) -> str:
     """Return a function's name for messages."""
     owner = getattr(func, "__self__", None)
     name = getattr(func, "__name__", None) or str(func)
-    return getattr(owner, "__name__", name) if name in ("__get__", "__set__") else str(name)
+    if name in ("__get__", "__set__"):
+        return str(getattr(owner, "__name__", name))
+    return str(owner.name if isinstance(owner, torch.jit.ScriptFunction) else name)

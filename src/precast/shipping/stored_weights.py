@@ -155,6 +155,7 @@ class StoredParameter(StoredWeight, nn.Parameter):
     """A parameter that is stored in 16 bits."""
 
     def __new__(cls, data: Tensor, name: str, device_type: str) -> StoredParameter:  # noqa: D102
+        _torch.on_script_call(_call_scripted)
         parameter = nn.Parameter.__new__(cls, data, False)
         described: StoredParameter = _described(parameter, name, data.dtype, device_type)
         described.update_layout()
@@ -196,6 +197,7 @@ class StoredView(StoredBuffer):
 
 def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
     """Return a buffer with these 16-bit values."""
+    _torch.on_script_call(_call_scripted)
     described: StoredBuffer = _described(
         data.as_subclass(StoredBuffer), name, data.dtype, device_type
     )
@@ -206,6 +208,13 @@ def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> 
     weight.weight_name, weight.stored_dtype, weight.device_type = name, dtype, device_type
     weight.thread = thread_state(device_type)
     return weight
+
+
+def _call_scripted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a scripted function as PyTorch calls functions that dispatch to the class of their arguments."""
+    if _stored_in(args, kwargs):
+        return StoredWeight.__torch_function__(function, (), args, kwargs)
+    return function(*args, **kwargs)
 
 
 def _plain(weight: Tensor) -> Tensor:
