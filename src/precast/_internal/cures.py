@@ -349,6 +349,13 @@ WHOLE_NUMBERS: Final = Cure(
     "(2048 in float16) are not all whole numbers of 16 bits.",
 )
 
+LIMIT_IN_FLOAT32: Final = Cure(
+    "trace: limits in float32",
+    "a limit of clamp is 0, 1 or -1 in the 16 bits of its input and another number in the code, and results reach it",
+    "Call {op}, and what computes with its result, on float32 values (`x.float()`): log(0), log(1 - 1) and a division "
+    "by 0 give infinity or NaN.",
+)
+
 # --- what a trace adds to an error about dtypes ---
 
 PROMOTE_ROW: Final = Cure(

@@ -17,7 +17,7 @@ __all__ += ["sum_costs"]
 
 _NUMERIC = (
     *("overflow", "underflow", "nonfinite", "nan", "inf", "saturation"),
-    *("rounded away", "state rounded away", "average rounded away", "rounded by a rule"),
+    *("rounded", "state rounded away", "average rounded away"),
 )
 _Number = TypeVar("_Number", int, float)
 _MIN_SHARE = 0.01  # of the traced time: cheaper findings get no card and no sentence

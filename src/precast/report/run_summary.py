@@ -148,6 +148,7 @@ _LOST_VALUES = {
     "state rounded away": "The optimizer's states cannot follow the gradients: they are stored in 16 bits.",
     "average rounded away": "A moving average of the weights does not follow them: it is stored in 16 bits.",
     "rounded by a rule": "A rule rounds numbers that the program has just cast to float32.",
+    "rounded limit": "A limit of clamp is 0, 1 or -1 in 16 bits, and values reach it.",
 }
 """Maps a kind of finding to its headline, the most harmful first."""
 

@@ -180,9 +180,9 @@ class Finding:
 
     kind: str
     """"round-trip", "float32-island", "weight-cast-again", "float32-op", "float32-spread", "16-bit-op"; of values
-    "overflow", "nan", "underflow", "rounded away", "state rounded away", "average rounded away", "rounded by a rule";
-    of the training step "scaled gradients clipped", "backward in region"; of `precast-lint` the code of its rule, as
-    "AMP203"."""
+    "overflow", "nan", "underflow", "rounded away", "state rounded away", "average rounded away", "rounded by a rule",
+    "rounded limit"; of the training step "scaled gradients clipped", "backward in region"; of `precast-lint` the code
+    of its rule, as "AMP203"."""
     title: str
     """The finding in a sentence."""
     cost: FindingCost

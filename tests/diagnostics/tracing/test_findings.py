@@ -65,6 +65,63 @@ def test_positions_that_a_rule_makes_equal_are_found(positions: Any, left: int |
     assert of_kind(mended, "rounded by a rule") == []
 
 
+# --- limits that 16 bits round ---
+
+
+@pytest.mark.trial("trace: limits in float32")
+@pytest.mark.parametrize(
+    ("dtype", "limits", "rounded"),
+    [
+        (torch.bfloat16, {"min": 1e-4, "max": 1 - 1e-4}, 1),
+        (torch.float16, {"max": 1 - 1e-4}, 1),
+        (torch.float16, {"min": 1e-8}, 0),
+        (torch.float16, {"min": -1 + 1e-5, "max": 0.5}, -1),
+        (torch.float16, {"min": 1e-4, "max": 1 - 1e-3}, None),
+        (torch.bfloat16, {"min": 1e-8, "max": 1.0}, None),
+    ],
+)
+def test_a_limit_of_clamp_that_16_bits_round_is_found(
+    dtype: torch.dtype, limits: dict[str, float], rounded: int | None
+) -> None:
+    def limited(x: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(x, **limits).clamp_(**limits)
+
+    x = torch.tensor([0.0, 1.0, -2.0], dtype=dtype)
+    with precast.trace() as trace:
+        result = limited(x)
+    found = of_kind(trace, "rounded limit")
+    assert [f.where.op for f in found] == ([] if rounded is None else ["clamp", "clamp_"])
+    assert all(f.suggestion == cures.LIMIT_IN_FLOAT32(op=f.where.op) for f in found)
+    assert all(f"rounds to {rounded}: " in f.title for f in found)
+    with precast.trace() as trace:
+        mended = limited(x.float())
+    assert of_kind(trace, "rounded limit") == []
+    if rounded is not None:
+        assert rounded in result
+        assert rounded not in mended
+
+
+def test_a_limit_that_no_result_reaches_is_not_found() -> None:
+    with precast.trace() as trace:
+        torch.full((3,), 0.5, dtype=torch.float16).clamp(1e-8, 1 - 1e-4)
+    assert of_kind(trace, "rounded limit") == []
+
+
+def test_a_teacher_in_float32_beside_its_student_is_found() -> None:
+    class Teacher(nn.Sequential):
+        pass
+
+    teacher, student, x = Teacher(nn.Linear(64, 64)), nn.Linear(64, 64), torch.ones(8, 64)
+    with precast.trace(student) as trace:
+        with torch.no_grad():
+            target = teacher(x)
+        with torch.autocast("cpu"):
+            F.mse_loss(student(x), target).backward()
+    [found] = of_kind(trace, "float32-op")
+    assert found.where.module == "Teacher.0"
+    assert "ran in float32 once: not in a region" in found.title
+
+
 # --- a needless float32 round trip ---
 
 

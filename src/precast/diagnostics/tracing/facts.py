@@ -1,11 +1,13 @@
-"""Patterns of casts in a full trace: round trips, float32 islands, weights cast repeatedly, rounded integers.
+"""Patterns in a full trace: round trips, float32 islands, weights cast repeatedly, rounded integers and limits.
 
 Invariants: costs are summed by site, with at most `MOST` sites of each kind; weights are referenced weakly.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -87,6 +89,17 @@ class RoundedIntegers(CastCosts):
     """The numbers of different values before, and in 16 bits, on their device."""
 
 
+@dataclass(slots=True, kw_only=True)
+class RoundedLimit(CastCosts):
+    """A limit of `clamp` that is 0, 1 or -1 in the dtype of its 16-bit input."""
+
+    limit: float
+    rounded: int
+    dtype: str
+    reached: Tensor | int = 0
+    """The number of results with the rounded value, on their device."""
+
+
 class CastPatterns:
     """All patterns of one trace."""
 
@@ -95,6 +108,7 @@ class CastPatterns:
         self.islands: dict[object, Float32Island] = {}
         self.weights = RecastWeights()
         self.rounded: dict[object, RoundedIntegers] = {}
+        self.limits: dict[object, RoundedLimit] = {}
         self.calls: dict[CastSite, TrialCall] = {}
         """The first call of an operation at each site, for a trial in 16 bits."""
         self.savings: dict[object, TrialSaving | None] = {}
@@ -194,6 +208,23 @@ class CastPatterns:
                 *at, start=start, dtype=dtype_name(cast.target.dtype), values=counts
             )
 
+    def limited(self, at: CastSite, call: TrialCall, out: Any) -> None:
+        """Count the results of `clamp` that equal a limit which 16 bits round to 0, 1 or -1."""
+        if not at.op.startswith("clamp") or out.dtype not in _torch.SIXTEEN_BIT:
+            return
+        for limit in (*call.args, *call.kwargs.values()):
+            rounded = _rounded_limit(limit, out.dtype) if isinstance(limit, float) else None
+            if rounded is None or not _torch.is_real() or _torch.is_capturing():
+                continue
+            dtype = dtype_name(out.dtype)
+            entry = _bounded(
+                self.limits,
+                (at, limit, dtype),
+                functools.partial(RoundedLimit, *at, limit=limit, rounded=rounded, dtype=dtype),
+            )
+            if entry is not None:
+                entry.reached = entry.reached + (out == rounded).sum()
+
     def came_down(self, before: Origin, at: CastSite, cast: Cast) -> None:
         """Record that a tensor was cast to 16 bits at a site; `before` is the tensor's origin."""
         if before.island is not None:
@@ -214,6 +245,14 @@ class CastPatterns:
             trip.is_used |= upcast.is_used
             upcast.uses.append(trip)
             trip.add(cast.seconds + upcast.seconds, cast.bytes + upcast.bytes, self.step)
+
+
+def _rounded_limit(limit: float, dtype: torch.dtype) -> int | None:
+    """Return 0, 1 or -1 if a limit is rounded to it; None if it is not, or is that number itself."""
+    limits = torch.finfo(dtype)
+    if 0 < abs(limit) <= limits.smallest_normal * limits.eps / 2:
+        return 0
+    return int(math.copysign(1, limit)) if 0 < 1 - abs(limit) <= limits.eps / 4 else None
 
 
 def _different(values: Tensor) -> Tensor:

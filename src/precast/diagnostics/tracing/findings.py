@@ -34,7 +34,7 @@ from precast.report.schema import (
     OperationRow,
     TraceTotals,
 )
-from precast.report.words import duration
+from precast.report.words import be, duration
 
 __all__ = ["MOST", "findings_of"]
 
@@ -62,6 +62,7 @@ def findings_of(
     search = _FindingSearch(rows, totals, patterns, policies)
     kinds = (
         search.rounded(),
+        search.limits(),
         search.in_16_bits(),
         search.round_trips(),
         search.islands(),
@@ -123,8 +124,20 @@ class _FindingSearch:
                 f"{different:,} different values become {remaining:,} in {each.dtype}."
             )
             do = cures.WHOLE_NUMBERS(op=each.op)
-            where = FindingLocation(each.module, each.op, each.source)
-            yield Finding("rounded by a rule", title, FindingCost(), do, None, where)
+            yield self._finding("rounded by a rule", title, [each], FindingCost(), do)
+
+    def limits(self) -> Iterator[Finding]:
+        """Find values that `clamp` limits to a number that is 0, 1 or -1 in 16 bits."""
+        for each in self.patterns.limits.values():
+            reached = int(each.reached)
+            if not reached:
+                continue
+            title = (
+                f"{each.op}{_places([each])} limits values to {each.limit!r}, which {each.dtype} rounds to "
+                f"{each.rounded}: {plural(reached, 'result')} {be(reached)} {each.rounded}."
+            )
+            do = cures.LIMIT_IN_FLOAT32(op=each.op)
+            yield self._finding("rounded limit", title, [each], FindingCost(), do)
 
     def in_16_bits(self) -> Iterator[Finding]:
         """Find operations that a rule would run in float32: in place, where no rule acts, or in a disabled region."""

@@ -272,6 +272,7 @@ class TraceRecorder(OperationListener):
         )
         record.sums.seconds = seconds
         self._record_product(record)
+        self.patterns.limited(record.site, record.call, out)
         for cast in inside:
             self.tally.add_cast(cast, record, is_inside=True)
         for cast in casts:
