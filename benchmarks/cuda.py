@@ -51,19 +51,21 @@ class Place(NamedTuple):
     small: bool
 
 
-def _cases(place: Place) -> Iterator[Network]:
+def _cases(place: Place, *, compiled: bool) -> Iterator[Network]:
     """Networks whose time goes into arithmetic, then networks whose time goes into launches."""
     if not place.small:
         yield networks.decoder(2048, 8, 1024)
-        yield networks.resnet50()
+        if not compiled:
+            yield networks.resnet50()
     yield networks.decoder(512, 1, 1)
     yield networks.mlp()
 
 
 def _networks(place: Place, *, compiled: bool) -> Iterator[Unit]:
-    for dtype in _DTYPES:
-        for network in _cases(place):
-            for work in (TRAINING, INFERENCE):
+    """All cases; compiled, which takes long, training in bfloat16 without the ResNet."""
+    for dtype in _DTYPES[:1] if compiled else _DTYPES:
+        for network in _cases(place, compiled=compiled):
+            for work in (TRAINING,) if compiled else (TRAINING, INFERENCE):
                 yield Unit(
                     f"{network.case}, {work}, {dtype}",
                     partial(
@@ -143,6 +145,70 @@ def _observers(place: Place) -> Iterator[Unit]:
         "trace and monitor",
         partial(observing.run, rounds=_ROUNDS, width=width, device=place.device),
     )
+
+
+_HEADS = {"output head": (4096, 4096, 32768), "router": (16384, 4096, 64)}
+_RULES = ("lower", "lower_out_fp32", "fp32")
+
+
+def _products(place: Place) -> Iterator[Unit]:
+    """Linear layers by the rule of their product, and experts by the policy, forward and backward."""
+    make = partial(torch.randn, device=place.device, requires_grad=True)
+    default = precast.Policy.load("default")
+    by_rule = {rule: default.replace(ops={"linear": rule}) for rule in _RULES}
+    for case, shape in _HEADS.items():
+        tokens, inputs, outputs = (8, 8, 8) if place.small else shape
+        linear = _Product(case, nn.functional.linear, (make(tokens, inputs), make(outputs, inputs)))
+        yield Unit(case, partial(_product_rows, linear, by_rule, place.device))
+    count, rows, width = (2, 16, 16) if place.small else (16, 16384, 2048)
+    ends = torch.arange(1, count + 1, dtype=torch.int32, device=place.device) * (rows // count)
+    grouped = partial(nn.functional.grouped_mm, offs=ends)
+    experts = _Product("experts", grouped, (make(rows, width), make(count, width, 2 * width)))
+    by_policy = {"torch": precast.Policy.load("torch"), "default": default}
+    yield Unit("experts", partial(_product_rows, experts, by_policy, place.device))
+
+
+class _Product(NamedTuple):
+    """A product and its factors."""
+
+    case: str
+    function: Callable[..., torch.Tensor]
+    factors: tuple[torch.Tensor, torch.Tensor]
+
+    def __call__(self, device: torch.device, policy: precast.Policy) -> torch.Tensor:
+        with precast.autocast(device.type, torch.bfloat16, policy=policy):
+            result = self.function(*self.factors)
+        torch.autograd.grad(result, self.factors, torch.ones_like(result))
+        return result.detach()
+
+
+def _product_rows(
+    product: _Product, policies: Mapping[str, precast.Policy], device: torch.device
+) -> Rows:
+    """Times, and of linear layers the error of a part, to float64 and relative to its root mean square."""
+    errors = {}
+    if product.function is nn.functional.linear:
+        x, weight = (factor.detach()[:512].double() for factor in product.factors)
+        exact = x @ weight.T
+        for name, policy in policies.items():
+            difference = product(device, policy)[:512, :512].double() - exact
+            errors[name] = (difference.norm() / exact.norm()).item()
+    finish = partial(synchronize, device)
+    variants = {
+        name: Variant(partial(product, device, policy), finish=finish)
+        for name, policy in policies.items()
+    }
+    comparison = compare(variants, rounds=_ROUNDS, calls=5)
+    for name in variants:
+        ratio, spread = comparison.ratio(name, next(iter(policies)))
+        yield {
+            "case": product.case,
+            "kind": name,
+            "median_ms": comparison.median(name) * 1e3,
+            "ratio": ratio,
+            "ratio_iqr": spread,
+            "relative_error": errors.get(name),
+        }
 
 
 def _captured(place: Place) -> Iterator[Unit]:
@@ -235,6 +301,7 @@ SECTIONS: Mapping[str, Callable[[Place], Iterator[Unit]]] = {
     "optimizer": _optimizers,
     "scaler": _scalers,
     "observers": _observers,
+    "products": _products,
     "captured": _captured,
     "float8": partial(_float8, compiled=False),
     "float8-compiled": partial(_float8, compiled=True),

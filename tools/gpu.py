@@ -91,14 +91,15 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         _ahead("compiled", 120),
         _ahead("float8-compiled", 120),
         Part("doctor", ("-m", "precast", "doctor", "--json"), 40),
-        _section("eager", 110),
-        _section("optimizer", 30),
-        _section("scaler", 20),
-        _section("observers", 30),
-        _section("captured", 20),
+        _section("optimizer", 40),
+        _section("scaler", 30),
+        _section("observers", 40),
+        _section("products", 30),
+        _section("captured", 30),
+        _section("eager", 160),
+        _section("compiled", 60),
         _section("float8", 60),
         _section("float8-compiled", 80),
-        _section("compiled", 120),
     )
 
 
@@ -230,6 +231,14 @@ _COLUMNS: Mapping[str, Mapping[str, str]] = {
         "spread": "ratio_iqr",
         "waits, torch": "waits_torch",
         "waits, precast": "waits_precast",
+    },
+    "products": {
+        "product": "case",
+        "rule or policy": "kind",
+        "ms": "median_ms",
+        "to the first": "ratio",
+        "spread": "ratio_iqr",
+        "error": "relative_error",
     },
     "observers": {
         "network": "case",

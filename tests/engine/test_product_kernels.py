@@ -17,6 +17,7 @@ from precast.engine import product_kernels, registration
 from precast.errors import PolicyError
 from precast.policy.policy import Policy, Rule
 from precast.policy.rows import PRODUCT_OPERATIONS, short
+from tests.support import pretended_cuda
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 RULE = Rule.LOWER_OUT_FP32
@@ -46,6 +47,9 @@ CALLS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...], int]]
 }
 """Name -> the call, the shapes of its tensors, and the number of factors, which come first."""
 calls = pytest.mark.parametrize("name", CALLS)
+on_each_device = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 
 @pytest.fixture(params=registration.ENGINES, autouse=True)
@@ -54,12 +58,16 @@ def _engine(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def region(dtype: torch.dtype = torch.bfloat16, policy: Policy = POLICY) -> precast.autocast:
-    return precast.autocast("cpu", dtype, policy=policy)
+def region(
+    dtype: torch.dtype = torch.bfloat16, policy: Policy = POLICY, device: str = "cpu"
+) -> precast.autocast:
+    return precast.autocast(device, dtype, policy=policy)
 
 
-def tensors(name: str, make: Callable[..., Tensor] = torch.randn) -> list[Tensor]:
-    return [make(shape) for shape in CALLS[name][1]]
+def tensors(
+    name: str, make: Callable[..., Tensor] = torch.randn, device: str = "cpu"
+) -> list[Tensor]:
+    return [make(shape).to(device) for shape in CALLS[name][1]]
 
 
 def rounded(name: str, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -69,14 +77,17 @@ def rounded(name: str, values: list[Tensor], dtype: torch.dtype) -> list[Tensor]
 
 
 @calls
+@on_each_device
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_results_and_gradients_are_those_of_float64_on_rounded_factors(
-    name: str, dtype: torch.dtype
+    name: str, dtype: torch.dtype, device: str
 ) -> None:
+    if device == "cuda" and name.startswith("conv") and pretended_cuda.is_loaded():
+        pytest.skip("the pretended device has no cuDNN")
     call = CALLS[name][0]
-    values = [t.requires_grad_() for t in tensors(name)]
+    values = [t.requires_grad_() for t in tensors(name, device=device)]
     exact = [t.detach().requires_grad_() for t in rounded(name, values, dtype)]
-    with region(dtype):
+    with region(dtype, device=device):
         result = call(*values)
     expected = call(*exact)
     assert result.dtype is torch.float32
@@ -95,9 +106,10 @@ def test_results_and_gradients_are_those_of_float64_on_rounded_factors(
 
 
 @calls
-def test_whole_numbers_give_exact_results(name: str) -> None:
-    values = tensors(name, lambda shape: torch.randint(-256, 257, shape).float())
-    with region(), torch.no_grad():
+@on_each_device
+def test_whole_numbers_give_exact_results(name: str, device: str) -> None:
+    values = tensors(name, lambda shape: torch.randint(-256, 257, shape).float(), device)
+    with region(device=device), torch.no_grad():
         result = CALLS[name][0](*values)
     assert torch.equal(result.double(), CALLS[name][0](*(t.double() for t in values)))
 
@@ -235,3 +247,24 @@ def test_pytorchs_kernel_with_a_float32_result_gives_the_same(
     for plain, kernel in zip(*results, strict=True):
         torch.testing.assert_close(plain, kernel, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(pretended_cuda.is_loaded(), reason="it has no kernel with a float32 result")
+@pytest.mark.parametrize("shape", [(64, 64, 64), (33, 7, 5)])
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_a_gpu_multiplies_by_its_kernel_with_a_float32_result(
+    dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, k, n = shape
+    x, weight = torch.randn(m, k, device="cuda"), torch.randn(n, k, device="cuda")
+    taken = []
+    multiply = product_kernels._multiply
+    monkeypatch.setattr(
+        product_kernels, "_multiply", lambda a, b: taken.append(a.dtype) or multiply(a, b)
+    )
+    with region(dtype, device="cuda"), torch.no_grad():
+        result = functional.linear(x, weight)
+    assert taken == [dtype]
+    exact = x.to(dtype).double() @ weight.to(dtype).double().T
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)

@@ -153,6 +153,11 @@ def equal(a: Tensor, b: Tensor) -> bool:
     """Whether dtype, shape and every bit are the same."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(
-        a.detach().contiguous().view(torch.uint8), b.detach().contiguous().view(torch.uint8)
-    )
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.strided and not tensor.data_ptr():  # zeros, as some gradients are
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    whole = tensor.detach().to_dense().resolve_conj().resolve_neg()
+    return whole.contiguous().reshape(-1).view(torch.uint8)

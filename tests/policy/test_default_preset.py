@@ -199,12 +199,16 @@ def test_what_pytorch_refuses_in_16_bits_runs_in_float32(device, info, dtype):
     "dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)]
 )
 @pytest.mark.parametrize("width", [16, 12])
-def test_products_of_experts_run_in_16_bits_forward_and_backward(engine, policy, dtypes, width):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_products_of_experts_run_in_16_bits_forward_and_backward(
+    engine, policy, dtypes, width, device
+):
     torch.manual_seed(0)
-    x, w = torch.randn(8, width, dtype=dtypes[0]), torch.randn(2, width, 8, dtype=dtypes[1])
-    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x = torch.randn(8, width, dtype=dtypes[0], device=device)
+    w = torch.randn(2, width, 8, dtype=dtypes[1], device=device)
+    ends = torch.tensor([3, 8], dtype=torch.int32, device=device)
     x.requires_grad_(), w.requires_grad_()
-    with registration.use_engine(engine), precast.autocast("cpu", policy=policy):
+    with registration.use_engine(engine), precast.autocast(device, torch.bfloat16, policy=policy):
         result = torch.nn.functional.grouped_mm(x, w, offs=ends)
     result.backward(gradient := torch.randn_like(result))
     # rows of 12 numbers are no multiple of 16 bytes in 16 bits, where PyTorch has no kernel
