@@ -175,7 +175,7 @@ class _Product(NamedTuple):
     function: Callable[..., torch.Tensor]
     factors: tuple[torch.Tensor, torch.Tensor]
 
-    def __call__(self, device: torch.device, policy: precast.Policy) -> torch.Tensor:
+    def run(self, device: torch.device, policy: precast.Policy) -> torch.Tensor:
         with precast.autocast(device.type, torch.bfloat16, policy=policy):
             result = self.function(*self.factors)
         torch.autograd.grad(result, self.factors, torch.ones_like(result))
@@ -191,11 +191,11 @@ def _product_rows(
         x, weight = (factor.detach()[:512].double() for factor in product.factors)
         exact = x @ weight.T
         for name, policy in policies.items():
-            difference = product(device, policy)[:512, :512].double() - exact
+            difference = product.run(device, policy)[:512, :512].double() - exact
             errors[name] = (difference.norm() / exact.norm()).item()
     finish = partial(synchronize, device)
     variants = {
-        name: Variant(partial(product, device, policy), finish=finish)
+        name: Variant(partial(product.run, device, policy), finish=finish)
         for name, policy in policies.items()
     }
     comparison = compare(variants, rounds=_ROUNDS, calls=5)
