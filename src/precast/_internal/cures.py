@@ -337,16 +337,17 @@ REGION_AROUND: Final = Cure(
 )
 RULE_FOR_IT: Final = Cure(
     "trace: a rule for it",
-    "a product of matrices or a convolution ran in float32 in a region whose policy has no rule for it, and in a trial "
-    "on tensors of the same shapes, runs in 16 bits were faster, casts included; the policy is not one that tune chose",
+    "an operation that multiplies two tensors, with sums, ran in float32 in a region whose policy has no rule for it, "
+    "and in a trial on tensors of the same shapes, runs in 16 bits were faster, casts included; the policy is not one "
+    "that tune chose",
     "Have {op} run in 16 bits on {device}, by the rule lower in a policy file: in forward that saved {saved} a call "
     "when it was tried.",
 )
 WHOLE_NUMBERS: Final = Cure(
     "trace: whole numbers in float32",
     "the program makes whole numbers float32, and a rule rounds them to 16 bits, so that several become one",
-    "Compute {op} in float32 there: put the lines into `with precast.disable():`. Positions and time steps above 256 "
-    "(2048 in float16) are not all whole numbers of 16 bits.",
+    "Compute {op} in float32 there: {rule}`with precast.disable():` around the lines. Positions and time steps above "
+    "256 (2048 in float16) are not all whole numbers of 16 bits.",
 )
 
 LIMIT_IN_FLOAT32: Final = Cure(

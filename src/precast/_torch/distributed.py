@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 __all__ = [
+    "is_distributed",
     "leave_process_groups",
 ]
+
+
+def is_distributed() -> bool:
+    """Return True if this process is in a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def leave_process_groups() -> None:
@@ -16,10 +22,5 @@ def leave_process_groups() -> None:
     connections for which the others wait (2.13).
     """
     distributed = torch.distributed
-    is_one_of_several = (
-        distributed.is_available()
-        and distributed.is_initialized()
-        and distributed.get_world_size() > 1
-    )
-    if is_one_of_several:
+    if is_distributed() and distributed.get_world_size() > 1:
         distributed.distributed_c10d._abort_process_group()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.optim import Optimizer
 
-from precast._torch import is_dtensor
+from precast._torch import is_distributed, is_dtensor
 from precast.errors import ScalerError
 from precast.optim.partial_steps import parameters_of
 from precast.policy.policy import Policy
@@ -80,7 +80,7 @@ class Reduction:
 
 def chosen_for(optimizer: Optimizer) -> Reduction | None:
     """Return the reduction for an optimizer's parameters; None if they are in one process."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return None
     parameters: list[Any] = parameters_of(optimizer)
     meshes = dict.fromkeys(p.device_mesh for p in parameters if is_dtensor(p))
@@ -121,7 +121,7 @@ def check_same(scaler: Any = None, *, group: Any = None, **others: Any) -> None:
 
 
 def _require_process_group(call: str) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         raise ScalerError(
             f"{call}() needs a process group: call torch.distributed.init_process_group() first, "
             "and start the program with torchrun."

@@ -32,6 +32,7 @@ from precast._torch import (
     fused_copy,
     fused_multiply,
     is_capturing,
+    is_distributed,
     is_dtensor,
     step_without_hooks,
 )
@@ -55,7 +56,6 @@ __all__ = [
     "Hook",
     "LowPrecisionWeights",
     "active",
-    "is_distributed",
     "is_worth_storing_low",
     "learns_by_rounding",
 ]
@@ -501,11 +501,6 @@ def _full_value(parameter: Tensor) -> Tensor | None:
 def learns_by_rounding(parameter: Tensor) -> LowPrecisionWeights | None:
     """Return the weights of which one is stored in bfloat16 alone, and still learns from small updates."""
     return next((weights for weights in active if weights.stores(parameter)), None)
-
-
-def is_distributed() -> bool:
-    """Return True if other processes train with this one."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _round_stochastically(value: Tensor, states: dict[str, Any]) -> Tensor:

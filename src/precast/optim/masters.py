@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast._internal import cures
-from precast._torch import SIXTEEN_BIT, is_dtensor
+from precast._torch import SIXTEEN_BIT, is_distributed, is_dtensor
 from precast._torch.optimizer_hooks import on_optimizer_step, run_next_to_step
 from precast.errors import AttachError
 from precast.optim.checks import check, refuse_copy
@@ -26,7 +26,6 @@ from precast.optim.compiled_step import CompiledStep
 from precast.optim.low_precision_weights import (
     Hook,
     LowPrecisionWeights,
-    is_distributed,
     is_worth_storing_low,
 )
 from precast.optim.partial_steps import is_large, parameters_of

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ def pasted(file: str | None, folder: Path) -> Policy:
         (lambda: torch.arange(8192, 8320).float() / 8320, None),
     ],
 )
-def test_positions_that_a_rule_makes_equal_are_found(positions: Any, left: int | None) -> None:
+def test_positions_that_a_rule_makes_equal_are_found(
+    positions: Any, left: int | None, tmp_path: Path
+) -> None:
     with precast.trace() as trace, precast.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(2):
             angles = torch.ones(4, 1).float() @ positions()[None]
@@ -59,10 +61,47 @@ def test_positions_that_a_rule_makes_equal_are_found(positions: Any, left: int |
     for finding in found:
         assert int(angles[0].unique().numel()) == left
         assert f"128 different values become {left} in bfloat16" in finding.title
-        assert finding.suggestion == cures.WHOLE_NUMBERS(op="matmul")
+        assert finding.suggestion == cures.WHOLE_NUMBERS(
+            op="matmul", rule='the row matmul = "fp32"; or '
+        )
+        with (
+            precast.trace() as mended,
+            precast.autocast("cpu", policy=pasted(finding.policy, tmp_path)),
+        ):
+            torch.ones(4, 1).float() @ positions()[None]
+        assert of_kind(mended, "rounded by a rule") == []
     with precast.trace() as mended, precast.autocast("cpu"), precast.disable():
         torch.ones(4, 1).float() @ positions()[None]
     assert of_kind(mended, "rounded by a rule") == []
+
+
+class Rotary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.ones(4, 1).float() @ torch.arange(8192, 8320).float()[None]
+        return x * angles.cos().sum()
+
+
+def test_the_cure_of_rounded_positions_is_a_rule_for_their_module(tmp_path: Path) -> None:
+    """A row for the operation would put the other products in float32, too."""
+    model = nn.ModuleDict({"rotary": Rotary(), "head": nn.Linear(8, 8)})
+
+    def run(policy: Policy) -> list[Finding]:
+        with (
+            precast.attach(model, policy),
+            precast.trace(model) as trace,
+            precast.autocast("cpu", policy=policy),
+        ):
+            assert (
+                model["head"](model["rotary"](torch.ones(4, 8))) @ torch.ones(8, 8)
+            ).dtype is torch.bfloat16
+        return of_kind(trace, "rounded by a rule")
+
+    [found] = run(Policy.load("default"))
+    assert (
+        'the rule "rotary" = { ops = { matmul = "fp32" } } in [modules], attached'
+        in found.suggestion
+    )
+    assert run(pasted(found.policy, tmp_path)) == []
 
 
 # --- limits that 16 bits round ---
@@ -546,6 +585,41 @@ def test_an_operation_without_a_rule_that_should_have_one(
     [found] = run(policy)
     assert found.policy == 'base = "default"\n\n[ops.cpu]\nmm = "lower"\n'
     assert not run(pasted(found.policy, tmp_path))
+
+
+@pytest.fixture
+def own() -> Iterator[str]:
+    """Operations of an extension that no table names: attention, and sums that are no product."""
+    library = torch.library.Library("precast_traced", "FRAGMENT")
+    library.define("attend(Tensor q, Tensor k, Tensor v) -> Tensor")
+    library.define("scale(Tensor x, Tensor weight) -> Tensor")
+    library.impl("attend", lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, "CPU")
+    library.impl("scale", lambda x, w: torch.layer_norm(x, [x.shape[-1]]) * w, "CPU")
+    yield "precast_traced"
+    library._destroy()
+
+
+@pytest.mark.parametrize("saved", [None, trials.TrialSaving(1e-3, 2e-3, 3e-3)])
+def test_a_product_that_no_table_names_is_found_with_its_row(
+    own: str, tmp_path: Path, saved: trials.TrialSaving | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "measure_saving", lambda *_, **__: saved)
+    x = torch.randn(2, 8, 8)
+
+    def run(policy: Policy) -> list[Finding]:
+        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
+            nn.Linear(8, 8)(x)
+            torch.ops.precast_traced.attend(x, x.cos(), x.sin())
+            torch.ops.precast_traced.scale(x, torch.ones(8))
+            torch.outer(x[0, 0], x[0, 1])
+        return of_kind(trace, "float32-op")
+
+    [found] = run(Policy.load("default"))
+    assert found.where.op == f"{own}::attend"
+    assert f'The row "{own}::attend" = "lower" gives it 16-bit inputs.' in found.title
+    assert bool(found.policy) == bool(found.suggestion) == (saved is not None)
+    if found.policy is not None:
+        assert not run(pasted(found.policy, tmp_path))
 
 
 def test_what_is_switched_off_on_purpose_is_not_reported() -> None:

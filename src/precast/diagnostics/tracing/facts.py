@@ -20,7 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast import _torch
 from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import MOVES, CastCosts, CastSite, Origin, Upcast
-from precast.diagnostics.tracing.trials import TrialCall, TrialSaving, describe_call, measure_saving
+from precast.diagnostics.tracing.trials import (
+    TrialCall,
+    TrialSaving,
+    describe_call,
+    is_product,
+    measure_saving,
+)
 from precast.engine.operator_kinds import Cast
 from precast.weights.held import is_held_in_training
 
@@ -113,6 +119,7 @@ class CastPatterns:
         """The first call of an operation at each site, for a trial in 16 bits."""
         self.savings: dict[object, TrialSaving | None] = {}
         """The results of trials."""
+        self._products: dict[str, bool] = {}
         self.step = 0
         self.step_seconds: list[float] = []
         """The traced time of each complete step."""
@@ -151,6 +158,16 @@ class CastPatterns:
         if key not in self.savings:
             self.savings[key] = measure_saving(call, dtype, returns=returns)
         return self.savings[key]
+
+    def is_product(self, at: CastSite) -> bool:
+        """Return True if the call at a site multiplies two tensors, tried once for each kind of call."""
+        call = self.calls.get(at)
+        if call is None:
+            return False
+        key = repr(call)
+        if key not in self._products:
+            self._products[key] = is_product(call)
+        return self._products[key]
 
     def use(self, origins: Iterable[Origin | None], carried: Upcast | None = None) -> None:
         """Record that an operation computes with tensors in float32; `carried` is the upcast that its result keeps."""

@@ -21,7 +21,7 @@ from precast._internal.display import dtype_name, plural
 from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.lineage import CastCosts, CastSite
-from precast.diagnostics.tracing.recorder import HEAVY
+from precast.diagnostics.tracing.products import is_lowered
 from precast.diagnostics.tracing.trials import TrialSaving
 from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
@@ -123,8 +123,27 @@ class _FindingSearch:
                 f"{each.op}{_places([each])} rounds whole numbers that {start.op}{_places([start])} {verb} float32: "
                 f"{different:,} different values become {remaining:,} in {each.dtype}."
             )
-            do = cures.WHOLE_NUMBERS(op=each.op)
-            yield self._finding("rounded by a rule", title, [each], FindingCost(), do)
+            rule, policy = self._rule_for_float32(each)
+            do = cures.WHOLE_NUMBERS(op=each.op, rule=rule)
+            yield self._finding(
+                "rounded by a rule", title, [each], FindingCost(), do, policy=policy
+            )
+
+    def _rule_for_float32(self, at: CastCosts) -> tuple[str, str | None]:
+        """Return the rule that computes one operation in float32, in words, and its file; "" and None without one."""
+        places = [(r.device_type, r.source) for r in self.rows if r.op == at.op and r.rule]
+        device = next((device for device, source in places if source == at.source), "cpu")
+        key = _key(at.op)
+        if not self._may_change(device):
+            return "", None
+        if at.module:
+            policy = self.policies.get(device) or Policy.load("default")
+            rule = {at.module: {"ops": {at.op: "fp32"}}}
+            words = f'the rule "{at.module}" = {{ ops = {{ {key} = "fp32" }} }} in [modules], attached; or '
+            return words, whole_file(policy, modules=rule)
+        if any(source != at.source for _, source in places):
+            return "", None  # a row would change other calls
+        return f'the row {key} = "fp32"; or ', self._policy(at.op, "fp32", device)
 
     def limits(self) -> Iterator[Finding]:
         """Find values that `clamp` limits to a number that is 0, 1 or -1 in 16 bits."""
@@ -200,33 +219,44 @@ class _FindingSearch:
             yield self._finding("weight-cast-again", title, some, self._measured(some), do)
 
     def in_float32(self) -> Iterator[Finding]:
-        """Find operations that may be faster in 16 bits and ran in float32 without a rule or cast for it."""
+        """Find products that ran in float32 without a rule or cast for it, whatever the operation."""
         lower = next(
             (_LOW[d] for row in self.rows if row.rule == "lower" for d in row.output if d in _LOW),
             None,
         )
         if lower is None:
             return
-        for some in _alike(filter(_is_unexpected, self.rows), _of_row):
+        for some in _alike(filter(self._is_unexpected, self.rows), _of_row):
             row = some[0]
             op, device = row.op, row.device_type
             cost, do, policy = self._of_rows(some), "", None
-            saving = self._saving_in([(row, lower, None) for row in some])
-            if saving is not None:
-                words = _range(saving)
-                if row.region is None:
-                    cost = self._saved(saving, some)
-                    do = cures.REGION_AROUND(device=device, saved=words)
-                elif (
-                    row.rule is None
-                    and _NO_ROW.match(row.reason or "")
-                    and self._may_change(device)
-                ):
-                    cost, policy = self._saved(saving, some), self._policy(op, "lower", device)
-                    do = cures.RULE_FOR_IT(op=op, device=device, saved=words) if policy else ""
             calls = _times(sum(each.calls for each in some))
             title = f"{op}{_places(some)} ran in float32 {calls}: {row.reason}."
+            if row.region is not None and row.rule is None and _NO_ROW.match(row.reason or ""):
+                policy = self._policy(op, "lower", device) if self._may_change(device) else None
+                if policy is not None:
+                    title += f' The row {_key(op)} = "lower" gives it 16-bit inputs.'
+            saving = self._saving_in([(row, lower, None) for row in some])
+            if saving is None:
+                policy = None
+            elif row.region is None:
+                cost = self._saved(saving, some)
+                do = cures.REGION_AROUND(device=device, saved=_range(saving))
+            elif policy is not None:
+                cost = self._saved(saving, some)
+                do = cures.RULE_FOR_IT(op=op, device=device, saved=_range(saving))
             yield self._finding("float32-op", title, some, cost, do, policy=policy)
+
+    def _is_unexpected(self, row: OperationRow) -> bool:
+        if row.phase != "forward" or row.rule in ("lower", "lower_out_fp32"):
+            return False
+        if "float32" not in row.output or row.module_rule is not None:
+            return False
+        is_off = row.rule is None and (row.reason or "").startswith("autocast is off")
+        if row.region is not None and is_off:
+            return False  # the program switched it off
+        at = CastSite(row.op, row.module, row.source)
+        return is_lowered(row.op.partition(".")[0]) or self.patterns.is_product(at)
 
     def spread(self) -> Iterator[Finding]:
         """Find operations without a rule on inputs of two dtypes, for which PyTorch returns the wider one.
@@ -340,22 +370,17 @@ def _ruled_name(op: str) -> str:
     return op.partition(".")[0].strip("_").removesuffix("_forward")
 
 
+def _key(op: str) -> str:
+    """Return the name of an operation as a key in a policy file."""
+    return op if op.isidentifier() else f'"{op}"'
+
+
 _NO_ROW: Final = re.compile("no row|no rule", re.IGNORECASE)
 
 
 def _range(saving: TrialSaving) -> str:
     """Return the saving of a call in words."""
     return f"{duration(saving.low)} to {duration(saving.high)}"
-
-
-def _is_unexpected(row: OperationRow) -> bool:
-    base = row.op.partition(".")[0]
-    if row.phase != "forward" or base not in HEAVY or row.rule in ("lower", "lower_out_fp32"):
-        return False
-    if "float32" not in row.output or row.module_rule is not None:
-        return False
-    is_off = row.rule is None and (row.reason or "").startswith("autocast is off")
-    return row.region is None or not is_off  # otherwise the program switched it off
 
 
 def _is_spreading(row: OperationRow) -> bool:

@@ -52,13 +52,8 @@ from precast.policy.policy import DEVICE_TYPES, Policy, Rule
 from precast.policy.rows import FLOAT32_RULES
 from precast.report.saved_trace import LineageStep
 
-__all__ = ["HEAVY", "TraceRecorder"]
+__all__ = ["TraceRecorder"]
 
-HEAVY: Final = (
-    {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "einsum"}
-    | {"_grouped_mm", "convolution", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
-)  # fmt: skip
-"""Operations that are worth 16 bits."""
 _MOST_NODES: Final = 200_000
 _MOST_ORIGINS: Final = 8
 """The most results of one operation whose origin is recorded."""
@@ -287,9 +282,12 @@ class TraceRecorder(OperationListener):
             self._put_origins(record, outputs, arguments=tensors)
 
     def _record_product(self, record: TracedCall) -> None:
-        """Store the description of a call in forward that may be faster in 16 bits."""
-        is_heavy = kind_of(record.call.overload).base in HEAVY
-        if is_heavy and record.place.phase == "forward" and set(record.inputs) == {"float32"}:
+        """Store the description of a call in forward that may be a product."""
+        if (
+            not kind_of(record.call.overload).is_pointwise
+            and record.place.phase == "forward"
+            and set(record.inputs) == {"float32"}
+        ):
             self.patterns.note_call(record.site, *record.call)
 
     def _place_on_stack(self) -> CallPlace:

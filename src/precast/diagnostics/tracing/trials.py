@@ -7,7 +7,7 @@ and uses no generator of the program; the description of a call holds no tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import comb
 from time import perf_counter
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast._internal.pytree import map_tensors
+from precast._internal.pytree import map_tensors, tensors_in
 from precast.autocast_mode.region import autocast
+from precast.diagnostics.tracing.products import has_product
 from precast.engine.operator_kinds import tensors_of
 from precast.policy.policy import Policy
 
@@ -26,6 +27,7 @@ __all__ = [
     "TrialCall",
     "TrialSaving",
     "describe_call",
+    "is_product",
     "measure_saving",
     "works",
     "works_after_cast",
@@ -131,9 +133,33 @@ def works_after_cast(call: TrialCall, dtype: torch.dtype) -> bool:
     return bool(_in_own_thread(run))
 
 
-def _measured(
-    call: TrialCall, dtype: torch.dtype, returns: torch.dtype | None
-) -> TrialSaving | None:
+def is_product(call: TrialCall) -> bool:
+    """Return True if a call multiplies two tensors, with sums, and can run in 16 bits.
+
+    Where processes train together, an extension's operation may wait for other processes, so it is not tried.
+    """
+    if call.overload.namespace != "aten" and _torch.is_distributed():
+        return False
+
+    def run() -> bool:
+        arguments = _random_arguments(call)
+        tensors = tensors_in(arguments)
+        if len(tensors) < 2:
+            return False
+
+        def run_with(values: Sequence[Tensor]) -> object:
+            remaining = iter(values)
+            args, kwargs = map_tensors(arguments, lambda _: next(remaining))
+            return call.overload(*args, **kwargs)
+
+        with torch.inference_mode():
+            run_with([tensor.bfloat16() for tensor in tensors])
+            return has_product(run_with, tensors)
+
+    return bool(_in_own_thread(run))
+
+
+def _random_arguments(call: TrialCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
 
     def make(shape: _TensorLayout) -> Tensor:
@@ -144,7 +170,13 @@ def _measured(
         tensor = torch.empty_strided(shape.sizes, strides, dtype=torch.float32)
         return tensor.normal_(generator=generator).to(shape.dtype)
 
-    args, kwargs = _with_tensors(call.args, make), _with_tensors(call.kwargs, make)
+    return _with_tensors(call.args, make), _with_tensors(call.kwargs, make)
+
+
+def _measured(
+    call: TrialCall, dtype: torch.dtype, returns: torch.dtype | None
+) -> TrialSaving | None:
+    args, kwargs = _random_arguments(call)
 
     def seconds(inputs: torch.dtype, results: torch.dtype) -> float:
         start = perf_counter()
