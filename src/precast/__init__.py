@@ -1,8 +1,8 @@
 """A replacement for torch.amp whose precision table you can edit.
 
 Each public name is loaded when it is first used, so that importing precast takes about 2 ms and does not load torch.
-Types that programs seldom write are in `precast.events`, all errors in `precast.errors`, and weights stored in bfloat16
-in `precast.optim`.
+Types that programs seldom write are in `precast.events`, all errors in `precast.errors`, weights stored in bfloat16 in
+`precast.optim`, and sharded models in `precast.fsdp`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from precast._internal.version import __version__
 
 if TYPE_CHECKING:
-    from precast import errors, events, optim
+    from precast import errors, events, fsdp, optim
     from precast._internal.events import observe
     from precast.attachment.attachment import Attachment, attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
@@ -53,7 +53,7 @@ _HOME = {
     "precast.tuning.result": ("TuningResult",),
     "precast.tuning.tuner": ("tune",),
 }
-_MODULES = ("errors", "events", "optim")
+_MODULES = ("errors", "events", "fsdp", "optim")
 _WITHOUT_TORCH = ("precast._internal.events", "precast.shipping.conversion")
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -89,6 +89,7 @@ __all__ = [
     "errors",
     "events",
     "export",
+    "fsdp",
     "install",
     "load_converted",
     "monitor",

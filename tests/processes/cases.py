@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import precast
+import precast.fsdp
 from precast.errors import BrokenModelError, ScalerError
 from precast.grad_scaler.distributed import Reduction, check_same
+from precast.policy.policy import Policy
 
 CASES: dict[str, Callable[[], Any]] = {}
 CUDA = torch.cuda.is_available() and os.environ.get("PRECAST_TEST_NCCL") == "1"
@@ -330,6 +333,87 @@ def clipping_is_over_all_processes() -> Any:
     plain(inputs(everywhere=True)).square().mean().backward()
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
     return abs(float(scaler.clip_grad_norm_(optimizer, 0.1)) - float(expected)) < 1e-5
+
+
+@dataclass
+class Inputs:
+    values: dict[str, list[Tensor]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        x = inputs.values["x"][0]
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Language(nn.Module):
+    """Two blocks with an embedding, whose weight the head shares, and a router in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.router, self.head = nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(1 + 2**-12))
+        self.to(DEVICE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) * self.scale
+        for block in self.blocks:
+            x = block(Inputs({"x": [x]}))
+        return self.head(x * self.router(x).softmax(-1))  # type: ignore[no-any-return]
+
+
+SHARDED = {"router": "fp32", "blocks.1": "bfloat16", "blocks.0.down": "lower_out_fp32"}
+
+
+def _train(model: nn.Module, parts: list[int], policy: Policy) -> list[Any]:
+    """Parameters after some steps on parts of a batch, in regions of the policy with its rules attached."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with precast.attach(model, policy):
+        for number in range(3):
+            for part in parts:
+                generator = torch.Generator().manual_seed(10 * number + part)
+                x = torch.randint(0, 16, (4, 6), generator=generator).to(DEVICE)
+                with precast.autocast(DEVICE, torch.bfloat16, policy=policy):
+                    loss = F.cross_entropy(model(x).flatten(0, 1).float(), x.roll(1).flatten())
+                (loss / len(parts)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [whole(each) for each in model.parameters()]
+
+
+@case
+def sharded_by_policy() -> Any:
+    policy = Policy.load("default").replace(modules=SHARDED)
+    model = Language()
+    precast.fsdp.shard(model, policy, units=model.blocks, mesh=mesh())
+    dtypes: dict[str, str] = {}
+    for name in (
+        "embedding",
+        "router",
+        "blocks.0.norm",
+        "blocks.0.up",
+        "blocks.0.down",
+        "blocks.1.up",
+    ):
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(
+            lambda m, _args, name=name: dtypes.update({name: str(m.weight.dtype)})
+        )
+    model.get_submodule("blocks.1.norm").register_forward_pre_hook(
+        lambda _, args: dtypes.update({"input": str(args[0].dtype)})
+    )
+    together = _train(model, [dist.get_rank()], policy)
+    alone = _train(Language(), list(range(dist.get_world_size())), policy)
+    dtypes["buffer"] = str(model.scale.dtype)
+    return {"equal": together == alone, "dtypes": dtypes}
 
 
 def save(folder: Path) -> Any:

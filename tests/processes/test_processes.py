@@ -99,6 +99,26 @@ def test_all_ranks_skip_together_and_know_whose_gradient_it_was(
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_model_that_is_sharded_by_its_policy_trains_as_in_one_process(
+    runs: Runs, size: int
+) -> None:
+    """Bit for bit with two; the sum of four gradients has another order."""
+    wide, low = "torch.float32", "torch.bfloat16"
+    for rank in of(runs, size, "sharded_by_policy"):
+        assert rank["equal"] or size > 2
+        assert rank["dtypes"] == {
+            "embedding": wide,
+            "router": wide,
+            "blocks.0.norm": wide,
+            "blocks.0.up": low,
+            "blocks.0.down": wide,
+            "blocks.1.up": low,
+            "input": low,
+            "buffer": wide,
+        }
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_ddp_decides_alike_without_a_reduction(runs: Runs, size: int) -> None:
     assert of(runs, size, "ddp_alone") == [{"skipped": True, "scale": 512.0}] * size
 

@@ -82,7 +82,8 @@ def _stem(entry: str) -> str:
 
 
 def test_the_packages_can_be_seen_at_a_glance() -> None:
-    assert len([name for name in _entries() if name not in ("__main__.py", "py.typed")]) <= 19
+    """Fifteen packages and parts of them, and the public modules errors, events, fsdp, optim."""
+    assert len([name for name in _entries() if name not in ("__main__.py", "py.typed")]) <= 20
 
 
 def test_a_drawing_of_the_packages_has_at_most_ten_floors() -> None:

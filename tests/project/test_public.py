@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 import precast
@@ -48,6 +49,7 @@ NAMES = [
     "errors",
     "events",
     "export",
+    "fsdp",
     "install",
     "load_converted",
     "monitor",
@@ -56,7 +58,7 @@ NAMES = [
     "trace",
     "tune",
 ]
-MODULES = precast, precast.events, precast.errors, precast.optim
+MODULES = precast, precast.events, precast.errors, precast.fsdp, precast.optim
 OBJECTS = [
     value
     for module in MODULES
@@ -99,7 +101,7 @@ def test_what_a_public_name_offers_is_documented(value: Any) -> None:
 
 @pytest.mark.parametrize("value", OBJECTS, ids=lambda value: value.__name__)
 def test_every_type_in_a_public_signature_can_be_imported(value: Any) -> None:
-    """From precast, precast.events, precast.errors or precast.optim, without knowing where it is defined."""
+    """From precast, or one of its public modules, without knowing where it is defined."""
     public = [each for each in OBJECTS if isinstance(each, type)]
     signatures = {value.__name__: _hints(value)}
     for name, member in _members(value):
@@ -125,7 +127,13 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _hints(value: Any) -> set[type]:
     """The classes in the annotations of a function, of a property, or of a class and its `__init__`."""
-    names = {"Tensor": Tensor, "nn": nn, "Optimizer": Optimizer}  # imported for type checkers alone
+    # imported for type checkers alone
+    names = {
+        "Tensor": Tensor,
+        "nn": nn,
+        "Optimizer": Optimizer,
+        "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    }
     if isinstance(value, type):
         fields = typing.get_type_hints(value, localns=names)
         public = [hint for name, hint in fields.items() if not name.startswith("_")]

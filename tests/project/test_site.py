@@ -319,7 +319,7 @@ def _is_public(name: str, module: str) -> bool:
 
 
 def test_every_public_name_is_on_one_page_of_the_api() -> None:
-    homes = {"errors": precast.errors, "events": precast.events, "optim": precast.optim}
+    homes = {name: getattr(precast, name) for name in ("errors", "events", "fsdp", "optim")}
     public = {f"precast.{name}" for name in precast.__all__ if name not in homes}
     public -= {"precast.__version__"}
     public |= {f"precast.{home}.{name}" for home in homes for name in homes[home].__all__}
