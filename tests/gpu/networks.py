@@ -160,4 +160,5 @@ def _bytes(tensor: Tensor) -> Tensor:
     if tensor.layout is torch.strided and not tensor.data_ptr():  # zeros, as some gradients are
         tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     whole = tensor.detach().to_dense().resolve_conj().resolve_neg()
-    return whole.contiguous().reshape(-1).view(torch.uint8)
+    # Not `contiguous`, which leaves the strides of a single element as they are.
+    return whole.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)

@@ -103,6 +103,7 @@ def _by_kernel(operation: str, added: str, arguments: dict[str, Any]) -> Tensor 
     beta, other = arguments.get("beta", 1), arguments.get(added)
     if other is not None and beta != 0:
         result = result + (other if beta == 1 else other * beta)
+        result = _with_rounded_gradient(result, a.dtype)  # of the added argument, too
     return result
 
 
