@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import (
     AveragedModel,
@@ -392,6 +393,8 @@ def test_what_cannot_be_stored_so_is_one_clear_error_and_changes_nothing() -> No
     refused('expected "kahan", "stochastic"', masters="stocastic")
     refused("expected torch.bfloat16, torch.float32", masters="kahan", states=torch.float16)
     refused('needs masters="kahan"', masters="float32", states=BF16)
+    refused("gradients=torch.float16; expected", masters="kahan", gradients=torch.float16)
+    refused('gradients=torch.bfloat16 needs masters="kahan"', masters="float32", gradients=BF16)
     refused("got a LBFGS", make=torch.optim.LBFGS, masters="kahan")
     refused("0.weight is torch.float16", model=net().half(), masters="stochastic")
     refused("has no parameter of this", make=lambda _: AdamW(net().parameters()))
@@ -663,5 +666,109 @@ def test_weights_for_which_ddp_has_allocated_buffers_keep_their_dtype(tmp_path: 
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.step()
         assert not any(map(torch.equal, before, model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- gradients of several backward passes ---
+
+
+def backward(model: nn.Module, factor: float) -> None:
+    """Add `factor` to each element of the gradients."""
+    sum(p.float().sum() for p in model.parameters()).mul(factor).backward()
+
+
+def accumulating(how: Any, gradients: torch.dtype | None) -> tuple[nn.Module, Optimizer, Any]:
+    model = net()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    return model, optimizer, bfloat16_weights(model, optimizer, masters=how, gradients=gradients)
+
+
+@pytest.mark.parametrize("how", ROUNDINGS)
+@pytest.mark.parametrize(("gradients", "total"), [(torch.float32, 257.0), (None, 256.0)])
+def test_gradients_are_added_up_in_float32(
+    how: Any, gradients: torch.dtype | None, total: float, programs: Any
+) -> None:
+    model, optimizer, _ = accumulating(how, gradients)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model, 256.0)
+        backward(model, 1.0)
+        weight = model[0].weight
+        assert weight.dtype is BF16
+        assert weight.grad.dtype is (gradients or BF16)
+        assert weight.grad.unique().tolist() == [total]
+        before = weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(before, weight)
+
+
+def test_sums_in_float32_are_clipped_scaled_and_stepped(programs: Any) -> None:
+    """The step is that of the whole sum: 257 / 257 is 1, and 256 / 257 is less."""
+    model, optimizer, handle = accumulating("kahan", torch.float32)
+    scaler = precast.GradScaler("cpu", init_scale=2.0**10)
+    backward(model, 256.0 * scaler.get_scale())
+    backward(model, 1.0 * scaler.get_scale())
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    count = sum(p.numel() for p in model.parameters())
+    norm = handle.clip_grad_norm_(count**0.5)
+    expected = torch.tensor(257.0 * count**0.5)  # of 100,000 elements, added up in float32
+    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+    before = with_rest(optimizer, model[0].weight)
+    scaler.step(optimizer)
+    scaler.update()
+    moved = before - with_rest(optimizer, model[0].weight)
+    torch.testing.assert_close(moved, torch.ones_like(moved), rtol=0, atol=2.0**-10)
+
+
+def test_gradients_have_the_dtype_of_their_weight_again_after_remove(programs: Any) -> None:
+    model, _, handle = accumulating("kahan", torch.float32)
+    backward(model, 257.0)
+    handle.remove()
+    assert model[0].weight.grad.dtype is BF16
+    backward(model, 1.0)
+    assert model[0].weight.grad.unique().tolist() == [256.0]
+
+
+def test_passes_without_synchronisation_are_averaged_in_float32(tmp_path: Path) -> None:
+    """DDP itself would reduce them in the dtype of their weight."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model, optimizer, _ = accumulating("kahan", torch.float32)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        for factor in (256.0, 1.0):
+            with wrapped.no_sync(), precast.autocast("cpu", dtype=BF16):
+                wrapped(torch.full((1, WIDTH), factor)).float().sum().backward()
+        alone = net().to(BF16)
+        expected = []
+        for factor in (256.0, 1.0):
+            alone.zero_grad()
+            with precast.autocast("cpu", dtype=BF16):
+                alone(torch.full((1, WIDTH), factor)).float().sum().backward()
+            expected.append(alone[0].weight.grad.float())
+        torch.distributed.all_reduce(model[0].weight.grad)
+        assert torch.equal(model[0].weight.grad, sum(expected))
+        optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.trial("bfloat16_weights: accumulation under FSDP")
+def test_fsdp_adds_up_in_float32_by_itself(tmp_path: Path) -> None:
+    """256 + 1 + 1, rounded once."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        model = fully_shard(nn.Linear(WIDTH, 1, bias=False).to(BF16), mp_policy=wide)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        with pytest.raises(AttachError, match="weight is sharded, and FSDP adds its gradients up"):
+            bfloat16_weights(model, optimizer, gradients=torch.float32)
+        for number, factor in enumerate((256.0, 1.0, 1.0)):
+            model.set_requires_gradient_sync(number == 2)
+            model(torch.full((1, WIDTH), factor, dtype=BF16)).sum().backward()
+        assert model.weight.grad.full_tensor().unique().tolist() == [258.0]
     finally:
         torch.distributed.destroy_process_group()

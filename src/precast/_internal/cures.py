@@ -494,6 +494,13 @@ BFLOAT16_DENSE: Final = Cure(
     "remove sparse=True from nn.Embedding, or give that module's weight another optimizer.",
 )
 
+ACCUMULATE_UNDER_FSDP: Final = Cure(
+    "bfloat16_weights: accumulation under FSDP",
+    "gradients in float32 are asked for, and a weight is sharded",
+    "Let FSDP do it in float32: MixedPrecisionPolicy(reduce_dtype=torch.float32), and "
+    "model.set_requires_gradient_sync(False) in all passes but the last.",
+)
+
 # --- rules for modules ---
 
 EXACT_RULE: Final = Cure(

@@ -112,6 +112,7 @@ class LowPrecisionWeights:
         self._discarded: dict[int, Tensor] = {}
         """Maps ``id`` of a parameter to the result of `pop_discarded`."""
         self._stops: list[Callable[[], None]] = []
+        self._adds_in_float32 = False
         for parameter in parameters.values():
             self._store(optimizer, parameter)
         reference = weakref.ref(self)
@@ -134,6 +135,17 @@ class LowPrecisionWeights:
         """Return True if a parameter is one of these weights."""
         return id(parameter) in self._parameters
 
+    def add_gradients_in_float32(self) -> None:
+        """Make autograd cast each gradient of these weights to float32 before it is added up."""
+        self._adds_in_float32 = True
+        self._set_gradient_dtype(torch.float32)
+
+    def _set_gradient_dtype(self, dtype: torch.dtype) -> None:
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            set_gradient(parameter, None if gradient is None else gradient.to(dtype))
+            parameter.grad_dtype = dtype
+
     def average_in_float32(self, model: nn.Module) -> None:
         """Make averages of the model's weights float32, in deep copies of the model and in `AveragedModel`."""
         narrowed = [p for p in (reference() for reference in self._narrowed) if p is not None]
@@ -155,6 +167,8 @@ class LowPrecisionWeights:
         for stop in (*(hook.remove for hook in self._hooks), *self._stops):
             stop()
         active.discard(self)
+        if self._adds_in_float32:
+            self._set_gradient_dtype(torch.bfloat16)
         optimizer = self._optimizer()
         if optimizer is None:
             return

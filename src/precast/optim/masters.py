@@ -44,6 +44,7 @@ def bfloat16_weights(
     *,
     masters: Masters = "kahan",
     states: torch.dtype | None = None,
+    gradients: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Bfloat16Weights:
     """Store the weights that `optimizer` trains in bfloat16 so that they learn from small updates.
@@ -59,6 +60,8 @@ def bfloat16_weights(
             converts 16-bit parameters to float32 masters.
         states: torch.bfloat16 stores the optimizer's states of these weights in bfloat16, rounded stochastically. With
             None they are float32.
+        gradients: torch.float32 adds the gradients of these weights up in float32 over several backward passes, for 2
+            more bytes an element: in bfloat16, 256 + 1 is 256. With None they have the dtype of their weight.
         generator: random generator of the stochastic rounding, on the CPU. With None PyTorch's default generator; if
             torch.distributed is initialized, all processes then draw the same numbers, so that replicas stay equal.
 
@@ -78,9 +81,12 @@ def bfloat16_weights(
         (torch.bfloat16, torch.float32)
         >>> handle.remove()
     """
-    _check_types(model, optimizer, masters, states)
+    _check_types(model, optimizer, masters)
+    _check_dtypes(masters, states, gradients)
     chosen = dict(_chosen(model, optimizer, masters))
     _check_wrappers(model, chosen, masters)
+    if gradients is torch.float32 and masters != "float32":
+        _check_accumulation(chosen)
     _check_memory(model, chosen)
     if masters == "float32":
         for parameter in chosen.values():
@@ -92,6 +98,8 @@ def bfloat16_weights(
         optimizer, chosen, masters, states or torch.float32, _seed(generator)
     )
     weights.average_in_float32(model)
+    if gradients is torch.float32:
+        weights.add_gradients_in_float32()
     return Bfloat16Weights(optimizer, weights)
 
 
@@ -180,7 +188,7 @@ class Bfloat16Weights:
         self._weights.after_step()
 
 
-def _check_types(model: object, optimizer: object, masters: object, states: object) -> None:
+def _check_types(model: object, optimizer: object, masters: object) -> None:
     if not isinstance(model, nn.Module):
         raise AttachError(
             f"{_NAME}: model is a {type(model).__name__}. Pass a torch.nn.Module: the model, or a part of it."
@@ -199,14 +207,18 @@ def _check_types(model: object, optimizer: object, masters: object, states: obje
         raise AttachError(
             f'{_NAME}: masters={masters!r}; expected "kahan", "stochastic" or "float32".'
         )
-    if states not in (None, torch.float32, torch.bfloat16):
-        raise AttachError(
-            f"{_NAME}: states={states!r}; expected torch.bfloat16, torch.float32 or None."
-        )
-    if masters == "float32" and states is torch.bfloat16:
-        raise AttachError(
-            f'{_NAME}: states=torch.bfloat16 needs masters="kahan" or "stochastic", got "float32".'
-        )
+
+
+def _check_dtypes(masters: str, states: torch.dtype | None, gradients: torch.dtype | None) -> None:
+    for name, dtype in (("states", states), ("gradients", gradients)):
+        if dtype not in (None, torch.float32, torch.bfloat16):
+            raise AttachError(
+                f"{_NAME}: {name}={dtype!r}; expected torch.bfloat16, torch.float32 or None."
+            )
+        if masters == "float32" and dtype is torch.bfloat16:
+            raise AttachError(
+                f'{_NAME}: {name}=torch.bfloat16 needs masters="kahan" or "stochastic", got "float32".'
+            )
 
 
 def _chosen(model: nn.Module, optimizer: Optimizer, masters: str) -> Iterator[tuple[str, Tensor]]:
@@ -219,6 +231,16 @@ def _chosen(model: nn.Module, optimizer: Optimizer, masters: str) -> Iterator[tu
         becomes_low = masters != "float32" and parameter.dtype is torch.float32
         if is_low or (becomes_low and is_worth_storing_low(parameter)):
             yield name, parameter
+
+
+def _check_accumulation(chosen: dict[str, Tensor]) -> None:
+    """Refuse gradients in float32 where FSDP adds them up."""
+    sharded = next((name for name, parameter in chosen.items() if is_dtensor(parameter)), None)
+    if sharded is not None:
+        raise AttachError(
+            f"{_NAME}: gradients=torch.float32, but {sharded} is sharded, and FSDP adds its gradients up. "
+            f"{cures.ACCUMULATE_UNDER_FSDP.text}"
+        )
 
 
 def _check_wrappers(model: nn.Module, chosen: dict[str, Tensor], masters: str) -> None:
