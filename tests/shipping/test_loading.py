@@ -181,6 +181,14 @@ def _other(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Callable
     return lambda folder: _write_safetensors(folder, change(_model()[2]))
 
 
+def _bias(value: Tensor) -> Callable[[Path], Path]:
+    return lambda folder: _write_torch(folder, _model()[2] | {"body.bias": value})
+
+
+def _quantized(folder: Path) -> Path:
+    return _bias(torch.quantize_per_tensor(torch.ones(16), 0.1, 0, torch.quint8))(folder)
+
+
 def _truncated_zip(folder: Path) -> Path:
     file = _write_torch(folder, _model()[2])
     file.write_bytes(file.read_bytes()[:-500])
@@ -256,6 +264,18 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
         _other(lambda state: state | {"body.bias": torch.ones(2)}),
         r"body\.bias has the shape \(2,\) there, and \(16,\) in the model",
     ),
+    "sparse": (
+        _bias(torch.ones(16).to_sparse()),
+        r"body\.bias is sparse_coo there, and strided in the model",
+    ),
+    "quantized": (
+        _quantized,
+        r"body\.bias is quint8 there, and strided in the model",
+    ),
+    "complex": (
+        _bias(torch.ones(16) * 1j),
+        r"body\.bias is complex64 there, and strided in the model",
+    ),
     "lost shard": (_lost_shard, r"there is no checkpoint .*part-1\.safetensors"),
     "no index": (_index("[]"), "is not an index of a checkpoint"),
     "nested index": (
@@ -301,6 +321,9 @@ WRONG: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore:TypedStorage|torch.quantize"
+)  # quantized tensors are deprecated
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_checkpoint_is_one_error(name: str, tmp_path: Path) -> None:
     make, message = WRONG[name]

@@ -132,7 +132,7 @@ def _fitting(
     """Return the state for the model to load: each tied weight is one tensor under all of its names.
 
     Raises:
-        ConversionError: a name is missing or unexpected, a shape differs, or tied weights differ.
+        ConversionError: a name is missing or unexpected, a shape or layout differs, or tied weights differ.
     """
     expected = model.state_dict(keep_vars=True)
     unexpected = sorted(tensors.keys() - expected.keys())
@@ -153,8 +153,20 @@ def _fitting(
                 f"{where} does not fit this {type(model).__name__}: {name} has the shape {tuple(source.shape)} there, "
                 f"and {tuple(value.shape)} in the model."
             )
+        if _layout(source) != _layout(value):
+            raise ConversionError(
+                f"{where} does not fit this {type(model).__name__}: {name} is {_layout(source)} there, and "
+                f"{_layout(value)} in the model."
+            )
         state[name] = created.setdefault(id(value), _like(source, value, upcast))
     return state
+
+
+def _layout(tensor: Tensor) -> str:
+    """Return the kind of a tensor that no cast to another dtype changes."""
+    if tensor.is_quantized or tensor.is_complex():
+        return dtype_name(tensor.dtype)
+    return str(tensor.layout).removeprefix("torch.")
 
 
 def _sources(
@@ -175,7 +187,9 @@ def _sources(
 
 
 def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
+    if one is other:
+        return True
+    if one.dtype is not other.dtype or one.shape != other.shape or _layout(one) != "strided":
         return False
     if one.data_ptr() == other.data_ptr():
         return one.stride() == other.stride()
