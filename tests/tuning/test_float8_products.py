@@ -207,6 +207,15 @@ def test_an_operation_whose_rule_would_reach_other_modules_stays() -> None:
     assert [site.module for site in products_of(program, Policy.load("default"))] == ["inner"]
 
 
+def test_a_product_whose_overloads_have_different_rules_is_one() -> None:
+    class Adding(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.addmm(self.bias, x, self.weight.t()).sum(1, keepdim=True)
+
+    program = recorded(Adding(32, 32))
+    assert [site.op for site in products_of(program, Policy.load("default"))] == ["addmm"]
+
+
 def test_what_a_policy_says_of_a_module_otherwise_stays() -> None:
     program = recorded(Layers())
     [mid] = [site for site in program.sites if (site.module, site.op) == ("mid", "linear")]

@@ -131,7 +131,7 @@ def products_of(program: TunedProgram, policy: Policy) -> list[OperationSite]:
     return [
         site
         for site in reachable_products(program, FLOAT8_OPERATIONS)
-        if policy.resolve(site.op, program.device, site.module).rule is Rule.LOWER
+        if policy.resolve(f"{site.op}.default", program.device, site.module).rule is Rule.LOWER
     ]
 
 

@@ -128,9 +128,9 @@ def _optimizer_of(workload: Workload, model: nn.Module) -> Optimizer:
         )
     try:
         optimizer = workload.optimizer(parameters)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
     except Exception as error:
         raise TuningError(f"optimizer(parameters) failed: {exception_text(error)}") from error
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TuningError(
             f"{type(optimizer).__name__} calls a closure that computes the loss several times in one step; tune needs "
