@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from precast.attachment.attachment import Attachment, attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
     from precast.autocast_mode.region import Regions, autocast, current_precision, disable
+    from precast.diagnostics.comparison.comparing import compare
+    from precast.diagnostics.comparison.difference import RunDifference
+    from precast.diagnostics.comparison.recording import Recording, record
     from precast.diagnostics.numerics.monitoring import Monitor, monitor
     from precast.diagnostics.tracing.tracer import Trace, trace
     from precast.grad_scaler.distributed import Reduction, check_same
@@ -38,6 +41,9 @@ _HOME = {
     "precast.attachment.attachment": ("Attachment", "attach"),
     "precast.autocast_mode.custom_function": ("custom_bwd", "custom_fwd"),
     "precast.autocast_mode.region": ("Regions", "autocast", "current_precision", "disable"),
+    "precast.diagnostics.comparison.comparing": ("compare",),
+    "precast.diagnostics.comparison.difference": ("RunDifference",),
+    "precast.diagnostics.comparison.recording": ("Recording", "record"),
     "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
     "precast.grad_scaler.distributed": ("Reduction", "check_same"),
@@ -68,10 +74,12 @@ __all__ = [
     "Monitor",
     "Policy",
     "Precision",
+    "Recording",
     "Reduction",
     "Regions",
     "Resolution",
     "Rule",
+    "RunDifference",
     "Trace",
     "TuningOptions",
     "TuningProgress",
@@ -80,6 +88,7 @@ __all__ = [
     "attach",
     "autocast",
     "check_same",
+    "compare",
     "conversion_report",
     "convert",
     "current_precision",
@@ -95,6 +104,7 @@ __all__ = [
     "monitor",
     "observe",
     "optim",
+    "record",
     "trace",
     "tune",
 ]

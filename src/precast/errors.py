@@ -14,6 +14,7 @@
     │   └── BrokenModelError              gradients stay infinite or NaN; `diagnosis` says what was seen
     ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
     ├── TuningError (TypeError, ValueError)  `tune` was given what it cannot train copies of
+    ├── ComparisonError (ValueError)      a recording that cannot be read, or two runs that cannot be compared
     ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
     ├── BuildError (RuntimeError)         the library of the native engine could not be compiled
     ├── OutputError (OSError)             a result that could not be written; what was there before still is
@@ -35,6 +36,7 @@ __all__ = [
     "BannedOperationError",
     "BrokenModelError",
     "BuildError",
+    "ComparisonError",
     "ConversionError",
     "ExportError",
     "MissingExtraError",
@@ -126,6 +128,10 @@ class BrokenModelError(ScalerError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.args[0], self.diagnosis)
+
+
+class ComparisonError(PrecastError, ValueError):
+    """A recording that cannot be made or read, or two runs that cannot be compared; the message says what to do."""
 
 
 class ReportError(PrecastError, ValueError):

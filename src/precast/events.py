@@ -13,6 +13,7 @@ from precast._internal.events import (
     StepEvent,
     TensorRange,
 )
+from precast.diagnostics.comparison.difference import Cause, GrowthPoint, StepDistance
 from precast.report.saved_trace import (
     ChangedOperation,
     Explanation,
@@ -36,12 +37,14 @@ from precast.shipping.conversion import StoredAs
 __all__ = [
     "BrokenState",
     "CastFlow",
+    "Cause",
     "ChangedOperation",
     "Counters",
     "Explanation",
     "Finding",
     "FindingCost",
     "FindingLocation",
+    "GrowthPoint",
     "HealthEvent",
     "LineageStep",
     "ModuleRuleEffects",
@@ -51,6 +54,7 @@ __all__ = [
     "RuleCount",
     "SavedTrace",
     "ScalerDiagnosis",
+    "StepDistance",
     "StepEvent",
     "StoredAs",
     "TensorRange",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import precast
-from precast.diagnostics.numerics.record import StepRecord
+from precast.diagnostics.numerics.step_record import StepRecord
 from precast.diagnostics.tracing.counting import RuleCounter
 from precast.diagnostics.tracing.recorder import TraceRecorder
 from precast.engine import registration

@@ -40,6 +40,7 @@ IN_TWO_LANGUAGES = (
     "comparison",
     "ship",
     "tune",
+    "compare",
     "try",
     "float8",
     "guide/*",

@@ -20,6 +20,8 @@ SLOW_FILES = frozenset(
         "conformance/test_compiler_cache",
         "conformance/test_custom_operations",
         "demo/test_demo",
+        "diagnostics/comparison/test_planted",
+        "diagnostics/comparison/test_recordings",
         "diagnostics/explain/test_explain",
         "diagnostics/numerics/test_plantings",
         "diagnostics/test_watching",

@@ -18,6 +18,7 @@ from precast._internal.missing import missing_requirement
 from precast._internal.version import __version__
 from precast.cli import (
     build_command,
+    compare_command,
     export_command,
     other_commands,
     run_command,
@@ -98,6 +99,7 @@ def main() -> None:
 
 
 main.add_command(build_command.build)
+main.add_command(compare_command.compare)
 main.add_command(run_command.run)
 main.add_command(export_command.export)
 main.add_command(try_command.try_)

@@ -55,6 +55,25 @@ def _steps(text: str) -> tuple[int, int]:
     show_default=True,
     help="Trace steps A to B-1 in detail (zero-based).",
 )
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also record the run for `precast compare`, each step of it unless --steps is given.",
+)
+@click.option(
+    "--level",
+    type=click.Choice(("operations", "modules")),
+    default="operations",
+    show_default=True,
+    help="Record each operation, or results and gradients of modules only.",
+)
+@click.option(
+    "--every", type=click.IntRange(min=1), default=1, help="Record every N-th step.  [default: 1]"
+)
+@click.option(
+    "--modules", metavar="PATTERN", default="", help="Record these modules only, as in 'layers.3*'."
+)
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
 @click.option("--health", is_flag=True, help="Also watch for overflow and underflow.")
 @click.option(
@@ -72,6 +91,10 @@ def run(
     page: Path | None,
     as_json: Path | None,
     steps: tuple[int, int],
+    record: Path | None,
+    level: str,
+    every: int,
+    modules: str,
     opens: bool,
     health: bool,
     merges: bool,
@@ -86,15 +109,16 @@ def run(
     machine or another: precast run --merge --report all.html rank0.json rank1.json
     """
     if merges:
-        if is_module or opens or health:
+        if is_module or opens or health or record:
             raise click.UsageError("--merge takes files, and no option but --report and --json.")
         _merge([Path(name) for name in (program, *arguments) if name], page or _DEFAULT, as_json)
         return
     if program is None:
         raise click.UsageError("expected a script, as in `precast run train.py`")
     from precast import report
+    from precast._internal.atomic_write import refusal
     from precast.running.output_files import OutputFiles, rank_from_environment
-    from precast.running.session import Session
+    from precast.running.session import RunRecording, Session
     from precast.running.target import Target
 
     check_policy(policy)
@@ -113,7 +137,16 @@ def run(
         files.check()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    Session(target, files, policy, steps, health, opens).run()
+    recorded = None
+    if record is not None:
+        source = click.get_current_context().get_parameter_source("steps")
+        is_default = source is click.core.ParameterSource.DEFAULT
+        if problem := refusal(record.absolute(), "--record"):
+            raise click.UsageError(problem)
+        recorded = RunRecording(
+            record.absolute(), level, every, None if is_default else steps, modules
+        )
+    Session(target, files, policy, steps, health, opens, recorded).run()
 
 
 def check_policy(policy: str) -> None:

@@ -35,7 +35,7 @@ from precast.optim.partial_steps import (
 from precast.optim.rounding import REST, seeds
 from precast.optim.step_program import ProgramKey, StepProgram, program, row
 from precast.optim.step_recorder import NotElementwiseError
-from precast.optim.step_recording import Recording, alike
+from precast.optim.step_recording import OptimizerRecording, alike
 from precast.weights.view_cache import is_dense
 
 __all__ = ["CompiledStep"]
@@ -150,12 +150,12 @@ class CompiledStep:
         factor: float | None,
     ) -> None:
         """Step parameters for which the optimizer does the same. A parameter that is refused is unchanged."""
-        recording: Recording | None = None
+        recording: OptimizerRecording | None = None
         runs: dict[Any, _Run] = {}
         for parameter in parameters:
             try:
                 if recording is None or not recording.serves_others:
-                    recording, runs = Recording(optimizer, parameter, call), {}
+                    recording, runs = OptimizerRecording(optimizer, parameter, call), {}
                 self._run(optimizer, parameter, recording, factor, runs)
                 recording.count_for(parameter)
             except Exception as error:  # any: a compiler can raise anything
@@ -172,7 +172,7 @@ class CompiledStep:
         self,
         optimizer: Optimizer,
         parameter: Tensor,
-        recording: Recording,
+        recording: OptimizerRecording,
         factor: float | None,
         runs: dict[Any, _Run],
     ) -> None:

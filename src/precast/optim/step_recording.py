@@ -22,7 +22,7 @@ from precast.optim.partial_steps import PLAIN, counts_of, is_large
 from precast.optim.rounding import OF_ROUNDING
 from precast.optim.step_recorder import NotElementwiseError, RecordedStep, StepRecorder
 
-__all__ = ["Recording", "alike"]
+__all__ = ["OptimizerRecording", "alike"]
 
 
 def alike(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -53,7 +53,7 @@ def _described(value: Any, geometry: tuple[Any, ...]) -> Any:
     return value if isinstance(value, PLAIN) else id(value)
 
 
-class Recording:
+class OptimizerRecording:
     """One recorded step of one parameter; its single values (step counts) are already those after the step.
 
     `call` calls the optimizer's step for that parameter alone.

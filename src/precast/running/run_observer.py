@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from precast import _torch
 from precast._internal.display import plural
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast._internal.records import from_json
+from precast.diagnostics.comparison.recording import Recording
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
@@ -78,6 +81,7 @@ class RunObserver:
         self._monitor: Monitor | None = None
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._largest: tuple[int, weakref.ref[nn.Module]] | None = None
+        self.recording: Recording | None = None
         self._ends = ExitStack()
 
     def start(self) -> None:
@@ -96,6 +100,13 @@ class RunObserver:
         self._scalers.start()
         self._ends.callback(self._scalers.stop)
         os.register_at_fork(after_in_child=self.stop)
+
+    def record(
+        self, path: Path, level: Any, every: int, steps: tuple[int, int] | None, modules: str
+    ) -> None:
+        """Also record the run for a comparison."""
+        self.recording = Recording(path, level=level, every=every, steps=steps, modules=modules)
+        self._ends.enter_context(self.recording)
 
     def stop(self) -> None:
         """End the observation. The policy stays in force for the program's exit functions."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from precast.errors import OutputError, PrecastError
 from precast.running.exit_status import ExitStatus, ExitWatcher
@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from precast.report.schema import RunDocument
     from precast.running.run_observer import RunObserver
 
-__all__ = ["Session"]
+__all__ = ["RunRecording", "Session"]
+
+
+class RunRecording(NamedTuple):
+    """The recording of a run for `precast compare`: its file, and the arguments of `precast.record`."""
+
+    path: Path
+    level: str
+    every: int
+    steps: tuple[int, int] | None
+    modules: str
 
 
 @dataclass
@@ -41,6 +51,7 @@ class Session:
         traced: the first step that is traced in full, and the step after the last one.
         health: monitor the numbers of the model too.
         opens: show the page in a browser at the end.
+        recording: the recording to make, or None.
     """
 
     target: Target
@@ -49,6 +60,7 @@ class Session:
     traced: tuple[int, int]
     health: bool
     opens: bool
+    recording: RunRecording | None = None
 
     def __post_init__(self) -> None:
         self._observer: RunObserver | None = None
@@ -80,6 +92,8 @@ class Session:
 
                 observer = RunObserver(self.policy, self.traced, self.health, self._listen)
                 observer.start()
+                if self.recording is not None:
+                    observer.record(*self.recording)
         except PrecastError as error:
             self._refused = True
             _say(f"Error: {error}\n")
@@ -96,7 +110,16 @@ class Session:
                 where = _write(document, self.files, self._folder)
                 slower = () if self._observer is None else _slower_engine()
                 _say(
-                    summary(document, [*self._hints(status), *slower, *where, *self._try(document)])
+                    summary(
+                        document,
+                        [
+                            *self._hints(status),
+                            *slower,
+                            *where,
+                            *self._recorded(),
+                            *self._try(document),
+                        ],
+                    )
                 )
                 if self.opens and status.how != "interrupted":
                     _open(self.files)
@@ -131,6 +154,13 @@ class Session:
         if run.steps and run.ended == "ended" and is_float32 and not self.target.is_stdin:
             command = shlex.join(["precast", "try", *self.target.command])
             yield f"To see what mixed precision would bring: {command}"
+
+    def _recorded(self) -> list[str]:
+        if self._observer is None or self._observer.recording is None:
+            return []
+        path = self._observer.recording.path
+        shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+        return [f"recorded: {shown}. To compare it with another run: precast compare {shown} OTHER"]
 
     def _document(self, status: ExitStatus) -> RunDocument:
         from precast.report import blank

@@ -494,7 +494,7 @@ def test_memory_does_not_grow_with_steps() -> None:
         gc.collect()
         return (
             len(recorder.tally.rows), len(recorder.lineage), len(recorder._nodes),
-            len(recorder._nodes_before), len(trace._counts),
+            len(trace._counts),
         )  # fmt: skip
 
     def steps(count: int) -> None:

@@ -40,9 +40,9 @@ from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import StepResults
-from precast.diagnostics.numerics.record import StepNumbering, StepRecord
 from precast.diagnostics.numerics.running_step import RunningStep, may_write
 from precast.diagnostics.numerics.samples import TensorHistory, health_event
+from precast.diagnostics.numerics.step_record import StepNumbering, StepRecord
 from precast.diagnostics.numerics.tally import TensorKey
 from precast.errors import OutputError, PrecastWarning
 from precast.grad_scaler.scaler import GradScaler

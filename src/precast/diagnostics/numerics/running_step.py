@@ -17,7 +17,7 @@ from precast import _torch
 from precast._internal.locks import ForkSafeLock
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.numerics.deferred_calls import DeferredCalls
-from precast.diagnostics.numerics.record import StepRecord, tensors_in
+from precast.diagnostics.numerics.step_record import StepRecord, tensors_in
 from precast.diagnostics.numerics.tally import TensorKey, countable
 from precast.diagnostics.numerics.underflow_zeros import (
     LostGradients,

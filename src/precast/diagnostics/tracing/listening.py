@@ -30,9 +30,12 @@ from precast.diagnostics.tracing import call_sites
 from precast.engine import registration
 from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, Kind, kind_of
+from precast.engine.registration import leaves_autocast_on
+from precast.engine.thread_state import thread_state
+from precast.policy.policy import DEVICE_TYPES, Policy
 from precast.weights import held_gradients, weight_cache
 
-__all__ = ["OperationListener", "listen"]
+__all__ = ["OperationListener", "casting_devices", "listen"]
 
 _Opening = tuple[list[Tensor], Any, list[str]]
 """The tensors and the arguments of a call with the mode on, and the device types on which autocast is on."""
@@ -74,6 +77,20 @@ class OperationListener:
 
     def stepped(self) -> None:
         """Handle the end of an optimizer's step."""
+
+
+def casting_devices(applied: tuple[Operation, Policy, str | None] | None = None) -> list[str]:
+    """Return the device types on which autocast casts now: none inside most operations that have a rule.
+
+    Args:
+        applied: the operation whose rule is being applied, its policy and the rule; None outside of these.
+    """
+    if applied is not None:
+        op, policy, rule = applied
+        is_rerun = thread_state(op.device_type).state.reruns > 0
+        if rule is not None and (is_rerun or not leaves_autocast_on(policy, op, rule)):
+            return []
+    return [device for device in DEVICE_TYPES if call_sites.is_enabled(device)]
 
 
 class _ThreadListeners(threading.local):

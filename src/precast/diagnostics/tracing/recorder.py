@@ -32,8 +32,9 @@ from precast.diagnostics.tracing.call_sites import (
 from precast.diagnostics.tracing.counting import RuleCounts
 from precast.diagnostics.tracing.error_notes import FailedCall, add_note
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
+from precast.diagnostics.tracing.graph_places import GraphPlaces
 from precast.diagnostics.tracing.lineage import Lineage, Origin, Upcast
-from precast.diagnostics.tracing.listening import OperationListener
+from precast.diagnostics.tracing.listening import OperationListener, casting_devices
 from precast.diagnostics.tracing.reasons import ModuleRuleTexts, RuleDecision
 from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TracedCall, TraceTally
 from precast.diagnostics.tracing.trials import TrialCall
@@ -46,19 +47,14 @@ from precast.engine.operator_kinds import (
     kind_of,
     tensors_of,
 )
-from precast.engine.registration import leaves_autocast_on
-from precast.engine.thread_state import thread_state
-from precast.policy.policy import DEVICE_TYPES, Policy, Rule
+from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT32_RULES
 from precast.report.saved_trace import LineageStep
 
 __all__ = ["TraceRecorder"]
 
-_MOST_NODES: Final = 200_000
 _MOST_ORIGINS: Final = 8
 """The most results of one operation whose origin is recorded."""
-_MOST_NEW_NODES: Final = 64
-"""The most nodes of the graph that are attributed to one operation."""
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
@@ -87,22 +83,20 @@ class TraceRecorder(OperationListener):
         self.lineage = Lineage()
         self._module_rules = ModuleRuleTexts()
         self._applications: list[_RuleApplication] = []
-        self._nodes: dict[int, tuple[str, CallPlace]] = {}
-        """Maps the number of a graph node to the operation that created it, and its place."""
-        self._nodes_before: dict[int, tuple[str, CallPlace]] = {}
+        self._nodes = GraphPlaces()
         self._in_backward = False
         self.start()
 
     def start(self) -> None:
         """Begin, or continue, to record."""
-        self._sequence = _torch.next_sequence()
+        self._nodes.start()
         self._applications.clear()
 
     def stepped(self) -> None:
         """Record an optimizer's step."""
         self.totals.steps += 1
         self.patterns.new_step(self.totals.seconds)
-        self._nodes_before, self._nodes = self._nodes, {}
+        self._nodes.new_step()
 
     # --- decisions ---
 
@@ -172,13 +166,10 @@ class TraceRecorder(OperationListener):
 
     def casting_here(self) -> list[str]:
         """Return the device types on which autocast casts now: none inside most operations that have a rule."""
-        if self._applications:
-            op, policy, record = self._applications[-1]
-            rule = record.decision.rule
-            is_rerun = thread_state(op.device_type).state.reruns > 0
-            if rule is not None and (is_rerun or not leaves_autocast_on(policy, op, rule)):
-                return []
-        return [device for device in DEVICE_TYPES if is_enabled(device)]
+        if not self._applications:
+            return casting_devices()
+        op, policy, record = self._applications[-1]
+        return casting_devices((op, policy, record.decision.rule))
 
     @property
     def depth(self) -> int:
@@ -195,7 +186,7 @@ class TraceRecorder(OperationListener):
     ) -> None:
         """Record an operation; `inside` are the casts in operations that it called."""
         kind = kind_of(func)
-        has_node = _torch.next_sequence() > self._sequence
+        has_node = self._nodes.has_new
         if not self._applications:
             if has_node or not kind.is_view:
                 self._record_without_rule(func, call, out, seconds, inside)
@@ -203,7 +194,7 @@ class TraceRecorder(OperationListener):
         record = self._applications[-1].record
         record.sums.seconds += seconds
         if has_node:
-            self._add_nodes(record.decision.op, record.place)
+            self._nodes.add(record.decision.op, record.place)
         for cast in kind.casts(call[0], out, seconds):
             self.tally.add_cast(cast, record)
             record.rule_casts += 1
@@ -242,9 +233,9 @@ class TraceRecorder(OperationListener):
         if not (tensors or outputs):
             return
         device = (outputs or tensors)[0].device.type
-        if _torch.next_sequence() > self._sequence:
+        if self._nodes.has_new:
             place = place.forward()
-            self._add_nodes(kind.name, place)
+            self._nodes.add(kind.name, place)
         elif is_enabled(device):
             place = place.forward()
         if kind.is_view:
@@ -309,8 +300,7 @@ class TraceRecorder(OperationListener):
         place = CallPlace(place.module, place.source, "backward")
         if place.module is not None:  # a checkpoint repeats its forward
             return place, None
-        number = _torch.sequence_of(graph_node)
-        creator = self._nodes.get(number) or self._nodes_before.get(number)
+        creator = self._nodes.creator(graph_node)
         if creator is None:
             return place, reasons.why_in_backward(None, graph_node)
         op, forward = creator
@@ -357,14 +347,6 @@ class TraceRecorder(OperationListener):
                 self.patterns.rounds(origin, at, cast)
         self.patterns.weights.saw(at, cast, outermost_region())
         return None
-
-    def _add_nodes(self, op: str, place: CallPlace) -> None:
-        if len(self._nodes) > _MOST_NODES:
-            self._nodes_before, self._nodes = self._nodes, {}
-        sequence = _torch.next_sequence()
-        for number in range(max(self._sequence, sequence - _MOST_NEW_NODES), sequence):
-            self._nodes[number] = op, place
-        self._sequence = sequence
 
     def _count_saved(self) -> None:
         """Sum the memory of forward's results that exist when backward begins; `saved` is the largest sum."""

@@ -1,0 +1,49 @@
+"""The command `precast compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from precast.cli.exit_codes import ExitCode
+from precast.cli.options import json_option
+from precast.errors import ComparisonError
+
+__all__ = ["compare"]
+
+
+@click.command(short_help="Find the first difference of two recorded runs, and its cause.")
+@click.argument("a", type=click.Path(path_type=Path), required=False)
+@click.argument("b", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--bound",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Relative distance of results, losses and weights that is allowed.",
+)
+@json_option
+def compare(a: Path | None, b: Path | None, *, bound: float, as_json: bool) -> None:
+    """Find the first difference of two runs, and its cause.
+
+    A and B are files of `precast run --record` or of precast.record(...). The exit code is 0 if the
+    runs are equal within the bound, 1 if they are not, and 2 if they could not be compared.
+    """
+    if a is None or b is None:
+        raise click.UsageError("expected two files, as in `precast compare a.run b.run`")
+    from rich.console import Console
+
+    from precast.diagnostics.comparison.comparing import compare as compare_files
+
+    try:
+        difference = compare_files(a, b, bound=bound)
+    except ComparisonError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(difference.to_dict(), indent=2))
+    else:
+        Console().print(difference.render())
+    sys.exit(ExitCode.YES if difference.within_bound else ExitCode.NO)

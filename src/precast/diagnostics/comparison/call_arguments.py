@@ -1,0 +1,92 @@
+"""The arguments of an operation that are no tensors, as text, and the tensors that it reads and writes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast import _torch
+from precast._internal.display import dtype_name
+
+__all__ = ["argument_text", "is_random", "is_uninitialized", "results_of", "tensors_read"]
+
+_LONGEST: Final = 80
+_WITHOUT_EFFECT: Final = frozenset(
+    {"device", "generator", "layout", "memory_format", "non_blocking", "pin_memory"}
+)
+"""Arguments that change no value of the result."""
+_UNINITIALIZED: Final = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+    | {"resize_", "set_"}
+)
+"""Operations whose results have no values yet."""
+
+
+class _Schema(NamedTuple):
+    names: tuple[str, ...]
+    outputs: frozenset[str]
+    """The arguments that the operation writes."""
+
+
+@functools.cache
+def _schema(func: Any) -> _Schema:
+    schema = _torch.schema_of(func) if isinstance(func, _torch.OpOverload) else None
+    if schema is None:
+        return _Schema((), frozenset())
+    outputs = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    return _Schema(tuple(a.name for a in schema.arguments), frozenset(outputs))
+
+
+def argument_text(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """Return the arguments that are no tensors, as "eps=1e-05; dim=[1]"."""
+    names = _schema(func).names
+    pairs = [*zip(names, args, strict=False), *kwargs.items()]
+    texts = ((name, _text(value)) for name, value in pairs if name not in _WITHOUT_EFFECT)
+    return "; ".join(f"{name}={text}" for name, text in texts if text)
+
+
+def _text(value: Any) -> str:
+    """Return an argument as text; "" for a tensor, for None and for an object."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, bool | int | float | complex | str):
+        return repr(value)[:_LONGEST]
+    if isinstance(value, list | tuple) and all(isinstance(v, bool | int | float) for v in value):
+        return repr(list(value))[:_LONGEST]
+    return ""
+
+
+def tensors_read(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, also those in lists and dicts."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from tensors_read(each)
+    elif isinstance(values, dict):
+        yield from tensors_read([*values.values()])
+
+
+def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
+    """Return the tensors that an operation computed: its results, or the arguments that it wrote."""
+    results = list(tensors_read(out))
+    schema = _schema(func)
+    if schema.outputs and not results:
+        pairs = [*zip(schema.names, args, strict=False), *kwargs.items()]
+        results = list(tensors_read([value for name, value in pairs if name in schema.outputs]))
+    return results
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Return True if an operation draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def is_uninitialized(base: str) -> bool:
+    """Return True if the results of an operation have no values yet."""
+    return base in _UNINITIALIZED

@@ -1,0 +1,442 @@
+"""The recorder of a run: receives operations, calls of modules and steps of optimizers, and writes their rows.
+
+Invariants:
+
+- no value of the program changes: tensors are only read, with all modes off, and errors of the recorder are counted;
+- results are measured when the operation ends, so a later write in place does not change their rows;
+- the rows of a step reach the file at its end, or when many wait;
+- a tensor that no recorded operation computed has a row of its own when it is first read.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._internal.display import plural
+from precast.diagnostics.comparison.call_arguments import (
+    argument_text,
+    is_random,
+    is_uninitialized,
+    results_of,
+    tensors_read,
+)
+from precast.diagnostics.comparison.recording_file import RecordingWriter, Row, RowInput
+from precast.diagnostics.comparison.selection import Selection
+from precast.diagnostics.comparison.sketches import measure
+from precast.diagnostics.comparison.tensor_origins import TensorOrigins, is_measurable
+from precast.diagnostics.failures import Failures
+from precast.diagnostics.tracing import reasons
+from precast.diagnostics.tracing.call_sites import ModuleNames, frame_above, read_stack
+from precast.diagnostics.tracing.graph_places import GraphPlaces
+from precast.diagnostics.tracing.listening import OperationListener, casting_devices
+from precast.diagnostics.tracing.tally import CallPlace
+from precast.engine.operation import Operation
+from precast.engine.operator_kinds import Cast, dtype_of, kind_of
+from precast.policy.module_names import named_buffers, named_parameters
+from precast.policy.policy import Policy
+
+__all__ = ["RunRecorder"]
+
+_MOST_ROWS: Final = 20_000
+"""The most rows of one step."""
+_MOST_WAITING: Final = 1024
+"""The most rows that wait for the end of a step."""
+_MOST_RESULTS: Final = 4
+"""The most results of one operation that are measured, other than tensors in lists that it writes."""
+
+
+class RunRecorder(OperationListener):
+    """Records one run in one thread."""
+
+    def __init__(self, writer: RecordingWriter, selection: Selection) -> None:
+        self.failures = Failures()
+        self.step = 0
+        self._writer = writer
+        self._selection = selection
+        self._names = ModuleNames([])
+        self._origins = TensorOrigins()
+        self._nodes = GraphPlaces()
+        self._weights: dict[int, tuple[Tensor, str, str]] = {}
+        """Maps the id of a storage's first tensor to it, its kind and its name."""
+        self._rules: list[tuple[Operation, Policy, str | None]] = []
+        self._rows: list[Row] = []
+        self._measurements: list[Tensor] = []
+        self._positions: dict[int, int] = {}
+        """Maps the number of a row that waits to the position of its measurement."""
+        self._next = 0
+        self._of_step = 0
+        self._dropped = 0
+        self._unmeasured = 0
+        self._busy = False
+        self._thread = threading.get_ident()
+        self._calls: list[tuple[str, list[RowInput]]] = []
+        """The names of the modules that run, the outermost first, with the results of the modules inside."""
+        self._is_on = selection.takes_step(0)
+        self._mode_of_module = ""
+
+    # --- the model ---
+
+    def learn(self, model: nn.Module) -> None:
+        """Take the names of modules, parameters and buffers from a model."""
+        self._names = ModuleNames([model])
+        named: list[tuple[str, str, Tensor]] = [
+            *(("buffer", name, each) for name, each in named_buffers(model)),
+            *(("weight", name, each) for name, each in named_parameters(model)),
+        ]
+        for kind, name, tensor in named:
+            if is_measurable(tensor):
+                self._weights[id(tensor.untyped_storage())] = tensor, kind, name
+
+    # --- operations (`OperationListener`) ---
+
+    @property
+    def depth(self) -> int:
+        """The number of rules that are being applied."""
+        return len(self._rules)
+
+    def casting_here(self) -> list[str]:
+        """Return the device types on which autocast casts the current operation."""
+        return casting_devices(self._rules[-1] if self._rules else None)
+
+    def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        """Remember the rule of an operation, for the rows of the operations that it calls."""
+        policy = reasons.policy_here(op.device_type)
+        self._rules.append((op, policy, reasons.decide(policy, op.name, op.device_type).rule))
+
+    def end(self, result: Any) -> None:  # noqa: ARG002
+        """Forget the rule."""
+        self._rules.pop()
+
+    def fail(self, error: BaseException) -> None:  # noqa: ARG002
+        """Forget the rule."""
+        self._rules.pop()
+
+    def _rule(self) -> str:
+        """Return the outermost rule that is being applied, as "linear: lower"."""
+        if not self._rules or self._rules[0][2] is None:
+            return ""
+        op, _, rule = self._rules[0]
+        return f"{op.name.removeprefix('aten::')}: {rule}"
+
+    def saw(self, func: Any, call: Any, out: Any, _seconds: float, _inside: Sequence[Cast]) -> None:
+        """Record the results of an operation."""
+        if self._busy or not self._is_on:
+            return
+        kind = kind_of(func)
+        if is_uninitialized(kind.base):
+            for tensor in filter(is_measurable, tensors_read(out)):
+                self._origins.put_uninitialized(tensor)
+            return
+        has_node = self._nodes.has_new
+        if kind.is_view and not has_node:
+            return
+        place = self._place()
+        if has_node and place.phase != "backward":
+            self._nodes.add(kind.name, place)
+        if not kind.is_view and place.phase != "optimizer":
+            self._record_results(func, call, out, place)
+
+    def _record_results(self, func: Any, call: Any, out: Any, place: CallPlace) -> None:
+        args, kwargs = call
+        arguments = argument_text(func, args, kwargs)
+        results = []
+        for tensor in filter(self._can, results_of(func, args, kwargs, out)):
+            if _is_workspace(tensor, arguments, args):
+                self._origins.put_uninitialized(tensor)
+            else:
+                results.append(tensor)
+        if not results:
+            return
+        traits = " ".join(filter(None, ("random" if is_random(func) else "", self._mode_of_module)))
+        inputs = self._inputs([*args, *kwargs.values()], place)
+        is_list = isinstance(out, list) or not isinstance(out, Tensor | tuple)
+        for position, tensor in enumerate(results if is_list else results[:_MOST_RESULTS]):
+            self._add(
+                "operation", place, kind_of(func).name, inputs, tensor,
+                result=position, arguments=arguments, rule=self._rule(), traits=traits,
+            )  # fmt: skip
+
+    def _place(self) -> CallPlace:
+        frame = frame_above(1)
+        source, owner, phase = read_stack(frame)
+        module = None if owner is None else self._names.of(owner, frame)
+        self._mode_of_module = "" if owner is None else ("train" if owner.training else "eval")
+        node = _torch.current_node()
+        if node is None:
+            return CallPlace(module, source, phase)
+        creator = None if module is not None else self._nodes.creator(node)
+        if creator is not None:
+            _, forward = creator
+            module, source = forward.module, forward.source or source
+        return CallPlace(module, source, "backward")
+
+    # --- calls of modules, from hooks ---
+
+    def module_starts(self, name: str, arguments: Any) -> None:
+        """Handle the start of a module. The arguments of an outermost one are inputs of the program."""
+        if not self._calls and self._is_on and _torch.is_real():
+            self._inputs(arguments, CallPlace(name, None, "other"))
+            self._add_weights()
+        self._calls.append((name, []))
+
+    def module_ends(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        """Record the results of a module; `output` is None if it raised an error."""
+        inner: list[RowInput] = []
+        while self._calls:  # those inside may have ended by an error
+            last, inner = self._calls.pop()
+            if last == name:
+                break
+        if not self._is_on or self._busy or not _torch.is_real():
+            return
+        phase = "backward" if _torch.in_backward() else "forward"
+        place = CallPlace(name, None, phase)  # type: ignore[arg-type]
+        added = []
+        for position, tensor in enumerate(tensors_read(output)):
+            if position >= _MOST_RESULTS or not self._can(tensor):
+                continue
+            inputs = self._origins.of(tensor)
+            if inputs is not None:
+                read = [inputs]
+            else:  # computed by operations that are not recorded
+                own = _torch.own_tensors(module) if inner else [*module.parameters()]
+                read = [*self._inputs([arguments, own], place), *inner]
+            number = self._add(
+                "output", place, type(module).__name__, tuple(read), tensor,
+                result=position, traits="train" if module.training else "eval",
+            )  # fmt: skip
+            added.append(RowInput((number,)))
+            if self._selection.level == "modules" and tensor.grad_fn is not None:
+                self._follow(name, type(module).__name__, position, tensor)
+        if self._calls:
+            self._calls[-1][1].extend(added)
+
+    def _follow(self, name: str, kind: str, position: int, tensor: Tensor) -> None:
+        """Record the gradient of a module's result when backward reaches it."""
+        place = CallPlace(name, None, "backward")
+
+        def reached(gradient: Tensor | None) -> None:
+            if gradient is not None and self._is_on and self._can(gradient):
+                inputs = self._origins.of(gradient)
+                read = () if inputs is None else (inputs,)
+                self.failures.call_unseen(
+                    name, functools.partial(
+                        self._add, "output", place, kind, read, gradient, result=position
+                    )
+                )  # fmt: skip
+
+        _torch.hook_gradient(tensor, reached)
+
+    # --- the steps of a program ---
+
+    def backward_starts(self, roots: Any, _gradients: Any) -> None:
+        """Record the losses of a backward pass."""
+        if not self._is_on:
+            return
+        place = CallPlace(None, None, "other")
+        for position, root in enumerate(tensors_read(roots)):
+            if root.numel() == 1 and self._can(root):
+                self._add("loss", place, "loss", self._known([root]), root, result=position)
+
+    def optimizer_starts(self, optimizer: Optimizer) -> None:
+        """Record the gradients that an optimizer is about to read."""
+        if self._is_on:
+            for parameter, name, _ in self._parameters(optimizer):
+                if parameter.grad is not None and self._can(parameter.grad):
+                    place = CallPlace(_owner(name), None, "backward")
+                    gradient = parameter.grad
+                    self._add("gradient", place, name, self._known([gradient]), gradient)
+
+    def optimizer_ends(self, optimizer: Optimizer) -> None:
+        """Record the parameters that an optimizer has written."""
+        if self._is_on:
+            for parameter, name, settings in self._parameters(optimizer):
+                if parameter.grad is not None and self._can(parameter):
+                    place = CallPlace(_owner(name), None, "optimizer")
+                    inputs = self._known([parameter.grad, parameter])
+                    arguments = f"optimizer={type(optimizer).__name__}; {settings}"
+                    self._add("update", place, name, inputs, parameter, arguments=arguments)
+
+    def _parameters(self, optimizer: Optimizer) -> Iterable[tuple[Tensor, str, str]]:
+        for index, group in enumerate(optimizer.param_groups):
+            plain = {k: v for k, v in group.items() if isinstance(v, int | float | tuple | bool)}
+            settings = "; ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
+            for position, parameter in enumerate(group["params"]):
+                _, name = self._weight(parameter) or ("", f"group {index}, parameter {position}")
+                yield parameter, name, settings
+
+    def new_step(self) -> None:
+        """End the step, and begin the next one."""
+        self.flush()
+        self._nodes.new_step()
+        self.step += 1
+        self._of_step = 0
+        was_on, self._is_on = self._is_on, self._selection.takes_step(self.step)
+        if self._is_on and not was_on:
+            self._origins.clear()
+
+    def flush(self) -> None:
+        """Write the rows that wait."""
+        if not self._rows:
+            return
+        with self._reading():
+            matrix = torch.stack([each.cpu() for each in self._measurements])
+        notes = self._notes()
+        rows, self._rows, self._measurements = self._rows, [], []
+        self._positions.clear()
+        self._writer.write(self.step, rows, matrix, notes)
+
+    def _notes(self) -> list[str]:
+        notes = self.failures.notes("tensor", "could not be recorded")
+        if self._dropped:
+            notes.append(
+                f"{plural(self._dropped, 'row')} of step {self.step} left out: a step has at most {_MOST_ROWS:,}. "
+                "Name fewer modules, or record level='modules'"
+            )
+        if self._unmeasured:
+            notes.append(
+                f"{plural(self._unmeasured, 'tensor')} of subclasses or without dense memory not recorded"
+            )
+        self._dropped = self._unmeasured = 0
+        return notes
+
+    # --- rows ---
+
+    def _can(self, tensor: Tensor) -> bool:
+        """Return True if a tensor can be measured."""
+        can = is_measurable(tensor) and not (tensor.is_cuda and _torch.is_capturing())
+        self._unmeasured += not can
+        return can
+
+    def _known(self, tensors: list[Tensor]) -> tuple[RowInput, ...]:
+        origins = (self._origins.of(each) for each in tensors)
+        return tuple(each for each in origins if each is not None)
+
+    def _weight(self, tensor: Tensor) -> tuple[str, str] | None:
+        """Return kind and name of a parameter or buffer, also for a view of one."""
+        entry = self._weights.get(id(tensor.untyped_storage())) if is_measurable(tensor) else None
+        if entry is None or entry[0].untyped_storage() is not tensor.untyped_storage():
+            return None
+        return entry[1], entry[2]
+
+    def _add_weights(self) -> None:
+        """Add the rows of weights that have none, so that a compiled part, too, can be told from other weights."""
+        for tensor, kind, name in self._weights.values():
+            if self._origins.of(tensor) is None:
+                self._add(kind, CallPlace(_owner(name), None, "other"), name, (), tensor)
+
+    def _inputs(self, values: Any, place: CallPlace) -> tuple[RowInput, ...]:
+        """Return the tensors that are read. Those without a row get one."""
+        inputs = []
+        for tensor in tensors_read(values):
+            if not is_measurable(tensor):
+                continue
+            origin = self._origins.of(tensor)
+            if origin is None:
+                self._add_unknown(tensor, place)
+                origin = self._origins.of(tensor)
+            if origin is not None and origin.rows:
+                inputs.append(origin)
+        return tuple(inputs)
+
+    def _add_unknown(self, tensor: Tensor, place: CallPlace) -> None:
+        """Add the row of a tensor that no recorded operation computed: a weight, or an input."""
+        weight = self._weight(tensor)
+        if weight is not None:
+            kind, name = weight
+            whole = self._weights[id(tensor.untyped_storage())][0]
+            self._add(kind, CallPlace(_owner(name), place.source, place.phase), name, (), whole)
+            return
+        is_computed = tensor.grad_fn is not None or bool(self._calls)
+        kind = "tensor" if is_computed or place.phase == "backward" else "input"
+        self._add(kind, place, kind, (), tensor)
+
+    def _add(
+        self,
+        kind: str,
+        place: CallPlace,
+        name: str,
+        inputs: tuple[RowInput, ...],
+        tensor: Tensor,
+        *,
+        result: int = 0,
+        arguments: str = "",
+        rule: str = "",
+        traits: str = "",
+    ) -> int:
+        """Add a row, and return its number. Past the limits the rows of the inputs are passed on instead."""
+        is_state = kind not in {"operation", "output", "tensor"}
+        takes = is_state or self._selection.takes_module(place.module or "")
+        if self._of_step >= _MOST_ROWS or not takes:
+            self._dropped += takes
+            self._origins.pass_on(tensor, list(inputs))
+            return inputs[0].rows[-1] if inputs else max(0, self._next - 1)
+        number, latest = self._next, self._origins.latest(tensor)
+        position = self._positions.get(latest, -1) if latest is not None else -1
+        is_view_of_row = kind in {"output", "gradient", "loss"} and position >= 0
+        if not is_view_of_row:
+            with self._reading():
+                self._measurements.append(measure(tensor))
+            position = len(self._measurements) - 1
+        self._rows.append(
+            Row(
+                kind, place.phase, place.module or "", name, place.source or "",
+                dtype_of(tensor), tuple(tensor.shape), arguments, rule, traits, result, inputs, position,
+            )
+        )  # fmt: skip
+        self._positions[number] = position
+        self._next += 1
+        self._of_step += 1
+        if not is_view_of_row:
+            self._origins.put(tensor, number)
+        if len(self._rows) >= _MOST_WAITING:
+            self.flush()
+        return number
+
+    def _reading(self) -> _Reading:
+        return _Reading(self)
+
+    def guarded(self, method: Callable[..., None]) -> Callable[..., None]:
+        """Return a method that runs in the recorded thread only, and whose exceptions are counted."""
+
+        @functools.wraps(method)
+        def call(*args: Any) -> None:
+            if threading.get_ident() == self._thread:
+                self.failures.call_unseen(method.__name__, method, *args)
+
+        return call
+
+
+class _Reading:
+    """A context in which the recorder's own operations are neither recorded nor seen by the program."""
+
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._recorder._busy = True
+        self._modes = _torch.without_modes()
+        self._modes.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._modes.__exit__(*error)
+        self._recorder._busy = False
+
+
+def _is_workspace(result: Tensor, arguments: str, args: Sequence[Any]) -> bool:
+    """Return True for bytes that a kernel keeps for its backward, parts of which have no values."""
+    if result.dtype is not torch.uint8 or "uint8" in arguments:
+        return False
+    return all(each.dtype is not torch.uint8 for each in tensors_read(args))
+
+
+def _owner(name: str) -> str:
+    """Return the module of a parameter's name."""
+    return name.rpartition(".")[0]

@@ -1,0 +1,234 @@
+"""record: a file that holds a run for a comparison, without its tensors.
+
+Invariants:
+
+- the program computes the same values, and ends in the same way: what fails here is counted in the file;
+- a recording belongs to the thread that opened it; after it, nothing is left on models, optimizers and PyTorch;
+- graphs of `torch.compile` and `torch.export` contain no hooks: of a compiled part, the results of the outermost
+  compiled module and the gradients are recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from precast import _torch
+from precast._torch.optimizer_hooks import on_optimizer_step
+from precast.diagnostics.comparison.recorder import RunRecorder
+from precast.diagnostics.comparison.recording_file import RecordingWriter
+from precast.diagnostics.comparison.selection import Level, Selection
+from precast.diagnostics.tracing.listening import listen
+from precast.errors import ComparisonError
+from precast.policy.module_names import name_of_each
+
+__all__ = ["Recording", "record"]
+
+
+@_torch.never_compiled
+def record(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    *,
+    level: Level = "operations",
+    every: int = 1,
+    steps: tuple[int, int] | None = None,
+    modules: str = "",
+) -> Recording:
+    """Record the run inside ``with``, for `precast.compare`. The file holds no tensors.
+
+    Args:
+        path: the file to write. With several processes, each writes its own, such as `a.rank0.run` for `a.run`.
+        model: the model whose modules are named; without one, the first module with parameters that is called.
+        level: "operations" records each operation, "modules" only the results and gradients of modules, at lower cost.
+        every: record every N-th step.
+        steps: the first step to record, and the step after the last one.
+        modules: record only modules whose path matches this pattern, in which `*` stands for any text, and modules
+            inside them.
+
+    Returns:
+        The recording, a context manager.
+
+    Raises:
+        ComparisonError: an argument is not allowed.
+        OutputError: the file cannot be written, or exists and is no file of precast.
+
+    Examples:
+        >>> import precast
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with precast.record("a.run", model):
+        ...     y = model(torch.ones(3, 4))
+        >>> precast.compare("a.run", "a.run").equal
+        True
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ComparisonError(
+            f"record(path, model): expected a torch.nn.Module or no model, got {type(model).__name__}"
+        )
+    return Recording(Path(path), model, level=level, every=every, steps=steps, modules=modules)
+
+
+class Recording:
+    """A recording of a run; created by `record`.
+
+    Attributes:
+        path: the file of this process.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module | None = None,
+        *,
+        level: Level = "operations",
+        every: int = 1,
+        steps: tuple[int, int] | None = None,
+        modules: str = "",
+    ) -> None:
+        rank, world_size = _rank()
+        self.path = (
+            path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if world_size > 1 else path
+        )
+        self._model = model
+        self._selection = Selection(level, every, steps, modules)
+        self._ranks = rank, world_size
+        self._ends = contextlib.ExitStack()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._trains = False
+        self._step_is_over = False
+        self._was_called = False
+
+    @_torch.never_compiled
+    def __enter__(self) -> Recording:
+        writer = RecordingWriter(self.path, self._selection.level, *self._ranks)
+        self._recorder = recorder = RunRecorder(writer, self._selection)
+        self._thread = threading.get_ident()
+        self._ends.callback(self._finish, writer)
+        if self._model is not None:
+            self._learn(self._model)
+        self._ends.callback(_torch.on_module_call(self._outermost_call))
+        self._ends.callback(_torch.on_backward(recorder.guarded(self._on_backward)))
+        self._ends.callback(
+            on_optimizer_step(
+                before=recorder.guarded(recorder.optimizer_starts),
+                after=recorder.guarded(self._after_optimizer),
+            )
+        )
+        if self._selection.level == "operations":
+            self._ends.enter_context(listen(recorder))
+        return self
+
+    @_torch.never_compiled
+    def __exit__(self, *_error: object) -> None:
+        self._ends.close()
+
+    def _finish(self, writer: RecordingWriter) -> None:
+        self._recorder.failures.call_unseen("end of the recording", self._recorder.flush)
+        self._recorder.failures.call_unseen("end of the recording", writer.close)
+
+    # --- called by the program ---
+
+    def _outermost_call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
+        if threading.get_ident() == self._thread:
+            self._recorder.failures.call_unseen("call of a module", self._call_starts, module)
+        return run()
+
+    def _call_starts(self, module: nn.Module) -> None:
+        if not _torch.is_real() or next(module.parameters(), None) is None:
+            return
+        self._learn(module)
+        is_next = self._was_called and not self._trains and not torch.is_grad_enabled()
+        if is_next or (self._step_is_over and torch.is_grad_enabled()):
+            self._begin_step()
+        self._was_called = True
+
+    def _on_backward(self, roots: Any, gradients: Any) -> None:
+        self._trains = True
+        if self._step_is_over:
+            self._begin_step()
+        self._recorder.backward_starts(roots, gradients)
+
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        self._recorder.optimizer_ends(optimizer)
+        self._trains = self._step_is_over = True
+
+    def _begin_step(self) -> None:
+        self._step_is_over = False
+        self._recorder.new_step()
+
+    def _learn(self, model: nn.Module) -> None:
+        """Take names from the first model, and hook the modules of each model once."""
+        if not self._hooked:
+            self._recorder.learn(model)
+        elif model in self._hooked:
+            return
+        layers = (each for each in model.modules() if isinstance(each, nn.TransformerEncoderLayer))
+        without_hooks = {id(module) for layer in layers for module in layer.modules()}
+        for name, module in name_of_each(model):
+            if module in self._hooked:
+                continue
+            self._hooked.add(module)
+            hooks = _CallHooks(self._recorder, name)
+            if id(module) in without_hooks:  # with hooks, it would leave PyTorch's fast path
+                self._ends.callback(_torch.on_call_without_hooks(module, hooks.around))
+                continue
+            for handle in hooks.register(module):
+                self._ends.callback(handle.remove)
+
+
+class _CallHooks:
+    """The hooks of one module; in a copy of the model, hooks without a recorder."""
+
+    def __init__(self, recorder: RunRecorder | None = None, name: str = "") -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _CallHooks, ()
+
+    def register(self, module: nn.Module) -> list[Any]:
+        """Add the hooks to a module."""
+        # Not `module.register...`, which raises for a scripted module, although its hooks are called.
+        return [
+            nn.Module.register_forward_pre_hook(module, self.enter, with_kwargs=True),
+            nn.Module.register_forward_hook(module, self.leave, with_kwargs=True, always_call=True),
+        ]
+
+    @_torch.runs_uncompiled
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and self._recorder is not None:
+            self._recorder.guarded(self._recorder.module_starts)(self._name, [args, kwargs])
+
+    @_torch.runs_uncompiled
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and self._recorder is not None:
+            self._recorder.guarded(self._recorder.module_ends)(
+                self._name, module, [args, kwargs], output
+            )
+
+    def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Run a call between the hooks."""
+        self.enter(module, args, kwargs)
+        output = None
+        try:
+            output = run()
+            return output
+        finally:
+            self.leave(module, args, kwargs, output)
+
+
+def _rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    number, of = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else (0, 1)
