@@ -35,6 +35,7 @@ _EXPORTED: Final = (
 )
 _ENUMERATIONS: Final = (
     boundary.Action,
+    boundary.Mixture,
     boundary.Eviction,
     boundary.Owner,
     boundary.ThreadKind,

@@ -2,6 +2,7 @@
 
     python -m tools.probe_tables torch               PyTorch's kernels and what each does
     python -m tools.probe_tables default --like cpu  the operations that raise on mixed dtypes
+    python -m tools.probe_tables mixed --like cpu    those of them that raise on all mixtures, tried on that device
 
 The second runs the operations of PyTorch's own test suite (OpInfo), their in-place and `out=` variants,
 with mixed floating dtypes inside a region that follows the table of one device type, on CPU tensors.
@@ -22,6 +23,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
+from random import Random
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from precast import _torch
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, expanded_rules
+from tests.support import op_samples
 from tests.support.behaviour import consistent_rules, torch_region
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -54,11 +57,14 @@ LEFT_OUT = re.compile(r"aten::_|(batch|instance)_norm|(?<!index)_copy\.|sparse_|
 def main(arguments: list[str]) -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(prog="python -m tools.probe_tables")
-    parser.add_argument("table", choices=("torch", "default"))
+    parser.add_argument("table", choices=("torch", "default", "mixed"))
     parser.add_argument("--like", choices=DEVICE_TYPES, default="cpu")
     chosen = parser.parse_args(arguments)
     if chosen.table == "torch":
         print(torch_policy().text)
+        return
+    if chosen.table == "mixed":
+        print("\n".join(sorted(refusing_operations(chosen.like))))
         return
     print(f"[ops.{chosen.like}]")
     for name, why in sorted(raising_operations(chosen.like).items()):
@@ -100,6 +106,67 @@ def raising_operations(like: str, only: Container[str] | None = None) -> dict[st
         for call in _calls(only):
             probe.try_mixtures(call)
     return probe.found
+
+
+def refusing_operations(device: str, seeds: Iterable[int] = range(40)) -> set[str]:
+    """The operations with a row `promote` and without an autocast kernel that refuse every mixture."""
+    rows = expanded_rules(Policy.load("default"), device)[0]
+    return {
+        name
+        for name, entry in rows.items()
+        if entry.rule is Rule.PROMOTE and not _torch.has_autocast_kernel(name, device)
+        if name in op_samples.promoted() | op_samples.named() and refuses_all(name, device, seeds)
+    }
+
+
+def refuses_all(name: str, device: str, seeds: Iterable[int]) -> bool:
+    """Whether an operation raises on every mixture of tensors with several elements, and resizes no argument."""
+    overload = _torch.find_overload(name)
+    assert overload is not None
+    random, refused = Random(0), False
+    if _writes_out(overload):
+        return False
+    for seed in seeds:
+        for sample in op_samples.samples(name, seed):
+            shaped = sample if seed == 0 else tree_map(lambda leaf: _reshaped(leaf, random), sample)
+            on_device = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, shaped)
+            if any(x.numel() < 2 for x in tree_leaves(on_device) if isinstance(x, Tensor)):
+                continue
+            for pattern in PATTERNS:
+                dtypes = itertools.chain(pattern, itertools.repeat(pattern[-1]))
+                mixed = _cast(on_device, lambda _: next(dtypes))  # noqa: B023
+                wide = _widened(mixed)
+                if len(set(_floating(mixed))) < 2 or not _accepts(name, wide, device):
+                    continue
+                if [x.shape for x in _tensors(wide)] != [x.shape for x in _tensors(mixed)]:
+                    return False
+                if _accepts(name, mixed, device):
+                    return False
+                refused = True
+    return refused
+
+
+def _reshaped(leaf: Any, random: Random) -> Any:
+    """A leaf with fewer or more elements or dimensions, if it is a tensor."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0 or random.random() < 0.6:
+        return leaf
+    dim = random.randrange(leaf.dim())
+    return random.choice(
+        [leaf.narrow(dim, 0, 1), torch.cat([leaf, leaf], dim), leaf[None], leaf.select(dim, 0)]
+    )
+
+
+def _accepts(name: str, sample: Any, device: str) -> bool:
+    try:
+        with torch_region(device), torch.no_grad():
+            op_samples.call(name, sample)
+    except Exception:
+        return False
+    return True
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 class _Probe:

@@ -321,12 +321,11 @@ assert not wrong, wrong
     ("function", "arguments", "message"),
     [
         ("device", (b"abacus",), "abacus"),
-        ("attempts", (99,), "99"),
         ("bound_number", (99,), "99"),
         ("thread_number", (99,), "a thread has no number 99"),
         ("install", (99, None, 1), "99"),
         ("record_torch_kernel", (b"aten::no_such_thing", b"", b"AutocastCPU"), "no_such_thing"),
-        ("register", (b"aten::mm", b"", b"NoSuchKey", 0, 1, 0, 0, 0), "NoSuchKey"),
+        ("register", (b"aten::mm", b"", b"NoSuchKey", 0, 1, 0, 0), "NoSuchKey"),
     ],
 )
 def test_an_exception_of_the_library_is_an_error_in_python(

@@ -1,8 +1,7 @@
-"""Mixed dtypes that PyTorch refuses: the native engine remembers what it refused, and computes what it did before."""
+"""Mixed dtypes that PyTorch refuses: both engines promote them, and give the same bits."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
@@ -13,17 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 import precast
 from precast import Policy
 from precast._internal.pytree import map_tensors
 from precast.engine import registration
 from precast.weights.native import library
-from precast.weights.native.engine import native_engine
 from tests.support import op_samples
 from tests.support.op_samples import Sample
-from tests.support.outcomes import DTYPES, same_bits
+from tests.support.outcomes import DTYPES, assert_same, mixtures, outcome, same_bits
 
 B, H, S, D = torch.bfloat16, torch.float16, torch.float32, torch.float64
 POLICIES = {
@@ -144,47 +141,28 @@ def result(call: Call) -> tuple[Any, list[Tensor]]:
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=40, deadline=None)
 @given(random=st.randoms(use_true_random=False))
-def test_what_was_refused_before_changes_no_result(random: Random) -> None:
-    """The reference asks PyTorch each time; the native engine knows what earlier calls have taught it."""
+def test_both_engines_give_the_same_for_any_call(random: Random) -> None:
     for _ in range(8):
         call = drawn(random)
         with registration.use_engine("reference"):
             expected, tensors = result(call)
-        for _ in range(2):
-            found, ours = result(call)
-            assert found == expected, call
-            assert all(map(same_bits, ours, tensors)), call
+        found, ours = result(call)
+        assert found == expected, call
+        assert all(map(same_bits, ours, tensors)), call
 
 
-def index_add() -> Callable[[], Tensor]:
-    x = torch.randn(3, 2)
-    source = torch.randn(1, 2, dtype=B, requires_grad=True)
-    return lambda: torch.index_add(x, 0, torch.arange(1), source)
-
-
-def in_place() -> Tensor:
-    source = torch.randn(1, 2, dtype=B, requires_grad=True)
-    return torch.randn(3, 2).index_add_(0, torch.arange(1), source)
-
-
-@pytest.mark.parametrize("work", [index_add(), in_place], ids=["new", "in place"])
-def test_a_call_like_one_that_was_refused_is_promoted_at_once(work: Callable[[], Tensor]) -> None:
-    def measure() -> None:  # in a thread of its own, which has learned nothing yet
-        with precast.autocast("cpu"):
-            for _ in range(3):
-                work()
-                found.append(calls.promoted_directly())
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                work()  # who packs tensors may count them, so all goes as at first
-            found.append(calls.promoted_directly())
-
-    calls = native_engine.api
-    assert calls is not None
-    found: list[int] = []
-    thread = threading.Thread(target=measure)
-    thread.start()
-    thread.join()
-    assert found == [0, 1, 2, 2]
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_both_engines_give_the_same_for_all_mixtures(name: str, policy: Policy) -> None:
+    for sample in op_samples.samples(name, torch.initial_seed() % 1000):
+        for dtypes in mixtures(sample):
+            native = outcome(precast.autocast("cpu", B, policy=policy), name, sample, dtypes)
+            with registration.use_engine("reference"):
+                region = precast.autocast("cpu", B, policy=policy)
+                reference = outcome(region, name, sample, dtypes)
+            assert_same(native, reference, f"{name} {dtypes}")
+            assert (native.error, native.message) == (reference.error, reference.message)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -36,6 +36,7 @@ __all__ = [
     "leave_mode",
     "redispatch_in_mode",
     "runs_on_fake_tensors",
+    "unseen_by_modes",
     "without_dispatch",
     "without_modes",
     "without_subclass_functions",
@@ -275,6 +276,16 @@ def calls_torch_function(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _has_torch_function: Callable[[Any], bool] = torch._C._has_torch_function
+
+
+def unseen_by_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose operations no tensor subclass and no function mode sees."""
+
+    def call(*args: Any) -> Any:
+        with without_torch_function():
+            return function(*args)
+
+    return call
 
 
 def without_modes() -> Any:

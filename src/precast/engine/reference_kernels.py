@@ -10,7 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -27,7 +26,9 @@ from precast.engine.operation import Convert, Operation
 from precast.engine.product_kernels import product_kernel
 from precast.engine.thread_state import Kernel, ThreadState, regions, thread_state
 from precast.errors import BannedOperationError
+from precast.policy.mixed_dtypes import refuses_mixtures
 from precast.policy.policy import Rule
+from precast.policy.rows import FLOAT8_RULES
 from precast.weights import held, unversioned_writes
 from precast.weights.float8.formats import Recipe
 
@@ -35,11 +36,8 @@ __all__ = ["dtypes_to_promote", "kernel_for", "with_attempt", "with_note", "with
 
 _F32: Final = torch.float32
 _F64: Final = torch.float64
-_ABOUT_DTYPES: Final = re.compile(
-    r"[dD]types?\b|dtype|[Ss]calar ?[Tt]ype|(same|result|input|different|mixed) types?\b|not implemented for '"
-    r"|types other than|\b(Half|BFloat16|Float|Double)\b"
-)
-"""The words about dtypes in the error messages of PyTorch's operations (2.11 to 2.15)."""
+_LOWERED: Final = (Rule.LOWER, Rule.LOWER_OUT_FP32, Rule.FP32, *FLOAT8_RULES)
+"""The rules that cast all eligible tensors to one dtype."""
 
 _MIXED_FORWARD_ONLY: Final = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
 """Operations that take mixed dtypes, but whose derivative under `torch.func` (per-sample gradients) raises (2.13)."""
@@ -87,14 +85,13 @@ def _to_lower(op: Operation) -> Convert:
     if held.held_parameters:
         _count_weight_use(thread_state(op.device_type).state)
     cached = regions.cache.cast if torch.is_autocast_cache_enabled() else _no_cache
+    if _torch.function_modes():  # an interpreter of TorchScript leaves the program's modes on
+        cached = _torch.unseen_by_modes(cached)
 
     def convert(tensor: Tensor) -> Tensor:
         if not op.eligible(tensor) or tensor.dtype is dtype:
             return tensor
-        with (
-            _torch.without_torch_function()
-        ):  # an interpreter of TorchScript leaves the program's modes on
-            weight = cached(tensor, dtype, op.device_type)
+        weight = cached(tensor, dtype, op.device_type)
         return _torch.cast_without_torch_function(tensor, dtype) if weight is None else weight
 
     return convert
@@ -224,29 +221,30 @@ def with_attempt(
 ) -> Kernel:
     """Run PyTorch's kernel; if it raises on mixed floating dtypes, rerun `op` with all of them in the widest.
 
-    With the rule `fp32_if_refused`, 16-bit dtypes are rerun in float32.
+    An operation that refuses every mixture runs once, in the widest. With the rule `fp32_if_refused`, 16-bit dtypes are
+    rerun in float32.
 
     Autocast stays on for the operations inside: the outermost operation on mixed dtypes is promoted, so that its result
     has the widest dtype.
     """
     message = "refused in 16 bits by PyTorch, ran in float32"
     note = events.OperationNote(op=op.name, device_type=op.device_type, message=message)
+    refuses = rule is Rule.FALLTHROUGH and refuses_mixtures(op.name, op.device_type)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        own = _floating_dtypes(op, args, kwargs)
-        if len(dtypes := dtypes_to_promote(own, rule, op.lower_dtype())) < 2:
+        dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
+        if len(dtypes) < 2:
             return torch_kernel(keyset, *args, **kwargs)
-        if op.name in _MIXED_FORWARD_ONLY and _torch.is_functorch_active():
-            promotable = functools.partial(_promotable, op)
-            return op.call_cast(_cast_to(_widest(dtypes), promotable), args, kwargs)
-        state = thread_state(op.device_type).state
-        state.attempts += 1
+        is_refused = refuses and not regions.attempts and _have_elements(args, kwargs)
+        if is_refused or (op.name in _MIXED_FORWARD_ONLY and _torch.is_functorch_active()):
+            return _promoted(op, dtypes, args, kwargs)
+        regions.attempts += 1
         try:
             return torch_kernel(keyset, *args, **kwargs)
         except RuntimeError as error:
             failure = error
         finally:
-            state.attempts -= 1
+            regions.attempts -= 1
         result = retry_promoted(op, failure, args, kwargs, rule)
         if rule is Rule.FP32_IF_REFUSED:
             events.emit(note)
@@ -264,22 +262,29 @@ def retry_promoted(
 ) -> Any:
     """Rerun `op` with its floating tensors in their widest dtype; raise `error` if that cannot help.
 
-    Only for errors about dtypes: after another error, the operation may have done a part of its work. PyTorch's own
-    operations check dtypes before they write. For others this is unknown, so those that write arguments run once.
+    An error is one about dtypes if there is none in the widest. PyTorch's own operations check dtypes before they
+    write; for others this is unknown, so those that write arguments run once.
     """
-    if not _ABOUT_DTYPES.search(str(error)) or (op.mutated and not op.name.startswith("aten::")):
+    dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
+    runs_once = op.mutated and not op.name.startswith("aten::")
+    is_of_device = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
+    if len(dtypes) < 2 or regions.attempts or runs_once or is_of_device:
         raise error
-    own = _floating_dtypes(op, args, kwargs)
-    floating = dtypes_to_promote(own, rule, op.lower_dtype())
-    state = thread_state(op.device_type).state
-    if len(floating) < 2 or state.has_attempts():
-        raise error
-    state.reruns += 1
     try:
-        promotable = functools.partial(_promotable, op)
-        return op.call_cast(_cast_to(_widest(floating), promotable), args, kwargs)
+        return _promoted(op, dtypes, args, kwargs)
     except RuntimeError:
         raise error from None
+
+
+def _promoted(
+    op: Operation, dtypes: set[torch.dtype], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run `op` with its floating tensors in the widest of several dtypes."""
+    state = thread_state(op.device_type).state
+    state.reruns += 1
+    try:
+        convert = _cast_to(_widest(dtypes), functools.partial(_promotable, op))
+        return op.call_cast(convert, args, kwargs)
     finally:
         state.reruns -= 1
 
@@ -290,8 +295,19 @@ def _floating_dtypes(
     return {t.dtype for t in tensors_in((args, kwargs)) if _promotable(op, t)}
 
 
+def _have_elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if every floating tensor has several elements.
+
+    PyTorch accepts some mixtures with a tensor of one or none. A size that is a symbol counts as several.
+    """
+    floating = (t for t in tensors_in((args, kwargs)) if t.is_floating_point())
+    return all(not isinstance(n := t.numel(), int) or n > 1 for t in floating)
+
+
 def dtypes_to_promote(own: set[torch.dtype], rule: Rule, lower: torch.dtype) -> set[torch.dtype]:
     """Return the dtypes of which the widest is that of all floating tensors: several if there is anything to promote.
+
+    There is nothing to promote where the rule leaves one dtype.
 
     Args:
         own: the dtypes of the floating tensors.
@@ -301,8 +317,13 @@ def dtypes_to_promote(own: set[torch.dtype], rule: Rule, lower: torch.dtype) -> 
     """
     if rule is Rule.FP32_IF_REFUSED and not own.isdisjoint(_torch.SIXTEEN_BIT):
         return own | {_F32}
-    is_widened = rule is Rule.PROMOTE and not own <= {_F32, _F64, lower}
-    return own | {lower} if is_widened else own
+    if rule in _LOWERED:
+        return own if _F64 in own else set()
+    if rule is Rule.PROMOTE:
+        if own <= {_F32, lower}:
+            return set()
+        return own if own <= {_F32, _F64, lower} else own | {lower}
+    return own
 
 
 def with_note(op: Operation, message: str, inner: Kernel) -> Kernel:

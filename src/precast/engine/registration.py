@@ -47,11 +47,12 @@ from precast.engine.thread_state import (
 )
 from precast.engine.undefined_ops import needs_rebinding, track_undefined
 from precast.policy.measured import warn_elsewhere
+from precast.policy.mixed_dtypes import refuses_mixtures
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
 from precast.weights import held, unversioned_writes
 from precast.weights.native import library
 from precast.weights.native.api import NativeApi
-from precast.weights.native.boundary import Action
+from precast.weights.native.boundary import Action, Mixture
 from precast.weights.native.engine import native_engine
 from precast.weights.native.library import ENGINES
 
@@ -525,9 +526,21 @@ def _compile(base: TorchKernel) -> None:
         device_type=op.device_type,
         number=number,
         takes_weights=base.rule is Rule.LOWER,
-        mixes_with_region=base.rule is Rule.PROMOTE,
-        keeps_autocast_on=not base.compiled,
+        mixture=_mixture(base),
     )
+
+
+def _mixture(base: TorchKernel) -> Mixture:
+    """Return the calls on mixed dtypes that a compiled kernel does not leave to PyTorch's."""
+    if not base.compiled:
+        refuses = refuses_mixtures(base.op.name, base.op.device_type)
+        return Mixture.REFUSED if refuses else Mixture.ANY
+    kinds = {
+        Rule.LOWER: Mixture.FLOAT64,
+        Rule.FP32: Mixture.FLOAT64,
+        Rule.PROMOTE: Mixture.FOREIGN,
+    }
+    return Mixture.ANY if base.rule is None else kinds.get(base.rule, Mixture.ANY)
 
 
 def _in_dispatcher(op: Operation) -> tuple[str, str, str]:

@@ -154,7 +154,7 @@ class ThreadRegions(threading.local):
         self.is_pytorchs = in_pool_thread()
         self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
         self._guard_id, self._written = c_int64(NO_GUARD_ID.number), c_int64(NO_GUARD_ID.number)
-        self._lends, self._open = c_int64(), c_int64()
+        self._lends, self._open, self._attempts = c_int64(), c_int64(), c_int64()
         self.is_registered = False
         """True once the compiled kernels know this thread; until then its operations run on the reference."""
 
@@ -193,6 +193,15 @@ class ThreadRegions(threading.local):
     def written_guard_id(self, guard_id: GuardId | None) -> None:
         self._written.value = 0 if guard_id is None else guard_id.number
 
+    @property
+    def attempts(self) -> int:
+        """The number of operations that are being tried on mixed dtypes, with autocast on inside them."""
+        return self._attempts.value
+
+    @attempts.setter
+    def attempts(self, attempts: int) -> None:
+        self._attempts.value = attempts
+
     def record_lending(self) -> None:
         """Record that this thread has passed its policies to PyTorch's own threads, as after each change."""
         self._lends.value = True
@@ -213,11 +222,11 @@ class ThreadRegions(threading.local):
             return
         for device_type, slot in list(_thread_states.items()):
             slot.state.share(api.bound_number(device_type))
-        own_memory = self._guard_id, self._written, self._lends, self._open
+        own_memory = self._guard_id, self._written, self._lends, self._open, self._attempts
         shared_memory = tuple(api.thread_numbers())
         for shared, own in zip(shared_memory, own_memory, strict=True):
             shared.value = own.value
-        self._guard_id, self._written, self._lends, self._open = shared_memory
+        self._guard_id, self._written, self._lends, self._open, self._attempts = shared_memory
         api.register_thread(ThreadKind.PYTORCH if self.is_pytorchs else ThreadKind.PYTHON)
         self.is_registered = True
 
@@ -238,7 +247,7 @@ def _is_open(thread: weakref.ref[RegionStack]) -> bool:
 class ThreadState:
     """The state of one thread for one device type."""
 
-    __slots__ = ("_bound_policy", "_device_type", "attempts", "number", "reruns", "uses")
+    __slots__ = ("_bound_policy", "_device_type", "number", "reruns", "uses")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -246,10 +255,8 @@ class ThreadState:
         """The policy that `follow` put in force; the reference keeps it alive."""
         self.number = c_int64()
         """The number of `bound_policy`, 0 for none, in memory shared with compiled code."""
-        self.attempts = 0
         self.reruns = 0
-        """The number of operations that are being promoted after such a try, with autocast off inside them."""
-        """The number of operations that are being tried before promotion, with autocast on inside them."""
+        """The number of operations that are being promoted, with autocast off inside them."""
         self.uses = 0
         """The number of operations that took weights since a held copy was last compared with its parameter."""
         api = native_engine.api
@@ -279,13 +286,6 @@ class ThreadState:
         """Keep the policy's number in this memory from now on, which compiled code reads and writes too."""
         number.value, self.number = self.number.value, number
         self.follow(self.bound_policy)
-
-    def has_attempts(self) -> bool:
-        """Return True if an operation is being tried before promotion, in Python or in compiled kernels."""
-        api = native_engine.api
-        return bool(
-            self.attempts or (api is not None and api.attempts(api.device(self._device_type)))
-        )
 
 
 class ThreadLocalState(threading.local):

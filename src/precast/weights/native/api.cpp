@@ -192,8 +192,7 @@ void precast_register(
     int device,
     int64_t number,
     int takes_weights,
-    int mixes_with_region,
-    int keeps_autocast_on) {
+    int mixture) {
   guarded([&] {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
     const auto dispatch_key = c10::parseDispatchKey(key);
@@ -201,8 +200,7 @@ void precast_register(
     Operation operation =
         operation_of(op, static_cast<size_t>(number), static_cast<c10::DeviceType>(device), dispatch_key);
     operation.takes_weights = takes_weights != 0;
-    operation.mixes_with_region = mixes_with_region != 0;
-    operation.keeps_autocast_on = keeps_autocast_on != 0;
+    operation.mixture = static_cast<Mixture>(mixture);
     auto kernel = std::make_unique<Kernel>(
         operation,
         op.getComputedKernelForDispatchKey(dispatch_key),
@@ -272,10 +270,6 @@ void precast_register_thread(int kind) {
   guarded([&] { ThreadState::here().kind = static_cast<ThreadKind>(kind); });
 }
 
-int precast_attempts(int device) {
-  return guarded([&] { return ThreadState::here().attempts.at(static_cast<size_t>(device)); });
-}
-
 void precast_clear() {
   guarded([] { ThreadState::here().copies.clear(); });
 }
@@ -320,11 +314,6 @@ int precast_has(void* source, int dtype) {
     return here.copies.find_held_leaf(impl, scalar).defined() ||
         here.copies.find(impl, scalar, /*records=*/false).defined();
   });
-}
-
-// The number of operations of this thread that were promoted directly; for tests.
-int64_t precast_promoted_directly() {
-  return guarded([] { return ThreadState::here().promoted_directly; });
 }
 
 // `dtype` is -1 for all dtypes.

@@ -25,6 +25,7 @@ from precast.weights.native.boundary import (
     FUNCTIONS,
     Eviction,
     HeldRecord,
+    Mixture,
     Owner,
     RegionPart,
     ThreadKind,
@@ -142,7 +143,6 @@ class NativeApi:
         self.free_snapshot: Callable[[int], None] = self._functions["free_snapshot"]
         self.free_fast_entry: Callable[[int], None] = self._functions["free_fast_entry"]
         self.clear: Callable[[], None] = self._functions["clear"]
-        self.attempts: Callable[[int], int] = self._functions["attempts"]
         self.watch: Callable[[bool], None] = self._functions["watch"]
         self.register_thread: Callable[[ThreadKind], None] = self._functions["register_thread"]
         self.deregister: Callable[[int], None] = self._functions["deregister"]
@@ -195,8 +195,7 @@ class NativeApi:
         device_type: str,
         number: int,
         takes_weights: bool,
-        mixes_with_region: bool,
-        keeps_autocast_on: bool,
+        mixture: Mixture,
     ) -> None:
         """Register a compiled kernel above the present Python kernel of an operation at an autocast key."""
         self._functions["register"](
@@ -206,8 +205,7 @@ class NativeApi:
             self.device(device_type),
             number,
             takes_weights,
-            mixes_with_region,
-            keeps_autocast_on,
+            mixture,
         )
 
     def policy(self, *, promotes: bool, actions: bytes) -> int:
@@ -269,10 +267,6 @@ class NativeApi:
     def recorded_casts(self) -> tuple[int, int]:
         """Return the number of recorded casts, and of those that are alive."""
         return tuple(self._functions["recorded_casts"](alive) for alive in (False, True))
-
-    def promoted_directly(self) -> int:
-        """Return the number of operations that this thread promoted without calling PyTorch first; for tests."""
-        return int(self._functions["promoted_directly"]())
 
 
 def _address(function: str) -> int | None:

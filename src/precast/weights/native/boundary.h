@@ -8,10 +8,11 @@
 namespace precast {
 
 enum class Action : uint8_t { Pass = 0, Delegate = 1, Reference = 2 };
+enum class Mixture : uint8_t { Any = 0, Refused = 1, Float64 = 2, Foreign = 3 };
 enum class Eviction : uint8_t { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 enum class Owner : uint8_t { Python = 0, Lent = 1, InUse = 2 };
 enum class ThreadKind : uint8_t { Unknown = 0, Python = 1, PyTorch = 2 };
-enum class ThreadNumber : uint8_t { GuardId = 0, WrittenGuardId = 1, Lends = 2, Open = 3 };
+enum class ThreadNumber : uint8_t { GuardId = 0, WrittenGuardId = 1, Lends = 2, Open = 3, Attempts = 4 };
 enum class RegionPart : uint8_t { Owner = 0, Entry = 1, Record = 2 };
 enum class RegionExit : uint8_t { Elsewhere = 0, OneOfSeveral = 1, Outermost = 2, OthersElsewhere = 3 };
 
@@ -50,14 +51,13 @@ void precast_end();
 int precast_device(const char* type);
 void precast_record_torch_kernel(const char* name, const char* overload, const char* key);
 void precast_register(const char* name, const char* overload, const char* key, int device, int64_t number, int
-    takes_weights, int mixes_with_region, int keeps_autocast_on);
+    takes_weights, int mixture);
 void precast_deregister(int64_t number);
 void* precast_policy(int promotes, const char* actions, int64_t count);
 void precast_put_in_force(int device, void* policy, int64_t number);
 void precast_install(int device, void* policy, int64_t number);
 void precast_watch(int is_watched);
 void precast_register_thread(int kind);
-int precast_attempts(int device);
 void precast_set_guard_devices(int low, int high);
 void* precast_snapshot(int device);
 void precast_free_snapshot(void* snapshot);
@@ -74,7 +74,6 @@ void precast_clear();
 int64_t precast_count();
 void precast_record_casts();
 int64_t precast_recorded_casts(int are_alive);
-int64_t precast_promoted_directly();
 int precast_has(void* source, int dtype);
 void precast_invalidate(void* source, int dtype);
 void precast_hold(void* source, int is_held);

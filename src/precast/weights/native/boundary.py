@@ -25,6 +25,7 @@ __all__ = [
     "Eviction",
     "Function",
     "HeldRecord",
+    "Mixture",
     "Owner",
     "RegionExit",
     "RegionPart",
@@ -43,6 +44,19 @@ class Action(enum.IntEnum):
     """PyTorch's kernel does, after weights are replaced by casts."""
     REFERENCE = 2
     """The Python kernel runs."""
+
+
+class Mixture(enum.IntEnum):
+    """Selects the calls of an operation on mixed floating dtypes that are not left to PyTorch's kernel."""
+
+    ANY = 0
+    """Calls with several dtypes, which PyTorch may refuse."""
+    REFUSED = 1
+    """The same, and PyTorch refuses all of them."""
+    FLOAT64 = 2
+    """Calls with float64 and another dtype: PyTorch's kernel casts all others to one dtype."""
+    FOREIGN = 3
+    """Calls with a dtype other than float32 and the region's: PyTorch's kernel casts these two to the wider one."""
 
 
 class Eviction(enum.IntEnum):
@@ -87,6 +101,8 @@ class ThreadNumber(enum.IntEnum):
     """1 if PyTorch's own threads have this thread's policies."""
     OPEN = 3
     """The number of open regions without a record in Python."""
+    ATTEMPTS = 4
+    """The number of operations that Python is trying on mixed dtypes, with autocast on inside them."""
 
 
 class RegionPart(enum.IntEnum):
@@ -170,14 +186,13 @@ void end()
 int device(text type)
 void record_torch_kernel(text name, text overload, text key)
 void register(text name, text overload, text key, int device, int64 number, int takes_weights, \
-int mixes_with_region, int keeps_autocast_on)
+int mixture)
 void deregister(int64 number)
 pointer policy(int promotes, text actions, int64 count)
 void put_in_force(int device, pointer policy, int64 number)
 void install(int device, pointer policy, int64 number)
 void watch(int is_watched)
 void register_thread(int kind)
-int attempts(int device)
 void set_guard_devices(int low, int high)
 pointer snapshot(int device)
 void free_snapshot(pointer snapshot)
@@ -194,7 +209,6 @@ void clear()
 int64 count()
 void record_casts()
 int64 recorded_casts(int are_alive)
-int64 promoted_directly()
 int has(pointer source, int dtype)
 void invalidate(pointer source, int dtype)
 void hold(pointer source, int is_held)

@@ -9,7 +9,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <utility>
 
 namespace precast {
 namespace {
@@ -131,7 +130,6 @@ class WeightSearch {
       const at::Tensor& tensor = value.toTensor();
       at::Tensor copy = tensor.defined() ? copy_for(tensor) : at::Tensor();
       if (copy.defined()) {
-        here_.uses_copies = true;
         value = c10::IValue(std::move(copy));
       }
     } else if (value.isTensorList()) {
@@ -168,7 +166,6 @@ class WeightSearch {
       }
     }
     if (has_copies) {
-      here_.uses_copies = true;
       value = c10::IValue(std::move(tensors));
     }
   }
@@ -182,8 +179,8 @@ class WeightSearch {
 };
 
 struct Attempt {
-  int& count;
-  explicit Attempt(int& attempts) : count(attempts) {
+  int64_t& count;
+  explicit Attempt(int64_t& attempts) : count(attempts) {
     ++count;
   }
   ~Attempt() {
@@ -248,33 +245,31 @@ void Kernel::run_torch_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet
 }
 
 // Runs the Python kernel.
-void Kernel::run_reference(
-    const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
-  here.uses_copies = true;  // possibly
+void Kernel::run_reference(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {
   reference_.callBoxed(op, keys, stack);
 }
 
 void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   ThreadState& here = ThreadState::here();
   if (C10_UNLIKELY(Process::is_watched.load(std::memory_order_relaxed))) {
-    return run_reference(op, keys, stack, here);
+    return run_reference(op, keys, stack);
   }
   const auto device = static_cast<size_t>(operation_.device);
   const Policy* policy = here.policies[device];
   if (policy == nullptr) {
     policy = Process::installed[device].load(std::memory_order_acquire);
     if (policy == nullptr) {
-      return needs_python(here) ? run_reference(op, keys, stack, here) : run_torch_kernel(op, keys, stack);
+      return needs_python(here) ? run_reference(op, keys, stack) : run_torch_kernel(op, keys, stack);
     }
   }
   switch (policy->action(operation_.number)) {
     case Action::Pass:
       return run_torch_kernel(op, keys, stack);
     case Action::Reference:
-      return run_reference(op, keys, stack, here);
+      return run_reference(op, keys, stack);
     case Action::Delegate:
       if (C10_UNLIKELY(has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown)) {
-        return run_reference(op, keys, stack, here);
+        return run_reference(op, keys, stack);
       }
       return run_delegated(op, keys, stack, here, *policy);
   }
@@ -287,8 +282,10 @@ void Kernel::run_delegated(
     ThreadState& here,
     const Policy& policy) const {
   const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
-  if (policy.promotes && operation_.takes_several && Dtypes(operation_, arguments.data()).are_mixed()) {
-    return run_mixed(op, keys, stack, here, policy);
+  // Inside an operation that is being tried PyTorch's error is needed: the outermost one is promoted.
+  const bool may_promote = policy.promotes && operation_.takes_several && here.slots->attempts == 0;
+  if (may_promote && Dtypes(operation_, arguments.data()).are_mixed()) {
+    return run_mixed(op, keys, stack, here);
   }
   replace_weights(stack, here);
   run_torch_kernel(op, keys, stack);
@@ -314,65 +311,25 @@ void Kernel::replace_weights(c10::Stack* stack, ThreadState& here) const {
   }
 }
 
-// Runs PyTorch's kernel with mixed dtypes and, if it refuses them, the operation in the widest of them.
+// Runs an operation on mixed dtypes: in the widest of them if PyTorch refuses every mixture, as it is if PyTorch accepts
+// this one, else in Python.
 void Kernel::run_mixed(
-    const c10::OperatorHandle& op,
-    c10::DispatchKeySet keys,
-    c10::Stack* stack,
-    ThreadState& here,
-    const Policy& policy) const {
-  const size_t first = stack->size() - operation_.are_written.size();
-  const c10::SmallVector<c10::IValue, 8> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-  const auto restore = [&] {
-    stack->resize(first);
-    stack->insert(stack->end(), arguments.begin(), arguments.end());
-  };
-  // Inside another attempt the error is not handled here: the outermost operation is promoted.
-  const bool may_promote = here.attempts[static_cast<size_t>(operation_.device)] == 0;
-  const auto sign = [&] { return may_promote ? Signature::of(operation_, policy, arguments) : std::nullopt; };
-  // PyTorch accepts most mixtures. Sign a call that may be refused before it can resize its outputs.
-  auto signature = operation_.writes || here.refusals.has_any(operation_.number) ? sign() : std::nullopt;
-  const bool is_refused = signature.has_value() && here.refusals.has(*signature);
-  replace_weights(stack, here);
-  if (is_refused) {
-    if (operation_.takes_weights) {
-      restore();
-    }
-    if (promote(operation_, op, stack, Resized::Refused)) {
-      ++here.promoted_directly;
-      return;
-    }
-    restore();
-    replace_weights(stack, here);  // continue as if the refusal were unknown
-  }
-  const bool used_copies = std::exchange(here.uses_copies, false);
-  try {
-    attempt(op, keys, stack, here);
-    here.uses_copies |= used_copies;
-  } catch (const c10::Error& error) {
-    const bool used_no_copies = !here.uses_copies;
-    here.uses_copies |= used_copies;
-    if (!may_promote || !is_about_dtypes(error)) {
-      throw;
-    }
-    restore();
-    if (!promote(operation_, op, stack, Resized::Copied)) {
-      throw;
-    }
-    if (used_no_copies && is_lasting(error) && (signature.has_value() || (signature = sign()).has_value())) {
-      here.refusals.add(operation_.number, *signature);
-    }
-  }
-}
-
-void Kernel::attempt(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
-  if (operation_.keeps_autocast_on) {
-    Attempt attempt(here.attempts[static_cast<size_t>(operation_.device)]);
-    run_torch_kernel(op, keys, stack);
-  } else {
-    run_torch_kernel(op, keys, stack);
+  const size_t first = stack->size() - operation_.are_written.size();
+  if (operation_.mixture == Mixture::Refused && have_elements(operation_, stack->data() + first)) {
+    return promote(operation_, op, stack);
   }
+  if (operation_.mixture == Mixture::Any) {
+    const c10::SmallVector<c10::IValue, 8> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
+    try {
+      const Attempt attempt(here.slots->attempts);
+      return run_torch_kernel(op, keys, stack);
+    } catch (const c10::Error&) {
+      stack->resize(first);
+      stack->insert(stack->end(), arguments.begin(), arguments.end());
+    }
+  }
+  run_reference(op, keys, stack);
 }
 
 }  // namespace precast

@@ -7,8 +7,7 @@
 // - no Python code runs if every weight has its cast;
 // - arguments are processed from last to first, as PyTorch casts them, which determines the order of gradients and
 //   hooks;
-// - mixed dtypes are promoted where PyTorch refuses them. If it has refused such a call before without using a cast of
-//   a weight, promotion happens directly, which changes only the time.
+// - mixed dtypes of operations that refuse every mixture are promoted here; other mixtures are left to Python.
 #pragma once
 
 #include "operation.h"
@@ -32,16 +31,9 @@ class Kernel final : public c10::OperatorKernel {
       c10::Stack* stack,
       ThreadState& here,
       const Policy& policy) const;
-  void run_mixed(
-      const c10::OperatorHandle& op,
-      c10::DispatchKeySet keys,
-      c10::Stack* stack,
-      ThreadState& here,
-      const Policy& policy) const;
+  void run_mixed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
   void replace_weights(c10::Stack* stack, ThreadState& here) const;
-  void attempt(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
-  void run_reference(
-      const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
+  void run_reference(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const;
 
   const Operation operation_;
   const c10::SafeKernelFunction reference_;

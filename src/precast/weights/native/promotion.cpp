@@ -3,9 +3,6 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
-#include <cstring>
-
 namespace precast {
 namespace {
 
@@ -15,27 +12,6 @@ void copy(const at::Tensor& from, const at::Tensor& to) {
                                .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
   at::Tensor destination = to;
   copy.call(destination, from, false);
-}
-
-bool has_word(const char* text, const char* word) {
-  const size_t length = std::strlen(word);
-  for (const char* at = std::strstr(text, word); at != nullptr; at = std::strstr(at + 1, word)) {
-    const auto is_letter = [](char c) { return std::isalnum(static_cast<unsigned char>(c)) || c == '_'; };
-    if ((at == text || !is_letter(at[-1])) && !is_letter(at[length])) {
-      return true;
-    }
-  }
-  return false;
-}
-
-template <class... Kinds>
-bool is_any(const c10::Error& error) {
-  return ((dynamic_cast<const Kinds*>(&error) != nullptr) || ...);
-}
-
-// True if an error is a RuntimeError in Python: the reference catches those.
-bool is_runtime_error(const c10::Error& error) {
-  return !is_any<c10::IndexError, c10::ValueError, c10::TypeError, c10::BufferError, c10::SyntaxError>(error);
 }
 
 // The arguments of a call in one dtype, and the temporaries written in place of its outputs.
@@ -56,13 +32,6 @@ class Promoted {
         written_.push_back({before.toTensor(), arguments[*slot].toTensor()});
       }
     }
-  }
-
-  // True if a temporary has got another shape than its output, as for `out`.
-  bool has_resized() const {
-    return std::any_of(written_.begin(), written_.end(), [](const Written& written) {
-      return written.temporary.sizes() != written.destination.sizes();
-    });
   }
 
   // Copies the temporaries to the outputs.
@@ -137,51 +106,28 @@ at::ScalarType Dtypes::widest() const {
   return widest;
 }
 
-// The words are those of `_ABOUT_DTYPES` in `reference_kernels.py`.
-bool is_about_dtypes(const c10::Error& error) {
-  const char* text = error.what_without_backtrace();
-  for (const char* part :
-       {"dtype", "Dtype", "calar type", "ScalarType", "Scalartype", "scalarType", "scalartype", "same type",
-        "result type", "input type", "different type", "mixed type", "not implemented for '"}) {
-    if (std::strstr(text, part) != nullptr) {
-      return is_runtime_error(error);
-    }
+bool have_elements(const Operation& operation, const c10::IValue* arguments) {
+  bool all = true;
+  for (const size_t slot : operation.tensors) {
+    for_each_tensor(arguments[slot], [&](const at::Tensor& tensor) {
+      all = all && (!c10::isFloatingType(tensor.scalar_type()) || tensor.numel() > 1);
+    });
   }
-  for (const char* word : {"Half", "BFloat16", "Float", "Double"}) {
-    if (has_word(text, word)) {
-      return is_runtime_error(error);
-    }
-  }
-  return false;
+  return all;
 }
 
-bool is_lasting(const c10::Error& error) {
-  return !is_any<c10::OutOfMemoryError, c10::AcceleratorError>(error);
-}
-
-bool promote(const Operation& operation, const c10::OperatorHandle& op, c10::Stack* stack, Resized resized) {
+void promote(const Operation& operation, const c10::OperatorHandle& op, c10::Stack* stack) {
   const size_t first = stack->size() - operation.are_written.size();
-  try {
-    std::optional<Promoted> promoted;
-    {
-      // Autocast is off on this device, as in PyTorch's kernels.
-      c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::DispatchKeySet(operation.key)};
-      promoted.emplace(operation, stack->data() + first);
-      op.callBoxed(stack);
-    }
-    if (resized == Resized::Refused && promoted->has_resized()) {
-      return false;
-    }
-    promoted->copy_back();
-    for (size_t result = first; result < stack->size(); ++result) {
-      promoted->restore((*stack)[result]);
-    }
-    return true;
-  } catch (const c10::Error& error) {
-    if (!is_runtime_error(error)) {
-      throw;
-    }
-    return false;
+  std::optional<Promoted> promoted;
+  {
+    // Autocast is off on this device, as in PyTorch's kernels.
+    c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::DispatchKeySet(operation.key)};
+    promoted.emplace(operation, stack->data() + first);
+    op.callBoxed(stack);
+  }
+  promoted->copy_back();
+  for (size_t result = first; result < stack->size(); ++result) {
+    promoted->restore((*stack)[result]);
   }
 }
 

@@ -1,8 +1,7 @@
-// Mixed dtypes that PyTorch refuses: detection, classification of errors, and the rerun in the widest dtype.
+// Mixed dtypes that PyTorch refuses: detection, and the call in the widest dtype.
 //
 // Invariants:
-// - the original arguments are promoted, not the casts of weights;
-// - results and errors are those of `reference_kernels.py`.
+// - results and errors are those of `reference_kernels.py`, which also runs what PyTorch may accept.
 #pragma once
 
 #include "operation.h"
@@ -29,10 +28,10 @@ void for_each_tensor(const c10::IValue& argument, const Visit& visit) {
   }
 }
 
-// The floating dtypes of an operation's tensors on its device, and the region's dtype if that widens one of them.
+// The floating dtypes of an operation's tensors on its device.
 class Dtypes {
  public:
-  Dtypes(const Operation& operation, const c10::IValue* arguments) {
+  Dtypes(const Operation& operation, const c10::IValue* arguments) : operation_(operation) {
     for (const size_t slot : operation.tensors) {
       for_each_tensor(arguments[slot], [&](const at::Tensor& tensor) {
         const uint64_t bit = bit_of(tensor.scalar_type());
@@ -41,21 +40,30 @@ class Dtypes {
         }
       });
     }
-    if (C10_UNLIKELY(operation.mixes_with_region)) {
-      const uint64_t lower = bit_of(at::autocast::get_autocast_dtype(operation.device));
-      if ((bits_ & ~(lower | bit_of(at::kFloat) | bit_of(at::kDouble))) != 0) {
-        bits_ |= lower;
-      }
-    }
   }
 
+  // True if PyTorch's kernel gets several dtypes, or one that its rule refuses.
   bool are_mixed() const {
-    return (bits_ & (bits_ - 1)) != 0;
+    switch (operation_.mixture) {
+      case Mixture::Float64:
+        return (bits_ & bit_of(at::kDouble)) != 0 && are_several();
+      case Mixture::Foreign: {
+        const uint64_t foreign =
+            bits_ & ~(bit_of(at::kFloat) | bit_of(at::autocast::get_autocast_dtype(operation_.device)));
+        return foreign != 0 && (are_several() || foreign != bit_of(at::kDouble));
+      }
+      default:
+        return are_several();
+    }
   }
 
   at::ScalarType widest() const;
 
  private:
+  bool are_several() const {
+    return (bits_ & (bits_ - 1)) != 0;
+  }
+
   static uint64_t bit_of(at::ScalarType dtype) {
     return uint64_t{1} << static_cast<int>(dtype);
   }
@@ -69,21 +77,15 @@ class Dtypes {
     return bits;
   }();
 
+  const Operation& operation_;
   uint64_t bits_ = 0;
 };
 
-// True if an error is about dtypes that an operation does not support together.
-bool is_about_dtypes(const c10::Error& error);
-
-// True if the next such call would raise the error again; false for a lack of memory.
-bool is_lasting(const c10::Error& error);
-
-// The state of an output that the operation has resized. PyTorch may have resized it before it refused the call; if
-// PyTorch was not called, that is unknown.
-enum class Resized : bool { Copied, Refused };
+// True if every floating tensor has several elements. PyTorch accepts some mixtures with a tensor of one or none.
+bool have_elements(const Operation& operation, const c10::IValue* arguments);
 
 // Runs an operation on the stack with its floating tensors in their widest dtype, and leaves the results there; outputs
-// get the result copied back. Returns false, with an undefined stack, if that raises.
-bool promote(const Operation& operation, const c10::OperatorHandle& op, c10::Stack* stack, Resized resized);
+// get the result copied back.
+void promote(const Operation& operation, const c10::OperatorHandle& op, c10::Stack* stack);
 
 }  // namespace precast

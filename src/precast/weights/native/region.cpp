@@ -170,6 +170,8 @@ void* precast_thread_number(int which) {
         return &slots.lends;
       case ThreadNumber::Open:
         return &slots.open;
+      case ThreadNumber::Attempts:
+        return &slots.attempts;
     }
     TORCH_CHECK(false, "a thread has no number ", which);
   });

@@ -13,7 +13,6 @@
 #include "boundary.h"
 #include "copies.h"
 #include "held.h"
-#include "refusals.h"
 
 #include <c10/core/DeviceType.h>
 
@@ -101,6 +100,7 @@ struct ThreadSlots {
   int64_t written_guard_id;             // in the flags; 0 while they are being changed
   int64_t lends;                        // 1 if PyTorch's own threads have this thread's policies
   int64_t open;                         // number of open regions without a record in Python
+  int64_t attempts;                     // operations that Python is trying on mixed dtypes
 };
 
 struct FastEntry;
@@ -118,14 +118,10 @@ struct ThreadState {
   std::array<const Policy*, kDevices> policies{};  // null outside of precast's regions
   ThreadSlots* const slots;
   std::vector<OpenRegion> open;                    // outermost first; `slots->open` is its size
-  std::array<int, kDevices> attempts{};            // operations being tried before promotion
   ThreadKind kind = ThreadKind::Unknown;
-  int64_t promoted_directly = 0;  // operations; for tests
   int uses = 0;                   // operations that took weights since a held copy was last compared
   Copies copies;
   HeldSources held;
-  Refusals refusals;
-  bool uses_copies = false;  // true if an operation may have used casts of weights since the last reset
 
   ThreadState();
   ~ThreadState();

@@ -1,0 +1,42 @@
+"""The operations that refuse every mixture of floating dtypes, by device type; a column of the table `default`.
+
+Found by `python -m tools.probe_tables mixed`, with PyTorch 2.13 on the CPU and 2.11 on CUDA; on the installed PyTorch,
+`tests/policy/test_mixed_dtypes.py` compares them.
+
+Invariants:
+    - Such an operation runs in the widest dtype at once. Every other one is tried, and runs in the widest dtype if it
+      raises: it accepts some mixtures, resizes an output before it raises, or is an extension's and unknown.
+    - It refuses every mixture of tensors that each have several elements.
+    - On a device type that is not listed every operation is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = ["REFUSED", "refuses_mixtures"]
+
+_ON_BOTH: Final = (
+    "addmm_ addmv_ allclose baddbmm_ cartesian_prod embedding_bag heaviside heaviside_ index_add"
+    " index_add_ index_copy_ index_put_ index_reduce index_reduce_ isclose lerp.Scalar lerp.Tensor"
+    " lerp_.Scalar lerp_.Tensor linalg_cross masked_scatter masked_scatter_ meshgrid put put_"
+    " scatter.reduce scatter.src scatter_.src scatter_add_ scatter_reduce.two scatter_reduce_.two"
+)
+
+_ON_CPU: Final = (
+    "addmv bilinear cross dot embedding_bag.padding_idx index_put inner linalg_multi_dot meshgrid.indexing mv"
+    " scatter_.reduce scatter_add tensordot vdot"
+)
+_ON_CUDA: Final = "grid_sampler_2d grid_sampler_3d index_copy"
+
+REFUSED: Final[Mapping[str, frozenset[str]]] = {
+    device_type: frozenset(f"aten::{name}" for name in f"{_ON_BOTH} {others}".split())
+    for device_type, others in (("cpu", _ON_CPU), ("cuda", _ON_CUDA))
+}
+"""The dispatcher's names by device type."""
+
+
+def refuses_mixtures(name: str, device_type: str) -> bool:
+    """Return True if an operation, by the dispatcher's name, raises on every mixture of floating dtypes."""
+    return name in REFUSED.get(device_type, ())
