@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import datetime
+import functools
 import gc
 import os
 import random
@@ -18,7 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 import precast
 from precast.engine import registration
@@ -249,6 +255,31 @@ def by_pointer(program: Program) -> None:
         ctypes.memmove(weight.data_ptr(), values.data_ptr(), 4 * weight.numel())
 
 
+@functools.cache
+def ranks() -> list[Any]:
+    """Return the process groups of two ranks, which are threads of this process."""
+    store, timeout = dist.HashStore(), datetime.timedelta(seconds=60)
+    with ThreadPoolExecutor(2) as threads:
+        groups = [threads.submit(dist.ProcessGroupGloo, store, r, 2, timeout) for r in range(2)]
+    return [group.result() for group in groups]
+
+
+def receive(destination: Tensor, values: Tensor) -> None:
+    """Broadcast values from one rank into the memory of another, which moves no version counter."""
+    receiver, sender = ranks()
+    options = dist.BroadcastOptions()
+    options.rootRank = 1
+    sent = sender.broadcast([values], options)
+    receiver.broadcast([destination], options).wait()
+    sent.wait()
+
+
+def by_broadcast(program: Program) -> None:
+    weight = program.weight()
+    if weight.is_contiguous():
+        receive(weight.detach(), torch.randn(weight.shape) / 10)
+
+
 def together(program: Program) -> None:
     torch._foreach_mul_([p.data for p in program.model.parameters()], 1.5)
 
@@ -316,6 +347,7 @@ WRITES = [
     by_numpy,
     by_dlpack,
     by_pointer,
+    by_broadcast,
     together,
     by_a_fused_optimizer_of_an_alias,
     swapped_and_back,
@@ -341,6 +373,103 @@ def test_outputs_are_those_of_the_weights(first: int) -> None:
     for seed in range(first, min(first + AT_ONCE, PROGRAMS)):
         try:
             Program(seed).run()
+        except BaseException as error:
+            error.add_note(f"the program with seed {seed}")
+            raise
+
+
+# --- FSDP2 ---
+
+
+@pytest.fixture(scope="module")
+def _world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def local(value: Tensor) -> Tensor:
+    """Return the memory of this rank's part of a tensor."""
+    value = value.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class ShardedProgram:
+    """One random program: an attached model with a layer between two others that FSDP2 shards."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        torch.manual_seed(seed)
+        self.width = self.draw.choice([24, 136])
+        layers = [nn.Linear(self.width, self.width) for _ in range(3)]
+        reshards = self.draw.random() < 0.5
+        mesh = init_device_mesh("cpu", (1,))
+        self.sharded = fully_shard(layers[1], mesh=mesh, reshard_after_forward=reshards)
+        self.model = nn.Sequential(*layers)
+        self.x = torch.randn(2, self.width)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
+
+    def run(self) -> None:
+        """Run the program, and compare each output."""
+        writes = [self.step, self.through_data, self.by_broadcast, self.load, self.change_state]
+        with precast.attach(self.model):
+            for _ in range(EVENTS):
+                self.compare()
+                if self.draw.random() < 0.7:
+                    self.draw.choice(writes)()
+            self.compare()
+
+    def memory(self) -> Tensor:
+        """Return the memory of a weight, in which FSDP2 keeps the values of its layer between two uses."""
+        assert isinstance(self.sharded, FSDPModule)
+        self.sharded.reshard()
+        return local(self.draw.choice([layer.weight for layer in self.model]))  # type: ignore[union-attr]
+
+    def through_data(self) -> None:
+        self.memory().data.mul_(self.draw.choice([1.5, 1 + 1e-5]))
+
+    def by_broadcast(self) -> None:
+        memory = self.memory()
+        receive(memory, torch.randn(memory.shape) / 10)
+
+    def load(self) -> None:
+        self.memory()
+        state = {name: value * 1.5 for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(state)
+
+    def change_state(self) -> None:
+        assert isinstance(self.sharded, FSDPModule)
+        self.draw.choice([self.sharded.unshard, self.sharded.reshard])()
+
+    def step(self) -> None:
+        with precast.autocast("cpu", dtype=BF16, policy="torch"):
+            output = self.model(self.x)
+        output.float().square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def compare(self) -> None:
+        """Compare an output of the model with that of a new model with the same values."""
+        self.memory()
+        twin = nn.Sequential(*[nn.Linear(self.width, self.width) for _ in range(3)])
+        values = self.model.state_dict().values()
+        with torch.no_grad():
+            for parameter, value in zip(twin.parameters(), values, strict=True):
+                parameter.copy_(local(value))
+        with self.draw.choice([torch.enable_grad, torch.no_grad])():
+            with torch.autocast("cpu", dtype=BF16):
+                theirs = twin(self.x)
+            with precast.autocast("cpu", dtype=BF16, policy="torch"):
+                ours = self.model(self.x)
+        assert_same(ours, theirs)
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("first", range(0, PROGRAMS, AT_ONCE))
+def test_outputs_of_sharded_layers_are_those_of_their_values(first: int) -> None:
+    for seed in range(first, min(first + AT_ONCE, PROGRAMS)):
+        try:
+            ShardedProgram(seed).run()
         except BaseException as error:
             error.add_note(f"the program with seed {seed}")
             raise
