@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from precast.shipping.loading import load_converted
     from precast.tuning.options import TuningOptions, TuningProgress
     from precast.tuning.result import TuningResult
+    from precast.tuning.setting_comparison import Setting, compare_settings
     from precast.tuning.tuner import tune
 
 _HOME = {
@@ -57,6 +58,7 @@ _HOME = {
     "precast.shipping.loading": ("load_converted",),
     "precast.tuning.options": ("TuningOptions", "TuningProgress"),
     "precast.tuning.result": ("TuningResult",),
+    "precast.tuning.setting_comparison": ("Setting", "compare_settings"),
     "precast.tuning.tuner": ("tune",),
 }
 _MODULES = ("errors", "events", "fsdp", "optim")
@@ -80,6 +82,7 @@ __all__ = [
     "Resolution",
     "Rule",
     "RunDifference",
+    "Setting",
     "Trace",
     "TuningOptions",
     "TuningProgress",
@@ -89,6 +92,7 @@ __all__ = [
     "autocast",
     "check_same",
     "compare",
+    "compare_settings",
     "conversion_report",
     "convert",
     "current_precision",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from precast.running.trial.answer import answer_of
-from precast.running.trial.comparison import Setting, compare
+from precast.running.trial.comparison import TrialSetting, compare
 from precast.running.trial.experiment import ExperimentResult
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 from precast.running.trial.terminal_answer import render
@@ -31,14 +31,14 @@ def outcome(
     )
 
 
-def result_of(*settings: Setting, others: tuple[TrialOutcome, ...] = ()) -> ExperimentResult:
-    base = Setting("float32 (as is)", "float32", {}, [outcome(), outcome()])
+def result_of(*settings: TrialSetting, others: tuple[TrialOutcome, ...] = ()) -> ExperimentResult:
+    base = TrialSetting("float32 (as is)", "float32", {}, [outcome(), outcome()])
     plan = TrialPlan("train.py", steps=10, warm_up=WARM_UP)
     return ExperimentResult(plan, base, list(settings), list(others), is_repeatable=True)
 
 
-def bfloat16(*outcomes: TrialOutcome) -> Setting:
-    return Setting("bfloat16", "bfloat16", {}, list(outcomes))
+def bfloat16(*outcomes: TrialOutcome) -> TrialSetting:
+    return TrialSetting("bfloat16", "bfloat16", {}, list(outcomes))
 
 
 def test_a_faster_setting_that_learns_is_used() -> None:
@@ -102,7 +102,7 @@ def test_a_step_counts_with_its_least_time() -> None:
 
 
 def test_a_setting_that_made_fewer_steps_is_compared_over_them() -> None:
-    base = Setting("float32", "float32", {}, [outcome(steps=12)])
+    base = TrialSetting("float32", "float32", {}, [outcome(steps=12)])
     base.outcomes[0].seconds[9:] = [7.0] * 3
     comparison = compare(bfloat16(outcome(0.2, steps=8)), base, WARM_UP, [])
     assert comparison.speedup == pytest.approx(0.5)
@@ -129,7 +129,7 @@ def test_a_setting_without_a_loss_is_not_used() -> None:
 
 
 def test_bfloat16_is_preferred_where_float16_is_as_fast() -> None:
-    half = Setting("float16 + scaler", "float16", {}, [outcome(0.05), outcome(0.05)])
+    half = TrialSetting("float16 + scaler", "float16", {}, [outcome(0.05), outcome(0.05)])
     assert answer_of(result_of(half, bfloat16(outcome(0.051)))).chosen == "bfloat16"
     assert answer_of(result_of(half, bfloat16(outcome(0.08)))).chosen == "float16 + scaler"
 

@@ -35,6 +35,8 @@ _PRODUCTS: Final = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "convolution", "mkldnn_convolution"}
 )
 _LONGEST_CHAIN: Final = 10_000
+_MOST_REPLACED: Final = 8
+"""The most operations of one run alone of which another weight may be the cause: compiled code reads all elsewhere."""
 
 
 class _Inputs(NamedTuple):
@@ -146,6 +148,8 @@ class CauseSearch:
             return None  # it may come from earlier steps
         form = _form_difference(row, other)
         name = f"{row.name} " if kind == "weight" else ""
+        if kind == "weight" and row.dtype != other.dtype:
+            kind = "dtype"
         text = f"{name}is not the same tensor: {form or self._amount(a, b)}"
         return _Root(self._cause(a, b, kind, text), is_certain=True)
 
@@ -158,16 +162,14 @@ class CauseSearch:
             for run, alone in ((self._a, inputs.alone_a), (self._b, inputs.alone_b))
         )
         kind, text, place = self._alone_kind(a, only_a, only_b, inputs.weight)
-        effect = self._effect(a, b)
-        count = len(only_a) + len(only_b)
-        bound = self._bound(a, b) * (1.0 if count < 4 else 4.0 * math.sqrt(count))
-        step = self._a.steps[a]
+        effect, count = self._effect(a, b), len(only_a) + len(only_b)
+        bound = self._bound(a, b) * (1.0 if count < 4 else 2.0 * math.sqrt(count))
         if effect <= bound:
-            reads = "other operations"
-            text = f"rounding: {reads} ({text}) compute it, {_relative(effect)}, within {bound:.2g}"
-            return _Root(_cause_at(step, place, "order", text), is_certain=False)
+            numbers = f"{len(only_a)} of the first run, {len(only_b)} of the second"
+            text = f"rounding: other operations ({numbers}) compute it, {_relative(effect)}, within {bound:.2g}"
+            return _Root(self._cause(a, b, "order", text), is_certain=False)
         text = f"{text}; the results differ by {_relative(effect)}"
-        return _Root(_cause_at(step, place, kind, text), is_certain=True)
+        return _Root(_cause_at(self._a.steps[a], place, kind, text), is_certain=True)
 
     def _alone_kind(
         self, a: int, only_a: list[Row], only_b: list[Row], weight: Row | None
@@ -379,6 +381,8 @@ class CauseSearch:
         if len(sizes) > 1:
             terms = max(terms, math.sqrt(sizes[0] * sizes[1] / elements))
         factor = 4.0 if row.kind == "output" else 1.0
+        if unit > _unit("float32"):  # kernels sum 16-bit values in float32
+            return factor * 4.0 * unit
         return factor * unit * (4.0 + 2.0 * math.sqrt(max(1.0, terms)))
 
     def _cause(self, a: int, b: int, kind: Kind, difference: str) -> Cause:  # noqa: ARG002

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["Comparison", "Setting", "compare", "unmeasured"]
+__all__ = ["Comparison", "TrialSetting", "compare", "unmeasured"]
 
 _TELLING: Final = 0.05
 """A difference of time or memory below this share is none."""
@@ -31,7 +31,7 @@ def unmeasured(steps: int, warm_up: int) -> int:
 
 
 @dataclass
-class Setting:
+class TrialSetting:
     """One way to run the program, and its trials.
 
     Attributes:
@@ -109,7 +109,7 @@ def _loss_of(outcome: TrialOutcome, steps: int) -> float | None:
 class Comparison:
     """A setting relative to float32."""
 
-    setting: Setting
+    setting: TrialSetting
     seconds: float | None
     spread: float | None
     speedup: float | None
@@ -147,7 +147,7 @@ class Comparison:
 
 
 def compare(
-    setting: Setting, base: Setting, warm_up: int, others: Iterable[TrialOutcome] = ()
+    setting: TrialSetting, base: TrialSetting, warm_up: int, others: Iterable[TrialOutcome] = ()
 ) -> Comparison:
     """Compare a setting with float32.
 
@@ -176,7 +176,7 @@ def _speed(speedup: float | None, noise: float) -> Literal["faster", "slower", "
 
 
 def _compare_losses(
-    setting: Setting, base: Setting, steps: int, others: Iterable[TrialOutcome]
+    setting: TrialSetting, base: TrialSetting, steps: int, others: Iterable[TrialOutcome]
 ) -> tuple[bool | None, float | None, float | None]:
     """Return the last three fields of a `Comparison`."""
     if steps == 0:

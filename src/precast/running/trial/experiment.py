@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from precast.running.trial.comparison import Comparison, Setting, compare, unmeasured
+from precast.running.trial.comparison import Comparison, TrialSetting, compare, unmeasured
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 from precast.running.trial.program_edit import ProgramEdit, edit_of
@@ -51,8 +51,8 @@ class ExperimentResult:
     """
 
     plan: TrialPlan
-    base: Setting
-    settings: list[Setting] = field(default_factory=list)
+    base: TrialSetting
+    settings: list[TrialSetting] = field(default_factory=list)
     others: list[TrialOutcome] = field(default_factory=list)
     is_repeatable: bool | None = None
     seconds_needed: float | None = None
@@ -105,7 +105,7 @@ class Experiment:
         """Maps a setting to the duration of its longest trial."""
         self._missing = 0.0
         """The estimated seconds of trials for which no time was left."""
-        self._result = ExperimentResult(plan, Setting("float32 (as is)", "float32"))
+        self._result = ExperimentResult(plan, TrialSetting("float32 (as is)", "float32"))
 
     def run(self) -> ExperimentResult:
         """Run the trials."""
@@ -142,14 +142,14 @@ class Experiment:
         if self._explains and first.trains and not (is_better or result.has_own_precision):
             self._find_reasons()
 
-    def _settings(self, first: TrialOutcome) -> list[Setting]:
+    def _settings(self, first: TrialOutcome) -> list[TrialSetting]:
         """Return the settings to compare with float32, by what the first trial showed."""
         result = self._result
         if first.region_dtypes:
             *_, dtype = ["float16", *(each for each in first.region_dtypes if each != "scaler")]
             scaler = " + scaler" if "scaler" in first.region_dtypes else ""
-            own = Setting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
-            result.base = Setting("float32 (regions off)", "float32", {"disables": True})
+            own = TrialSetting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
+            result.base = TrialSetting("float32 (regions off)", "float32", {"disables": True})
             result.has_own_precision = True
             return [own]
         if self._dtype != "auto":
@@ -157,15 +157,15 @@ class Experiment:
         is_emulated = bool(first.speeds) and first.speeds.get("float16", 0.0) < _EMULATED
         return [self._mixed(each) for each in ("bfloat16", "float16")[: 1 if is_emulated else 2]]
 
-    def _mixed(self, dtype: str) -> Setting:
+    def _mixed(self, dtype: str) -> TrialSetting:
         """Return the setting of a dtype: the program with the lines added where it is plain enough for a patch."""
         edit = edit_of(self._result.first, dtype, self._plan.policy)
         changes = {"dtype": dtype} if edit.path is None else {"sources": {edit.path: edit.text}}
-        return Setting(
+        return TrialSetting(
             f"{dtype} + scaler" if dtype == "float16" else dtype, dtype, changes, edit=edit
         )
 
-    def _round(self, settings: list[Setting]) -> None:
+    def _round(self, settings: list[TrialSetting]) -> None:
         """Run one trial of float32, and of each setting that has as few and still matters."""
         result = self._result
         hopeless = {
@@ -191,7 +191,7 @@ class Experiment:
             return
         for seed in range(1, self._seeds + 1):
             changes = {**result.base.changes, "seed": seed, "is_reseeded": True}
-            setting = Setting(result.base.name, "float32", changes)
+            setting = TrialSetting(result.base.name, "float32", changes)
             if self._trial(setting) is not None and setting.error is None:
                 result.others += setting.outcomes
 
@@ -215,7 +215,7 @@ class Experiment:
             self._result.reasons += reasons_for_speed(setting, examined)
             self._try_all(variants_of(setting, examined))
 
-    def _cure(self, setting: Setting) -> None:
+    def _cure(self, setting: TrialSetting) -> None:
         """Name the first module whose output is at fault, and run it in float32; bfloat16 in place of float16."""
         result = self._result
         float32, mixed = self._examine(result.base), self._examine(setting)
@@ -230,15 +230,15 @@ class Experiment:
         if setting.dtype == "float16" and "bfloat16" not in {s.dtype for s in result.settings}:
             self._try_all([self._mixed("bfloat16")])
 
-    def _examine(self, setting: Setting) -> TrialOutcome | None:
+    def _examine(self, setting: TrialSetting) -> TrialOutcome | None:
         """Run an examined trial of a setting."""
         changes = setting.changes if setting.dtype == "float32" else {"dtype": setting.dtype}
         changes = {**changes, "examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
-        examined = Setting(f"{setting.name}, examined", setting.dtype, changes)
+        examined = TrialSetting(f"{setting.name}, examined", setting.dtype, changes)
         outcome = self._trial(examined)
         return None if outcome is None or outcome.ended == "error" else outcome
 
-    def _try_all(self, settings: Iterable[Setting]) -> None:
+    def _try_all(self, settings: Iterable[TrialSetting]) -> None:
         """Add settings that get at least one trial."""
         for setting in settings:
             if self._trial(setting) is not None:
@@ -247,7 +247,7 @@ class Experiment:
 
     # --- trials ---
 
-    def _trial(self, setting: Setting) -> TrialOutcome | None:
+    def _trial(self, setting: TrialSetting) -> TrialOutcome | None:
         """Run one trial of a setting and return its outcome; None if no time is left for it."""
         name, base_name = setting.name, self._result.base.name
         cost = self._costs.get(name, self._costs.get(base_name, 0.0))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from precast.report.words import duration, share
-from precast.running.trial.comparison import Setting
+from precast.running.trial.comparison import TrialSetting
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
@@ -24,7 +24,7 @@ _SMALL: Final = 30e-6
 _DIFFERENT: Final = 0.05
 
 
-def waiting_reasons(base: Setting, first: int) -> Iterator[str]:
+def waiting_reasons(base: TrialSetting, first: int) -> Iterator[str]:
     """Yield a sentence on the time of a step before its first call of a model, in float32, unless that is short."""
     outcome = base.outcomes[0]
     total = sum(outcome.seconds[first:])
@@ -36,7 +36,7 @@ def waiting_reasons(base: Setting, first: int) -> Iterator[str]:
         )
 
 
-def reasons_for_speed(setting: Setting, examined: TrialOutcome) -> Iterator[str]:
+def reasons_for_speed(setting: TrialSetting, examined: TrialOutcome) -> Iterator[str]:
     """Yield sentences on why a setting is not faster than float32."""
     shares = examined.shares
     if not shares:
@@ -53,7 +53,7 @@ def reasons_for_speed(setting: Setting, examined: TrialOutcome) -> Iterator[str]
         yield f"{share(shares['casts'])} {time} on casts."
 
 
-def variants_of(setting: Setting, examined: TrialOutcome) -> Iterator[Setting]:
+def variants_of(setting: TrialSetting, examined: TrialOutcome) -> Iterator[TrialSetting]:
     """Yield settings that may be faster, by what slows a setting down."""
     shares = examined.shares
     if shares and shares["casts"] > _MOST_CASTS:
@@ -62,11 +62,11 @@ def variants_of(setting: Setting, examined: TrialOutcome) -> Iterator[Setting]:
         yield _variant(setting, "compiled", "model.compile()", variant="compile")
 
 
-def _variant(setting: Setting, name: str, line: str, **changes: str) -> Setting:
+def _variant(setting: TrialSetting, name: str, line: str, **changes: str) -> TrialSetting:
     """Return a setting whose models run in regions of the same dtype, with a further change and the line for it."""
     edit = ProgramEdit([*setting.edit.lines, line])
     changes = {"dtype": setting.dtype, **changes}
-    return Setting(f"{setting.name}, {name}", setting.dtype, changes, edit=edit)
+    return TrialSetting(f"{setting.name}, {name}", setting.dtype, changes, edit=edit)
 
 
 def first_difference(float32: TrialOutcome, mixed: TrialOutcome) -> tuple[str, float | None] | None:
@@ -83,7 +83,7 @@ def first_difference(float32: TrialOutcome, mixed: TrialOutcome) -> tuple[str, f
     return None
 
 
-def cure_of(setting: Setting, module: str) -> Setting:
+def cure_of(setting: TrialSetting, module: str) -> TrialSetting:
     """Return the setting with one module in float32."""
     rules = f'precast.Policy.load("torch").replace(modules={{"{module}": "fp32"}})'
     line = f"precast.attach(model, {rules})"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from precast._internal.display import aligned, plural, terminal_width, wrapped
 from precast.report.words import size
 from precast.running.trial.answer import TryAnswer, rows_of
-from precast.running.trial.comparison import Comparison, Setting
+from precast.running.trial.comparison import Comparison, TrialSetting
 from precast.running.trial.experiment import ExperimentResult
 
 __all__ = ["cells", "memory_note", "render"]
@@ -81,7 +81,7 @@ def _time(seconds: float | None, spread: float) -> str:
     return f"{seconds * factor:.{digits}f} {unit} +- {spread * factor:.{digits}f}"
 
 
-def _loss(setting: Setting) -> str:
+def _loss(setting: TrialSetting) -> str:
     value = setting.loss()
     return "failed" if setting.error else "-" if value is None else f"{value:.4g}"
 
@@ -93,7 +93,7 @@ def _equality(comparison: Comparison) -> str:
     return f"({words[comparison.is_equal]})"
 
 
-def _nonfinite(setting: Setting) -> str:
+def _nonfinite(setting: TrialSetting) -> str:
     """Return the number of steps with a loss that was not finite, or that were skipped."""
     if not setting.outcomes:
         return ""
