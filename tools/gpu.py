@@ -88,8 +88,7 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         Part(
             "demo", ("-m", "precast", "demo", "--device", "cuda", "--out", "{out}/demo"), 60, False
         ),
-        _ahead("optimizer", 80),
-        _ahead("compiled", 80),
+        _ahead("compiled", 120),
         _ahead("float8-compiled", 120),
         Part("doctor", ("-m", "precast", "doctor", "--json"), 40),
         _section("optimizer", 40),
@@ -97,9 +96,9 @@ def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
         _section("observers", 40),
         _section("products", 30),
         _section("captured", 30),
-        _section("eager", 140),
+        _section("eager", 160),
         _section("compiled", 60),
-        _section("float8", 40),
+        _section("float8", 60),
         _section("float8-compiled", 80),
     )
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 import precast
 from benchmarks.cuda_graphs import counted_waits
-from precast.optim import bfloat16_weights, compiled_step, step_program
+from precast.optim import bfloat16_weights
 from precast.optim.compiled_step import CompiledStep
 from precast.optim.low_precision_weights import LowPrecisionWeights
 from tests.gpu.networks import scaled_step
 from tests.grad_scaler.test_observers import Calls
-from tests.support import pretended_cuda
 from tests.support.scaling import bits
 
 WIDTH = 160
@@ -52,11 +51,6 @@ def trained(
         scaler.update()
         results.append(_state(model, optimizer))
     return results
-
-
-def give_gradients(model: nn.Module, factor: float) -> None:
-    for p in model.parameters():
-        p.grad = (torch.linspace(-1, 1, p.numel()).view_as(p) * factor).to(p.device, p.dtype)
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -109,9 +103,7 @@ def test_a_step_that_the_device_skips_changes_nothing(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 class TestOnGpu:
-    def test_the_number_of_weights_adds_no_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a step that is not compiled."""
-        monkeypatch.setattr(CompiledStep, "_is_compiled", lambda *_: False)
+    def test_the_number_of_weights_adds_no_kernels(self) -> None:
         numbers = []
         for count in (2, 8):
             layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count))
@@ -148,61 +140,3 @@ class TestOnGpu:
                 step()
             numbers += waits
         assert numbers[1] <= numbers[0]
-
-    @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("masters", ["kahan", "stochastic"])
-    @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-    def test_a_compiled_step_is_that_of_the_cpu(
-        self,
-        make: Callable[[Any], torch.optim.Optimizer],
-        masters: str,
-        states: torch.dtype,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        """With weights of two sizes, 21 of one: several calls of a program, one of them for 16 weights."""
-        if pretended_cuda.is_loaded():  # it has no compiler: the graphs are interpreted
-            monkeypatch.setattr(step_program, "_programs", {})
-            monkeypatch.setattr(step_program.torch, "compile", lambda module, **_: module)
-            monkeypatch.setattr(compiled_step, "_has_triton", lambda: True)
-        batches: list[int] = []
-        run = CompiledStep._run
-
-        def counted(own: CompiledStep, optimizer: Any, batch: list[Tensor], *rest: Any) -> None:
-            batches.append(len(batch))
-            run(own, optimizer, batch, *rest)
-
-        monkeypatch.setattr(CompiledStep, "_run", counted)
-        results = []
-        for device in ("cpu", "cuda"):
-            torch.manual_seed(0)
-            layers = (nn.Linear(WIDTH, 320 if i == 0 else WIDTH) for i in range(22))
-            parameters = [p for layer in layers for p in layer.parameters()]
-            model = nn.ParameterList(parameters).to(device)
-            optimizer = make(model.parameters())
-            generator = torch.Generator().manual_seed(1)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                bfloat16_weights(
-                    model, optimizer, masters=masters, states=states, generator=generator
-                )
-                for number in range(4):
-                    give_gradients(model, 1 / (number + 1))
-                    optimizer.step()
-            results.append([p.detach().cpu() for p in model])
-        batches.clear()
-        give_gradients(model, 1.0)
-        if pretended_cuda.is_loaded():  # the interpreted graphs read numbers
-            monkeypatch.setattr(step_program, "_programs", {})
-            monkeypatch.setattr(step_program.torch, "compile", lambda *_, **__: lambda *_: None)
-        with counted_waits() as waits:
-            optimizer.step()
-        assert waits[0] == 0
-        assert sorted(batches) == [1, 1, 4, 16]
-        for expected, found in zip(*results, strict=True):
-            if pretended_cuda.is_loaded():
-                assert bits(expected) == bits(found)
-                continue
-            # A GPU divides and takes roots with other last bits, which a few roundings show.
-            differ = expected != found
-            assert differ.float().mean() < 0.01
-            torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-6)

@@ -2,7 +2,7 @@
 
 Invariants:
 
-- nothing here changes a tensor, except the functions `fused_...`, which write their targets.
+- nothing here changes a tensor, except `fused_copy`, `fused_add` and `fused_multiply`, which write their targets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ __all__ = [
     "counts_versions",
     "fused_add",
     "fused_copy",
-    "fused_fill",
     "fused_multiply",
     "has_dense_keys",
     "is_dtensor",
@@ -165,12 +164,6 @@ def fused_add(targets: list[torch.Tensor], others: list[torch.Tensor], sign: int
     As for `fused_copy`, no public function does it.
     """
     torch._foreach_add_(targets, others, alpha=sign)
-
-
-def fused_fill(targets: list[torch.Tensor], value: float) -> None:
-    """Fill tensors with a number; on CUDA with few kernels (2.13). As for `fused_copy`, no public function does it."""
-    torch._foreach_zero_(targets)
-    torch._foreach_add_(targets, value)
 
 
 def fused_multiply(targets: list[torch.Tensor], factor: torch.Tensor) -> None:

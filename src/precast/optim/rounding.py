@@ -90,7 +90,7 @@ def next_seed(count: int, shard: int = 0) -> tuple[int, int]:
 
 
 def seeds(states: dict[str, Any], count: int, parts: int = 1) -> Tensor:
-    """Return seeds, int32 (parts, count) on the CPU, different ones for each part of a weight that is stepped in parts.
+    """Return seeds, int32 (parts, count), different ones for each part of a weight that is stepped in parts.
 
     The count in the parameter's states increases by the same number for any number of parts.
     """
@@ -115,11 +115,11 @@ def _last_place(values: Tensor) -> Tensor:
 def _indices(values: Tensor) -> Tensor:
     """Return 0, 1, 2 ... as int32 (n,).
 
-    A compiled program adds indices within a block, read from memory, to the first index of the block: on a CPU Inductor
-    would compute an `arange` without vector instructions.
+    A compiled program adds indices within a block, read from memory, to the first index of the block: Inductor would
+    compute an `arange` without vector instructions.
     """
     count = values.shape[0]
-    if not values.is_cpu or not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         return torch.arange(count, dtype=torch.int32, device=values.device)
     blocks = torch.arange(1 << 25, dtype=torch.int32, device=values.device) * 64
     first = blocks.unsqueeze(1).expand(1 << 25, 64).reshape(1 << 31)[:count]

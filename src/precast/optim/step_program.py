@@ -2,8 +2,7 @@
 
 Invariants:
 
-- a program serves all parameters with the same recorded step, of any size and shape: they are passed as rows, of the
-  same length if it steps several;
+- a program serves all parameters with the same recorded step, of any size and shape: they are passed as rows;
 - it reads tensors in 16 bits, computes as the optimizer does, and writes parameter and states;
 - all writes are complete when it returns; if it cannot be compiled, it has written nothing.
 """
@@ -26,9 +25,9 @@ __all__ = ["ProgramKey", "StepProgram", "program", "row"]
 StepProgram = Callable[[Sequence[Tensor], int], None]
 """Takes a recorded step; called with tensors that are contiguous in memory, and the number of elements to process.
 
-The tensors are float32 scalars (k,); if it takes seeds int32 (n,), one for each two tensors of each parameter; then for
-each parameter the tensors of the recording, its rounding errors with "kahan", and the output memory of the rounding
-errors and the parameter if they are written elsewhere.
+The tensors are those of the recording, one tensor of float32 scalars (k,), a seed for each two tensors (int32) if it
+takes seeds, the rounding errors of the parameter with "kahan", and the output memory of the parameter and its rounding
+errors if they are written elsewhere.
 """
 
 _aten: Final[Any] = torch.ops.aten
@@ -47,29 +46,21 @@ class ProgramKey(NamedTuple):
     """True if writes of the step to the gradient are dropped."""
     rounding: Rounding
     """The rounding of the parameter."""
-    device_type: str
-    parameters: int
-    """The number of parameters that a call steps."""
 
     @property
     def writes_elsewhere(self) -> bool:
         """True if it writes a bfloat16 parameter to other memory, which the caller copies.
 
-        In code for a CPU with float32, Inductor reads and writes half a register of bfloat16 at a time. In place, each
-        read would overlap the previous write, and the processor would wait for it: nearly half of the whole time.
+        In code with float32, Inductor reads and writes half a register of bfloat16 at a time. In place, each read would
+        overlap the previous write, and the processor would wait for it: nearly half of the whole time.
         """
-        return self.device_type == "cpu" and torch.float32 in self.stored[_GRADIENT + 1 :]
+        return torch.float32 in self.stored[_GRADIENT + 1 :]
 
     @property
     def takes_seeds(self) -> bool:
         """True if some result is rounded stochastically."""
         states = self.stored[_GRADIENT + 1 :]
         return self.rounding == "stochastic" or torch.bfloat16 in states
-
-    @property
-    def seeds(self) -> int:
-        """The number of seeds for each parameter."""
-        return (len(self.stored) + 1) // 2 if self.takes_seeds else 0
 
 
 _programs: Final[dict[ProgramKey, StepProgram]] = {}
@@ -89,15 +80,14 @@ def program(key: ProgramKey) -> StepProgram:
         options={
             "guard_filter_fn": lambda guards: [False for _ in guards],
             "cpp.dynamic_threads": True,
-            # Without it Triton fuses a product with a sum, which changes what is rounded away.
-            "emulate_precision_casts": key.device_type != "cpu",
         },
     )
-    small = 1 + bool(key.seeds)
+    recorded = len(key.stored)
+    small = {recorded, recorded + 1} if key.takes_seeds else {recorded}
 
     def run(tensors: Sequence[Tensor], count: int) -> None:
         part = range(count)
-        compiled(*tensors[:small], *[row(each, part) for each in tensors[small:]])
+        compiled(*[t if i in small else row(t, part) for i, t in enumerate(tensors)])
 
     _programs[key] = run
     return run
@@ -109,79 +99,68 @@ def row(tensor: Tensor, part: range) -> Tensor:
 
 
 def _module(key: ProgramKey) -> fx.GraphModule:
-    graph = fx.Graph()
+    recorded, graph = key.recorded, fx.Graph()
+    tensors = [graph.placeholder(f"tensor_{i}") for i in range(len(recorded.dtypes))]
     scalars = graph.placeholder("scalars")
-    seeds = graph.placeholder("seeds") if key.seeds else None
-    slots = [_Slot(graph, key, number) for number in range(key.parameters)]
-    for slot in slots:
-        _add_step(graph, key, slot, scalars, seeds)
-    graph.output(())
-    return fx.GraphModule(nn.Module(), graph)
-
-
-class _Slot:
-    """The inputs of a program for one of its parameters."""
-
-    def __init__(self, graph: fx.Graph, key: ProgramKey, number: int) -> None:
-        self.number = number
-        self.tensors = [graph.placeholder(f"tensor_{number}_{i}") for i in range(len(key.stored))]
-        has_rest = key.rounding == "kahan"
-        self.rest = graph.placeholder(f"rest_{number}") if has_rest else None
-        self.rest_out, self.out = self.rest, self.tensors[0]
-        if key.writes_elsewhere:
-            self.rest_out = graph.placeholder(f"rest_out_{number}") if has_rest else None
-            self.out = graph.placeholder(f"out_{number}")
-
-
-def _add_step(
-    graph: fx.Graph, key: ProgramKey, slot: _Slot, scalars: fx.Node, seeds: fx.Node | None
-) -> None:
-    """Add the step of one parameter to a graph."""
-    recorded, rest = key.recorded, slot.rest
+    seeds = graph.placeholder("seeds") if key.takes_seeds else None
+    rest = graph.placeholder("rest") if key.rounding == "kahan" else None
+    outputs = rest, tensors[0]
+    if key.writes_elsewhere:
+        rest_out = None if rest is None else graph.placeholder("rest_out")
+        outputs = rest_out, graph.placeholder("out")
     first_scalar = int(key.is_scaled)
     values: dict[int, fx.Node] = {}
-    for number, (tensor, dtype) in enumerate(zip(slot.tensors, recorded.dtypes, strict=True)):
+    for number, (tensor, dtype) in enumerate(zip(tensors, recorded.dtypes, strict=True)):
         values[-1 - number] = _cast(graph, tensor, key.stored[number], dtype)
     if rest is not None:
         values[-1] = graph.call_function(_aten.add, (values[-1], rest))
     if key.is_scaled:
-        scaled = values[-1 - _GRADIENT], _element(graph, scalars, 0)
+        scaled = values[-1 - _GRADIENT], _scalar(graph, scalars, 0)
         values[-1 - _GRADIENT] = graph.call_function(_aten.mul, scaled)
 
     def node_of(argument: StepArgument) -> Any:
         if argument.kind == "value":
             return values[argument.content]
         if argument.kind == "scalar":
-            return _element(graph, scalars, argument.content + first_scalar)
+            return _scalar(graph, scalars, argument.content + first_scalar)
         return argument.content
 
     for number, call in enumerate(recorded.calls):
         values[number] = _write(graph, call, node_of)
-    for number, (tensor, result) in enumerate(zip(slot.tensors, recorded.results, strict=True)):
+    for number, (tensor, result) in enumerate(zip(tensors, recorded.results, strict=True)):
         if result == -1 - number or (number == _GRADIENT and key.keeps_gradient):
             continue
         value = values[result]
         if key.stored[number] is torch.bfloat16 and number != _GRADIENT:
-            how: Rounding = key.rounding if number == 0 else "stochastic"
-            if how == "stochastic":
-                assert seeds is not None
-                seed = _element(graph, seeds, slot.number * key.seeds + number // 2)
-                rounded = graph.call_function(rounding.stochastic, (value, seed, number % 2))
-            else:
-                rounded = graph.call_function(rounding.nearest, (value,))
+            rounded = _rounded(
+                graph, value, key.rounding if number == 0 else "stochastic", seeds, number
+            )
             if rest is not None and number == 0:
                 lost = graph.call_function(_aten.sub, (value, rounded))
-                graph.call_function(_aten.copy_, (slot.rest_out, lost))
+                graph.call_function(_aten.copy_, (outputs[0], lost))
             value = rounded
-        graph.call_function(_aten.copy_, (tensor if number else slot.out, value))
+        graph.call_function(_aten.copy_, (tensor if number else outputs[1], value))
+    graph.output(())
+    return fx.GraphModule(nn.Module(), graph)
 
 
 def _cast(graph: fx.Graph, node: fx.Node, of: torch.dtype, to: torch.dtype) -> fx.Node:
     return node if of is to else graph.call_function(COPY_IN_DTYPE, (node,), {"dtype": to})
 
 
-def _element(graph: fx.Graph, values: fx.Node, number: int) -> fx.Node:
-    return graph.call_function(_aten.select, (values, 0, number))
+def _rounded(
+    graph: fx.Graph, value: fx.Node, how: Rounding, seeds: fx.Node | None, number: int
+) -> fx.Node:
+    """Return a float32 value rounded to bfloat16's precision."""
+    if how != "stochastic":
+        return graph.call_function(rounding.nearest, (value,))
+    assert seeds is not None
+    seed = graph.call_function(_aten.select, (seeds, 0, number // 2))
+    return graph.call_function(rounding.stochastic, (value, seed, number % 2))
+
+
+def _scalar(graph: fx.Graph, scalars: fx.Node, number: int) -> fx.Node:
+    return graph.call_function(_aten.select, (scalars, 0, number))
 
 
 def _write(graph: fx.Graph, call: StepCall, node_of: Callable[[StepArgument], Any]) -> fx.Node:

@@ -81,11 +81,7 @@ class StepRecorder(DispatchMode):
         self.tensors: list[Tensor] = []
         """The tensors that the step reads and writes: the parameter, its gradient, then the states in order of use."""
         self.scalars: list[float] = []
-        self._shape, self._stride, self._device = (
-            parameter.shape,
-            parameter.stride(),
-            parameter.device,
-        )
+        self._shape, self._stride = parameter.shape, parameter.stride()
         self._calls: list[StepCall] = []
         self._dtypes: list[torch.dtype] = []
         self._numbers: dict[int, int] = {}
@@ -185,10 +181,9 @@ class StepRecorder(DispatchMode):
         pointer = tensor.data_ptr()
         number = self._numbers.get(pointer)
         if number is None:
-            geometry = tensor.shape, tensor.stride(), tensor.device
-            if geometry != (self._shape, self._stride, self._device):
+            if tensor.shape != self._shape or tensor.stride() != self._stride or not tensor.is_cpu:
                 raise NotElementwiseError(
-                    "its states have another shape, layout or device than the parameter"
+                    "its states have another shape or layout than the parameter"
                 )
             number = self._numbers[pointer] = len(self.tensors)
             self.tensors.append(tensor)

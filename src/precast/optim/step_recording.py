@@ -156,9 +156,7 @@ def _in_float32(optimizer: Optimizer, parameter: Tensor) -> Iterator[tuple[Tenso
 def _uninitialized(tensor: Tensor) -> Tensor:
     if tensor.dtype is torch.float32:
         return tensor
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=torch.float32, device=tensor.device
-    )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=torch.float32)
 
 
 def _nothing() -> None:
