@@ -36,3 +36,4 @@ from precast._torch.tensors import *
 from precast._torch.threads import *
 from precast._torch.transforms import *
 from precast._torch.trial_patches import *
+from precast._torch.undispatched_calls import *

@@ -223,14 +223,21 @@ PATCHES: Final = (
         f"{WITH_THE_PROCESS}: the weights stay in bfloat16, and averages of them in float32",
         "2.13",
     ),
-    Patch(
-        "torch.jit:ScriptFunction",
-        ("__call__",),
-        "A scripted function must not use a rounded weight as if it were in float32. PyTorch calls "
-        "`__torch_function__` for scripted modules and not for scripted functions.",
-        "when a weight is stored in 16 bits, by precast.convert() or precast.load_converted()",
-        f"{WITH_THE_PROCESS}: a stored weight may be passed at any time",
-        "2.13",
+    *(
+        Patch(
+            owner,
+            (name,),
+            "A function must not use a rounded weight as if it were in float32. PyTorch calls `__torch_function__` "
+            "neither for scripted functions nor where a transform of torch.func wraps its arguments.",
+            "when a weight is stored in 16 bits, by precast.convert() or precast.load_converted()",
+            f"{WITH_THE_PROCESS}: a stored weight may be passed at any time",
+            "2.13",
+        )
+        for owner, name in (
+            ("torch.jit:ScriptFunction", "__call__"),
+            ("torch._functorch.vmap", "_add_batch_dim"),
+            ("torch._functorch.eager_transforms", "_wrap_for_grad"),
+        )
     ),
     Patch(
         "torch._subclasses.fake_tensor:FakeTensorMode",

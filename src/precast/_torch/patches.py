@@ -46,7 +46,6 @@ __all__ = [
     "on_region_error",
     "on_regions",
     "on_scaler_call",
-    "on_script_call",
     "replace_names",
     "replace_regions",
     "unwrap_checkpoints",
@@ -516,23 +515,6 @@ def _run_through(
 
 
 _module_calls: Final = _SharedPatch(_patch_module_calls)
-
-
-def on_script_call(call: Callable[..., Any]) -> None:
-    """Run each call of a scripted or traced function as ``call(function, args, kwargs)``; that one is not patched."""
-    _script_calls.set(call)
-
-
-def _patch_script_calls(callers: list[Callable[..., Any]]) -> list[Stop]:
-    original: Any = torch.jit.ScriptFunction.__call__
-
-    def __call__(function: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        return callers[0](original.__get__(function), args, kwargs)
-
-    return [replace_names("torch.jit:ScriptFunction", __call__=__call__)]
-
-
-_script_calls: Final = _SharedPatch(_patch_script_calls)
 
 
 def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:

@@ -76,6 +76,10 @@ class StoredWeight(Tensor):
             return torch.float32
         return self.stored_dtype
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """Return a view of a class as `Tensor.as_subclass` does, which does not call `__torch_function__` (2.13)."""
+        return _dispatch(Tensor.as_subclass, (self, cls), {})
+
     def as_stored(self, plain: Tensor) -> Any:
         """Return a plain tensor with this weight's values as a view of this weight."""
         view = plain.as_subclass(StoredView)
@@ -155,7 +159,7 @@ class StoredParameter(StoredWeight, nn.Parameter):
     """A parameter that is stored in 16 bits."""
 
     def __new__(cls, data: Tensor, name: str, device_type: str) -> StoredParameter:  # noqa: D102
-        _torch.on_script_call(_call_scripted)
+        _torch.on_undispatched_call(_dispatch)
         parameter = nn.Parameter.__new__(cls, data, False)
         described: StoredParameter = _described(parameter, name, data.dtype, device_type)
         described.update_layout()
@@ -197,7 +201,7 @@ class StoredView(StoredBuffer):
 
 def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
     """Return a buffer with these 16-bit values."""
-    _torch.on_script_call(_call_scripted)
+    _torch.on_undispatched_call(_dispatch)
     described: StoredBuffer = _described(
         data.as_subclass(StoredBuffer), name, data.dtype, device_type
     )
@@ -210,8 +214,8 @@ def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> 
     return weight
 
 
-def _call_scripted(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a scripted function as PyTorch calls functions that dispatch to the class of their arguments."""
+def _dispatch(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function as PyTorch calls those that ask the class of their arguments."""
     if _stored_in(args, kwargs):
         return StoredWeight.__torch_function__(function, (), args, kwargs)
     return function(*args, **kwargs)
