@@ -71,6 +71,8 @@ class CauseSearch:
 
     def __init__(self, aligner: StepAligner, most: int = 16) -> None:
         self.first_bit: Cause | None = None
+        self.position: tuple[float, int] = (math.inf, 0)
+        """The step and the place in it of the first difference."""
         self.causes: list[Cause] = []
         """Certain causes, the first at the beginning."""
         self.rounding: Cause | None = None
@@ -93,7 +95,7 @@ class CauseSearch:
         """Examine the rows of a step."""
         self._differed_before = bool(self._differs)
         self._backward_began = False
-        for a, b in step.order:
+        for place, (a, b) in enumerate(step.order):
             if a is None or b is None:
                 continue
             self._backward_began |= self._a.rows[a].phase == "backward"
@@ -105,6 +107,7 @@ class CauseSearch:
                 kind = root.cause.kind if root else "unknown"
                 text = root.cause.difference if root else "the bits differ"
                 self.first_bit = self._cause(a, b, kind, text)
+                self.position = step.step, place
             if root is None:
                 continue
             if root.is_certain:

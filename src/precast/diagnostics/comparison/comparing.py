@@ -16,6 +16,13 @@ from precast.diagnostics.comparison.aligned_steps import (
 )
 from precast.diagnostics.comparison.cause_search import CauseSearch
 from precast.diagnostics.comparison.difference import GrowthPoint, RunDifference, StepDistance
+from precast.diagnostics.comparison.ranks import (
+    RankDifference,
+    check_ranks,
+    drifted_replica,
+    files_of,
+    merged,
+)
 from precast.diagnostics.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 
@@ -31,8 +38,8 @@ def compare(
     """Compare two recordings, and find the first cause of their difference.
 
     Args:
-        a: the file of the first run.
-        b: the file of the second run.
+        a: the file of the first run. For a run of several processes, whose files are `a.rank0.run` and so on, `a.run`.
+        b: the file of the second run, likewise.
         bound: the relative distance of results, losses and updated weights that is allowed.
 
     Raises:
@@ -40,14 +47,23 @@ def compare(
     """
     if not (bound >= 0 and math.isfinite(bound)):
         raise ComparisonError(f"compare(bound=...): expected a number of at least 0, got {bound!r}")
+    files_a, files_b = files_of(Path(a)), files_of(Path(b))
+    check_ranks(files_a, files_b)
+    ranks = [_compare_files(*pair, bound) for pair in zip(files_a, files_b, strict=True)]
+    if len(ranks) == 1:
+        return ranks[0].difference
+    return merged(str(a), str(b), ranks, (drifted_replica(files_a), drifted_replica(files_b)))
+
+
+def _compare_files(a: Path, b: Path, bound: float) -> RankDifference:
     with contextlib.ExitStack() as stack:
-        readers = [RecordingReader(Path(path)) for path in (a, b)]
+        readers = [RecordingReader(path) for path in (a, b)]
         for reader in readers:
             stack.callback(reader.close)
         return _compare(readers[0], readers[1], bound)
 
 
-def _compare(one: RecordingReader, other: RecordingReader, bound: float) -> RunDifference:
+def _compare(one: RecordingReader, other: RecordingReader, bound: float) -> RankDifference:
     aligner = StepAligner()
     search = CauseSearch(aligner)
     notes: dict[str, None] = {}
@@ -67,7 +83,7 @@ def _compare(one: RecordingReader, other: RecordingReader, bound: float) -> RunD
     _check(one, other, pairs)
     notes.update(dict.fromkeys(_endings(one, other)))
     amounts = [amount for each in steps for amount in (each.output, each.loss, each.weights)]
-    return RunDifference(
+    difference = RunDifference(
         a=str(one.path),
         b=str(other.path),
         equal=search.first_bit is None,
@@ -80,6 +96,7 @@ def _compare(one: RecordingReader, other: RecordingReader, bound: float) -> RunD
         steps=steps,
         notes=list(notes),
     )
+    return RankDifference(one.header.rank, difference, search.position)
 
 
 def _same_steps(
