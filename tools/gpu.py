@@ -31,6 +31,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,20 +161,28 @@ def run(
 ) -> Iterator[dict[str, Any]]:
     """The row of each part, which is in the state too; neighbours that are not timed run side by side."""
     ends = (time.monotonic() if begin is None else begin) + minutes * 60
+    running: set[subprocess.Popen[bytes]] = set()
+
+    def outcome(part: Part) -> dict[str, Any]:
+        limit = min(max(part.seconds * minutes / _MINUTES, _FEWEST), ends - time.monotonic() - 5)
+        return _outcome(part, out, limit, environment, running)
+
     for timed, group in itertools.groupby(these, lambda part: part.timed):
         at_once = list(group)
         with ThreadPoolExecutor(1 if timed else len(at_once)) as pool:
-
-            def started(part: Part) -> dict[str, Any]:
-                limit = min(
-                    max(part.seconds * minutes / _MINUTES, _FEWEST), ends - time.monotonic() - 5
-                )
-                return _outcome(part, out, limit, environment)
-
-            for row in pool.map(started, at_once):
-                with (out / STATE).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-                yield row
+            futures = [pool.submit(outcome, part) for part in at_once]
+            try:
+                for row in (future.result() for future in futures):
+                    with (out / STATE).open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+                    yield row
+            except BaseException:  # an interrupt: the pool would wait for all parts
+                while not all(future.cancel() or future.done() for future in futures):
+                    for process in tuple(running):
+                        with suppress(ProcessLookupError):  # it has ended
+                            os.killpg(process.pid, signal.SIGKILL)
+                    time.sleep(0.05)
+                raise
 
 
 def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> str:
@@ -195,11 +204,16 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
     ]
     for section in dict.fromkeys([*_CASES, *_COLUMNS]):
         its = [row for row in rows if row["section"] == section]
-        if its and section in _CASES:
-            lines += ["", f"## {section}", "", *_ratios(its, *_CASES[section])]
-        elif its:
+        if not its:
+            continue
+        lines += ["", f"## {section}", ""]
+        elsewhere = dict.fromkeys(row["gpu"] for row in its if "gpu" in row)
+        lines += [line for gpu in elsewhere for line in (f"On an {gpu}.", "")]
+        if section in _CASES:
+            lines += _ratios(its, *_CASES[section])
+        else:
             columns = _COLUMNS[section]
-            lines += ["", f"## {section}", "", *_table(list(columns), _cells(its, columns))]
+            lines += _table(list(columns), _cells(its, columns))
     return "\n".join(lines) + "\n"
 
 
@@ -316,8 +330,13 @@ def _kept(before: Rows, left: Iterable[Part]) -> Rows:
 
 
 def _outcome(
-    part: Part, out: Path, limit: float, environment: Mapping[str, str] | None
+    part: Part,
+    out: Path,
+    limit: float,
+    environment: Mapping[str, str] | None,
+    running: set[subprocess.Popen[bytes]],
 ) -> dict[str, Any]:
+    """The row of a part, whose process is in `running` until it ends."""
     log = out / "logs" / f"{part.name.replace(' ', '-')}.txt"
     log.parent.mkdir(exist_ok=True)
     begin = time.monotonic()
@@ -325,8 +344,9 @@ def _outcome(
     if limit > 0:
         command = [sys.executable, *(argument.format(out=out) for argument in part.arguments)]
         with log.open("w", encoding="utf-8") as file:
-            code = _within(limit, command, file, environment)
+            code = _within(limit, command, file, environment, running)
     text = log.read_text(encoding="utf-8") if log.exists() else ""
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", text, re.MULTILINE)
     ending = {0: "", 124: "out of time; "}.get(code, f"exit code {code}; ")
     return {
         "section": "parts",
@@ -334,12 +354,17 @@ def _outcome(
         "code": code,
         "seconds": round(time.monotonic() - begin),
         "result": ending + part.result(text),
-        "failed": re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE),
+        "failed": [name for name, _ in failed],
+        "errors": [message for _, message in failed if message],
     }
 
 
 def _within(
-    limit: float, command: list[str], file: Any, environment: Mapping[str, str] | None
+    limit: float,
+    command: list[str],
+    file: Any,
+    environment: Mapping[str, str] | None,
+    running: set[subprocess.Popen[bytes]],
 ) -> int:
     """The exit code of a command that is interrupted, then killed, where it takes too long."""
     process = subprocess.Popen(
@@ -350,19 +375,19 @@ def _within(
         stderr=subprocess.STDOUT,
         preexec_fn=_hear_interrupts,  # noqa: PLW1509 -- two system calls, no lock
     )
+    running.add(process)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGINT)
-    except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-        process.wait()
-    return 124
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+            process.wait()
+        return 124
+    finally:
+        running.discard(process)
 
 
 def _hear_interrupts() -> None:

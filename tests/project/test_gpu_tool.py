@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -26,14 +29,34 @@ def test_parts_end_alone_and_each_row_is_written_at_once(tmp_path: Path) -> None
         python("good", "print('fine')", timed=False),
         python("bad", "raise SystemExit(3)", timed=False),
         python("long", "import time\nprint('half', flush=True)\ntime.sleep(60)", seconds=4),
-        python("after", "print('FAILED tests/a.py::b - wrong')"),
+        python("after", "print('FAILED tests/a.py::b[c d] - wrong - so')"),
     ]
     rows = list(gpu.run(these, tmp_path, minutes=9))
     assert [row["code"] for row in rows] == [0, 3, 124, 0]
     assert [row["result"] for row in rows[:2]] == ["fine", "exit code 3; nothing"]
     assert rows[2]["result"].startswith("out of time; half")
-    assert rows[3]["failed"] == ["tests/a.py::b"]
+    assert (rows[3]["failed"], rows[3]["errors"]) == (["tests/a.py::b[c d]"], ["wrong - so"])
     assert [json.loads(line) for line in (tmp_path / gpu.STATE).read_text().splitlines()] == rows
+
+
+def test_an_interrupt_ends_all_parts_at_once(tmp_path: Path) -> None:
+    sleeps = "import time\nprint('begun', flush=True)\ntime.sleep(60)"
+    these = [python(name, sleeps, timed=False) for name in ("one", "two")]
+
+    def interrupt() -> None:
+        while not all((tmp_path / "logs" / f"{part.name}.txt").exists() for part in these):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    threading.Thread(target=interrupt, daemon=True).start()
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            list(gpu.run(these, tmp_path, minutes=9))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - begin < 30
 
 
 def test_what_is_left_is_what_failed_and_what_did_not_run() -> None:
