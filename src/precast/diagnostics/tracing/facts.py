@@ -5,7 +5,6 @@ Invariants: costs are summed by site, with at most `MOST` sites of each kind; we
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -95,17 +94,6 @@ class RoundedIntegers(CastCosts):
     """The numbers of different values before, and in 16 bits, on their device."""
 
 
-@dataclass(slots=True, kw_only=True)
-class RoundedLimit(CastCosts):
-    """A limit of `clamp` that is 0, 1 or -1 in the dtype of its 16-bit input."""
-
-    limit: float
-    rounded: int
-    dtype: str
-    reached: Tensor | int = 0
-    """The number of results with the rounded value, on their device."""
-
-
 class CastPatterns:
     """All patterns of one trace."""
 
@@ -114,7 +102,8 @@ class CastPatterns:
         self.islands: dict[object, Float32Island] = {}
         self.weights = RecastWeights()
         self.rounded: dict[object, RoundedIntegers] = {}
-        self.limits: dict[object, RoundedLimit] = {}
+        self.limits: dict[tuple[CastSite, float, int, str], Tensor] = {}
+        """Limits of `clamp` that a 16-bit dtype rounds to 0, 1 or -1 -> the number of results with that value."""
         self.calls: dict[CastSite, TrialCall] = {}
         """The first call of an operation at each site, for a trial in 16 bits."""
         self.savings: dict[object, TrialSaving | None] = {}
@@ -233,14 +222,9 @@ class CastPatterns:
             rounded = _rounded_limit(limit, out.dtype) if isinstance(limit, float) else None
             if rounded is None or not _torch.is_real() or _torch.is_capturing():
                 continue
-            dtype = dtype_name(out.dtype)
-            entry = _bounded(
-                self.limits,
-                (at, limit, dtype),
-                functools.partial(RoundedLimit, *at, limit=limit, rounded=rounded, dtype=dtype),
-            )
-            if entry is not None:
-                entry.reached = entry.reached + (out == rounded).sum()
+            key = at, limit, rounded, dtype_name(out.dtype)
+            if key in self.limits or len(self.limits) < MOST:
+                self.limits[key] = self.limits.get(key, 0) + (out == rounded).sum()
 
     def came_down(self, before: Origin, at: CastSite, cast: Cast) -> None:
         """Record that a tensor was cast to 16 bits at a site; `before` is the tensor's origin."""

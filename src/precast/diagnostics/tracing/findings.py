@@ -147,16 +147,17 @@ class _FindingSearch:
 
     def limits(self) -> Iterator[Finding]:
         """Find values that `clamp` limits to a number that is 0, 1 or -1 in 16 bits."""
-        for each in self.patterns.limits.values():
-            reached = int(each.reached)
+        for (at, limit, rounded, dtype), count in self.patterns.limits.items():
+            reached = int(count)
             if not reached:
                 continue
             title = (
-                f"{each.op}{_places([each])} limits values to {each.limit!r}, which {each.dtype} rounds to "
-                f"{each.rounded}: {plural(reached, 'result')} {be(reached)} {each.rounded}."
+                f"{at.op}{_places([at])} limits values to {limit!r}, which {dtype} rounds to {rounded}: "
+                f"{plural(reached, 'result')} {be(reached)} {rounded}."
             )
-            do = cures.LIMIT_IN_FLOAT32(op=each.op)
-            yield self._finding("rounded limit", title, [each], FindingCost(), do)
+            where = FindingLocation(at.module, at.op, at.source)
+            do = cures.LIMIT_IN_FLOAT32(op=at.op)
+            yield Finding("rounded limit", title, FindingCost(), do, None, where)
 
     def in_16_bits(self) -> Iterator[Finding]:
         """Find operations that a rule would run in float32: in place, where no rule acts, or in a disabled region."""
