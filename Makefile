@@ -71,10 +71,10 @@ test-clients: $(CLIENTS_STAMP) $(NATIVE)  ## programs of transformers, accelerat
 		--clients-json docs/data/clients.json
 
 SANITIZED := -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZER := ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(for each in asan ubsan stdc++; do printf '%s ' $$(g++ -print-file-name=lib$$each.so); done)"
 sanitize: $(STAMP)  ## the engine's tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	CXX="g++ $(SANITIZED)" $(BIN)/python -m tools.native_library
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-		ASAN_OPTIONS=detect_leaks=0 PRECAST_ENGINE=native $(BIN)/python -m pytest tests/engine tests/weights \
+	CXX="env -u LD_PRELOAD g++ $(SANITIZED)" $(SANITIZER) $(BIN)/python -m tools.native_library
+	$(SANITIZER) PRECAST_ENGINE=native $(BIN)/python -m pytest tests/engine tests/weights \
 		--ignore tests/engine/test_native_library.py; status=$$?; $(BIN)/python -m tools.native_library; exit $$status
 
 wheel: $(STAMP)  ## a wheel with the native engine for every supported PyTorch, in dist; takes their wheels from pip

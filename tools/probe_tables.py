@@ -128,7 +128,11 @@ def refuses_all(name: str, device: str, seeds: Iterable[int]) -> bool:
         return False
     for seed in seeds:
         for sample in op_samples.samples(name, seed):
-            shaped = sample if seed == 0 else tree_map(lambda leaf: _reshaped(leaf, random), sample)
+            # An index that is out of bounds ends the use of a GPU in a process.
+            keeps = seed == 0 or (
+                device != "cpu" and any(not x.is_floating_point() for x in _tensors(sample))
+            )
+            shaped = sample if keeps else tree_map(lambda leaf: _reshaped(leaf, random), sample)
             on_device = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, shaped)
             if any(x.numel() < 2 for x in tree_leaves(on_device) if isinstance(x, Tensor)):
                 continue

@@ -18,15 +18,14 @@ from typing import Final
 __all__ = ["REFUSED", "refuses_mixtures"]
 
 _ON_BOTH: Final = (
-    "addmm_ addmv_ allclose baddbmm_ cartesian_prod embedding_bag heaviside heaviside_ index_add"
-    " index_add_ index_copy_ index_put_ index_reduce index_reduce_ isclose lerp.Scalar lerp.Tensor"
-    " lerp_.Scalar lerp_.Tensor linalg_cross masked_scatter masked_scatter_ meshgrid put put_"
-    " scatter.reduce scatter.src scatter_.src scatter_add_ scatter_reduce.two scatter_reduce_.two"
+    "addmm_ addmv_ allclose baddbmm_ cartesian_prod embedding_bag embedding_bag.padding_idx heaviside"
+    " heaviside_ index_add index_add_ index_copy_ index_put_ index_reduce index_reduce_ isclose"
+    " lerp.Scalar lerp.Tensor lerp_.Scalar lerp_.Tensor linalg_cross masked_scatter masked_scatter_"
+    " meshgrid meshgrid.indexing put put_ scatter.reduce scatter.src scatter_.reduce scatter_.src"
+    " scatter_add_ scatter_reduce.two scatter_reduce_.two"
 )
-
 _ON_CPU: Final = (
-    "addmv bilinear cross dot embedding_bag.padding_idx index_put inner linalg_multi_dot meshgrid.indexing mv"
-    " scatter_.reduce scatter_add tensordot vdot"
+    "addmv bilinear cross dot index_put inner linalg_multi_dot mv scatter_add tensordot vdot"
 )
 _ON_CUDA: Final = "grid_sampler_2d grid_sampler_3d index_copy"
 
