@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 import precast
 from precast.engine import registration
+from precast.engine.reference_kernels import DERIVATIVE_REFUSES
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
 from tests.support import op_samples
 from tests.support.behaviour import map_tensors, torch_region
@@ -109,6 +110,9 @@ def assert_same(seen: Any, expected: Any, about: str) -> None:
             assert x == y, about
 
 
+# What PyTorch takes in forward and refuses in backward.
+TAKEN = {f"{name}{end}" for name in DERIVATIVE_REFUSES for end in ("", ".default")}
+
 CASES = [
     (device, name)
     for device in ("cpu", "cuda")
@@ -116,6 +120,7 @@ CASES = [
     if name in op_samples.named() | op_samples.promoted()
     # operations on one tensor: the next test but one is theirs
     and name.partition(".")[0] not in ("aten::linalg_matrix_norm", "aten::pinverse", "aten::stft")
+    and name not in TAKEN
 ]
 
 
@@ -138,9 +143,8 @@ def test_what_pytorch_refuses_runs_in_the_widest_dtype(device, name):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_added_row_but_some_with_out_is_tried(device):
     untried = {name for device_, name in CASES if device_ == device} ^ added_rows(device)
-    own = {"aten::_grouped_mm"} | {
-        n for n in untried if n.partition(".")[0] in refused_rows(device)
-    }
+    own = {"aten::_grouped_mm"} | TAKEN
+    own |= {n for n in untried if n.partition(".")[0] in refused_rows(device)}
     assert [name for name in sorted(untried - own) if not writes_out(name)] == []
 
 
@@ -191,6 +195,77 @@ def test_what_pytorch_refuses_in_16_bits_runs_in_float32(device, info, dtype):
                 results.append(None)
         theirs, in_float32, ours = results
         assert_same(ours, in_float32 if theirs is None else theirs, "linalg_lstsq")
+
+
+def in_region(info: Any, sample: Any, pattern: tuple[torch.dtype, ...]) -> Any:
+    """The gradients of a call in a region, of its tensors in the dtypes of the pattern; None if forward raises."""
+    leaves = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor.detach().clone()
+        dtype = next(dtypes)
+        copy = tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
+        leaves.extend([copy] * copy.requires_grad)
+        return copy
+
+    dtypes = itertools.cycle(pattern)
+    args, kwargs = map_tensors(leaf, ((sample.input, *sample.args), sample.kwargs))
+    torch.manual_seed(0)
+    try:
+        with precast.autocast("cpu"):
+            results = tree_leaves(info.op(*args, **kwargs))
+    except RuntimeError:
+        return None
+    results = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+    dense = [t.to_dense() if t.layout is not torch.strided else t for t in results]
+    total = sum((t.abs() if t.is_complex() else t).float().sum() for t in dense)
+    return torch.autograd.grad(total, leaves, allow_unused=True) if dense and leaves else ()
+
+
+NAMED = {name.partition(".")[0] for name in expanded_rules(DEFAULT, "cpu")[0]}
+DIFFERENTIABLE = [
+    pytest.param(info, id=f"{info.name}{info.variant_test_name and '-'}{info.variant_test_name}")
+    for info in op_db
+    if f"aten::{info.aten_name}" in NAMED
+    and info.supports_autograd
+    and info.supports_dtype(torch.float32, "cpu")
+    # The first is called by `layer_norm`, which has a derivative for these. The second multiplies float32 matrices in
+    # 16 bits inside, as under torch.autocast, and has no derivative then.
+    and info.name not in ("native_layer_norm", "linalg.pinv")
+]
+
+
+@pytest.mark.parametrize("info", DIFFERENTIABLE)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_runs_in_forward_runs_in_backward(info: Any) -> None:
+    torch.manual_seed(0)
+    samples = info.sample_inputs("cpu", torch.float32, requires_grad=True)
+    for sample in itertools.islice(samples, 3):
+        tensors = [t for t in tree_leaves((sample.input, sample.args)) if isinstance(t, Tensor)]
+        if any(tensor.numel() < 2 for tensor in tensors):
+            continue  # PyTorch checks no dtype of an empty tensor, also where it has no kernel
+        for pattern in (
+            (torch.bfloat16,),
+            *itertools.permutations((torch.bfloat16, torch.float32)),
+        ):
+            in_region(info, sample, pattern)  # raises if backward does
+
+
+@pytest.mark.parametrize("engine", registration.ENGINES)
+@pytest.mark.parametrize("policy", ["default", "lean"])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_an_adjacency_matrix_is_multiplied_forward_and_backward(engine, policy, layout) -> None:
+    torch.manual_seed(0)
+    dense, layer, x = torch.rand(8, 8).round(), nn.Linear(4, 4), torch.randn(8, 4)
+    with registration.use_engine(engine), precast.autocast("cpu", policy=policy):
+        features = layer(x)
+        result = torch.sparse.mm(dense.to_sparse(layout=layout), features)
+    assert (features.dtype, result.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(result, dense @ features.float())
+    [gradient] = torch.autograd.grad(result.sum(), features)
+    torch.testing.assert_close(gradient.float(), dense.T @ torch.ones(8, 4))
 
 
 @pytest.mark.parametrize("engine", registration.ENGINES)

@@ -32,7 +32,14 @@ from precast.policy.rows import FLOAT8_RULES
 from precast.weights import held, unversioned_writes
 from precast.weights.float8.formats import Recipe
 
-__all__ = ["dtypes_to_promote", "kernel_for", "with_attempt", "with_note", "with_promotion"]
+__all__ = [
+    "DERIVATIVE_REFUSES",
+    "dtypes_to_promote",
+    "kernel_for",
+    "with_attempt",
+    "with_note",
+    "with_promotion",
+]
 
 _F32: Final = torch.float32
 _F64: Final = torch.float64
@@ -41,6 +48,12 @@ _LOWERED: Final = (Rule.LOWER, Rule.LOWER_OUT_FP32, Rule.FP32, *FLOAT8_RULES)
 
 _MIXED_FORWARD_ONLY: Final = frozenset({"aten::native_layer_norm", "aten::native_group_norm"})
 """Operations that take mixed dtypes, but whose derivative under `torch.func` (per-sample gradients) raises (2.13)."""
+
+
+DERIVATIVE_REFUSES: Final = frozenset(
+    {"aten::addr", "aten::_sparse_addmm", "aten::special_i1", "aten::special_i1e"}
+)
+"""Operations whose derivative raises on dtypes that they take: mixed ones, or bfloat16, as of the last two (2.13)."""
 
 
 def kernel_for(rule: Rule, op: Operation) -> Kernel:
@@ -236,8 +249,11 @@ def with_attempt(
         if len(dtypes) < 2:
             return torch_kernel(keyset, *args, **kwargs)
         is_refused = refuses and not regions.attempts and _have_elements(args, kwargs)
-        if is_refused or (op.name in _MIXED_FORWARD_ONLY and _torch.is_functorch_active()):
-            return _promoted(op, dtypes, args, kwargs)
+        if is_refused or _derivative_refuses(op, args, kwargs):
+            result = _promoted(op, dtypes, args, kwargs)
+            if rule is Rule.FP32_IF_REFUSED:
+                events.emit(note)
+            return result
         regions.attempts += 1
         try:
             return torch_kernel(keyset, *args, **kwargs)
@@ -251,6 +267,13 @@ def with_attempt(
         return result
 
     return run
+
+
+def _derivative_refuses(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return True if PyTorch would run an operation on such dtypes, and raise in its derivative."""
+    if op.name in DERIVATIVE_REFUSES:
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs)))
+    return op.name in _MIXED_FORWARD_ONLY and _torch.is_functorch_active()
 
 
 def retry_promoted(

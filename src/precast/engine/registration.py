@@ -437,6 +437,7 @@ def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> boo
     if not base.compiled:
         # An operation of an extension may be Python code, whose errors compiled kernels cannot read.
         matches_torch = base.op.name.startswith("aten::")
+        matches_torch &= base.op.name not in reference_kernels.DERIVATIVE_REFUSES
         return matches_torch and rule is Rule.PROMOTE and promotes(policy, base, rule)
     return rule is base.rule
 
