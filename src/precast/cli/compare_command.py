@@ -25,8 +25,17 @@ __all__ = ["compare"]
     show_default=True,
     help="Relative distance of results, losses and weights that is allowed.",
 )
+@click.option(
+    "--report",
+    "page",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also write the result as a page, FILE.html.",
+)
 @json_option
-def compare(a: Path | None, b: Path | None, *, bound: float, as_json: bool) -> None:
+def compare(
+    a: Path | None, b: Path | None, *, bound: float, page: Path | None, as_json: bool
+) -> None:
     """Find the first difference of two runs, and its cause.
 
     A and B are files of `precast run --record` or of precast.record(...). The exit code is 0 if the
@@ -42,6 +51,8 @@ def compare(a: Path | None, b: Path | None, *, bound: float, as_json: bool) -> N
         difference = compare_files(a, b, bound=bound)
     except ComparisonError as error:
         raise click.UsageError(str(error)) from error
+    if page is not None:
+        difference.save(page.with_suffix(".html"))
     if as_json:
         click.echo(json.dumps(difference.to_dict(), indent=2))
     else:

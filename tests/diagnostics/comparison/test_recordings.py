@@ -230,6 +230,27 @@ def test_wrong_arguments_are_refused(
         precast.record(tmp_path / "a.run", **options)  # type: ignore[arg-type]
 
 
+def test_a_page_shows_the_cause_and_escapes_text(tmp_path: Path) -> None:
+    for name, bias in (("a", 0.0), ("b", 0.5)):
+        model = nn.Sequential()
+        model.add_module("<i>layer", nn.Linear(4, 2))
+        torch.manual_seed(0)
+        nn.init.constant_(model[0].weight, 0.1)
+        nn.init.constant_(model[0].bias, bias)
+        with precast.record(tmp_path / f"{name}.run", model):
+            model(torch.ones(3, 4)).sum().backward()
+    difference = precast.compare(tmp_path / "a.run", tmp_path / "b.run")
+    difference.save(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "weight: &lt;i&gt;layer" in page
+    assert "<i>layer" not in page
+    difference.save(tmp_path / "data.json")
+    assert json.loads((tmp_path / "data.json").read_text())["cause"]["kind"] == "weight"
+    difference.save(tmp_path / "page.html")  # precast's own file is replaced
+    precast.compare(tmp_path / "a.run", tmp_path / "a.run").save(tmp_path / "page.html")
+    assert "equal in each bit" in (tmp_path / "page.html").read_text()
+
+
 # --- the command line ---
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from precast.diagnostics.comparison import sketches
 from precast.diagnostics.comparison.sketches import (
     NUMBERS,
     SIZE,
@@ -117,3 +118,17 @@ def test_statistics_leave_out_what_is_not_finite() -> None:
     assert statistics.sum == pytest.approx(float(finite.sum()), rel=1e-9, abs=1e-9)
     assert statistics.squares == pytest.approx(float(finite.square().sum()))
     assert bool(measure(tensor)[-SIZE:].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_measurement_of_other_devices_is_that_of_the_cpu(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    tensor = (torch.randn(shape) * 50).to(dtype)
+    result = torch.zeros(NUMBERS, dtype=torch.float64)
+    values = tensor.reshape(-1)
+    sketches._measure_at_once(values, sketches._words(values), result)
+    expected = measure(tensor)
+    assert torch.equal(result[:1].view(torch.int64), expected[:1].view(torch.int64))
+    torch.testing.assert_close(result[1:], expected[1:], rtol=1e-5, atol=1e-3)

@@ -131,13 +131,19 @@ class RunDifference:
         return finite
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the result as JSON.
+        """Write the result as JSON, or as a page if the path ends in ".html".
 
         Raises:
+            MissingExtraError: jinja2 or plotly is not installed, for a page.
             OutputError: the file could not be written. An existing file is not changed.
         """
-        content = json.dumps({"schema": 1, "precast": __version__, **self.to_dict()})
-        atomic_write.replace_own(Path(path), content.encode())
+        if Path(path).suffix == ".html":
+            from precast.diagnostics.comparison.page import html
+
+            content = html(self)
+        else:
+            content = json.dumps({"schema": 1, "precast": __version__, **self.to_dict()})
+        atomic_write.replace_own(Path(path), content.encode("utf-8", "replace"))
 
     def sentences(self) -> list[str]:
         """Return the result as sentences: the first difference, the cause, the growth, the cure."""
