@@ -323,6 +323,19 @@ def test_gradients_of_each_sample_go_through_norms(engine, norm):
             torch.testing.assert_close(gradient, exact[0], rtol=0.1, atol=0.1)
 
 
+@pytest.mark.parametrize("region", [torch.autocast, precast.autocast])
+def test_a_known_limit_of_vmap_is_that_of_pytorch(region: Any) -> None:
+    layer = nn.Linear(4, 4)
+    with region("cpu", dtype=torch.bfloat16):
+        assert vmap(layer)(torch.ones(5, 4)).dtype is torch.float32
+        assert vmap(nn.Linear(4, 4, bias=False))(torch.ones(5, 4)).dtype is torch.bfloat16
+        result = nn.LayerNorm(4)(layer(torch.ones(8, 4))).sum(-1)
+    with pytest.raises(RuntimeError, match="expected scalar type BFloat16 but found Float"):
+        vmap(lambda v: torch.autograd.grad(result, layer.weight, v, retain_graph=True)[0])(
+            torch.eye(8)
+        )
+
+
 def test_default_names_only_operations_that_pytorch_has():
     assert {device: expanded_rules(DEFAULT, device)[1] for device in DEVICE_TYPES} == dict.fromkeys(
         DEVICE_TYPES, ()

@@ -65,10 +65,11 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
             if op.eligible(arguments[name])
         }
         arguments |= rounded
-        with op.without_autocast():
-            result = _by_kernel(operation, added, arguments)
-        if result is not None:
-            return result
+        if _has_kernels():
+            with op.without_autocast():
+                result = _by_kernel(operation, added, arguments)
+            if result is not None:
+                return result
         arguments |= {name: _widened(value) for name, value in rounded.items()}
         names = op.argument_names[: len(args)]
         result = op.call(
@@ -87,7 +88,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def _by_kernel(operation: str, added: str, arguments: dict[str, Any]) -> Tensor | None:
     """Return the result by PyTorch's kernel for 16-bit factors and a float32 result; None where there is none."""
     names = _FACTORS.get(operation)
-    if names is None or not _has_kernels():
+    if names is None:
         return None
     a, b = (arguments[name] for name in names)
     if operation == "aten::linear":
