@@ -63,11 +63,13 @@ def record(
         OutputError: the file cannot be written, or exists and is no file of precast.
 
     Examples:
-        >>> import precast
+        >>> import pathlib, tempfile, precast
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = pathlib.Path(folder.name, "a.run")
         >>> model = torch.nn.Linear(4, 2)
-        >>> with precast.record("a.run", model):
+        >>> with precast.record(path, model):
         ...     y = model(torch.ones(3, 4))
-        >>> precast.compare("a.run", "a.run").equal
+        >>> precast.compare(path, path).equal
         True
     """
     if model is not None and not isinstance(model, nn.Module):
