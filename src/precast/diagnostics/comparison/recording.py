@@ -71,6 +71,7 @@ def record(
         ...     y = model(torch.ones(3, 4))
         >>> precast.compare(path, path).equal
         True
+        >>> folder.cleanup()
     """
     if model is not None and not isinstance(model, nn.Module):
         raise ComparisonError(
