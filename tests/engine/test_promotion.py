@@ -12,11 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
 import precast
 from precast import Policy
 from precast._internal.pytree import map_tensors
 from precast.engine import registration
+from precast.engine.operation import Operation
 from precast.weights.native import library
 from tests.support import op_samples
 from tests.support.op_samples import Sample
@@ -246,6 +248,42 @@ def test_an_operation_of_an_extension_is_asked_each_time() -> None:
             for _ in range(2):
                 assert add(torch.ones(2).half(), torch.ones(2).bfloat16()).dtype is S
         assert asked == [B, S, B]
+
+
+COMPILED = {
+    "mse_loss": (((3, 4), (3, 4)), functional.mse_loss),
+    "smooth_l1_loss": (((3, 4), (3, 4)), functional.smooth_l1_loss),
+    "poisson_nll_loss": (((3, 4), (3, 4)), functional.poisson_nll_loss),
+    "prod": (((3, 4),), torch.prod),
+}
+"""Operations that PyTorch runs in float32 on a CPU: the shapes of the tensors, and the call."""
+
+
+@pytest.mark.parametrize("dtypes", [(S, S), (B, B), (B, S), (S, B), (H, B), (D, S), (H, H)])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_policy_that_promotes_what_pytorch_runs_in_float32_needs_no_python(
+    name: str, dtypes: tuple[torch.dtype, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On float32 and the lower precision; other dtypes are those of the reference."""
+    shapes, call = COMPILED[name]
+    policy = Policy.load("default").replace(
+        name="promoting", ops=dict.fromkeys(COMPILED, "promote")
+    )
+    values = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False)]
+    own, results = {t.dtype for t in values}, []
+    for engine in registration.ENGINES:
+        leaves = [t.clone().requires_grad_() for t in values]
+        with registration.use_engine(engine), precast.autocast("cpu", B, policy=policy):
+            call(*leaves)  # binds the policy
+            if engine == "native" and own <= {S, B}:
+                monkeypatch.setattr(Operation, "call", None)
+            result = call(*leaves)
+            monkeypatch.undo()
+        result.sum().backward()
+        results.append([result.detach(), *(t.grad for t in leaves if t.grad is not None)])
+    assert results[0][0].dtype is (B if own == {B} else D if D in own else S)
+    assert len(results[0]) == 1 + len(values)
+    assert all(map(same_bits, *results))
 
 
 def test_an_error_is_the_same_one_each_time() -> None:

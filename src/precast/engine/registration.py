@@ -347,7 +347,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     definitions = _torch.definition_counts()
     table, unknown = expanded_rules(policy, device_type)
     bound_kernels: dict[str, Kernel] = {}
-    delegated: set[str] = set()
+    actions: dict[str, Action] = {}
     matches_torch = True
     for name in table.keys() | _torch_table(device_type).keys():
         base = torch_kernel(name, device_type)
@@ -357,8 +357,8 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         kernel = _kernel_for(policy, base, table.get(name))
         if kernel is None:
             continue
-        if engine() == "native" and _can_delegate(policy, base, table.get(name)):
-            delegated.add(name)
+        if engine() == "native":
+            actions[name] = _action(policy, base, table.get(name))
         _register(base)
         bound_kernels[name] = kernel
     undefined_operations = tuple(name for name in unknown if not name.startswith("aten::"))
@@ -370,7 +370,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         undefined_operations,
         matches_torch,
         distinct_fingerprint,
-        frozenset(delegated),
+        actions,
     )
     if native_engine.api is not None:
         bound.native = _native_policy(native_engine.api, bound, device_type)
@@ -431,15 +431,19 @@ def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
     return promotes(policy, base, Rule.PROMOTE)
 
 
-def _can_delegate(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
-    """Return True if PyTorch's kernel (or none) implements the policy once the weights are cast."""
+def _action(policy: Policy, base: TorchKernel, entry: Entry | None) -> Action:
+    """Return the action of an operation's compiled kernel."""
     rule = Rule.KEEP if entry is None else entry.rule
     if not base.compiled:
         # An operation of an extension may be Python code, whose errors compiled kernels cannot read.
         matches_torch = base.op.name.startswith("aten::")
         matches_torch &= base.op.name not in reference_kernels.DERIVATIVE_REFUSES
-        return matches_torch and rule is Rule.PROMOTE and promotes(policy, base, rule)
-    return rule is base.rule
+        delegates = matches_torch and rule is Rule.PROMOTE and promotes(policy, base, rule)
+    else:
+        delegates = rule is base.rule
+        if rule is Rule.PROMOTE and not delegates and not base.op.mutated:
+            return Action.PROMOTE
+    return Action.DELEGATE if delegates else Action.REFERENCE
 
 
 def promotes(policy: Policy, base: TorchKernel, rule: Rule) -> bool:
@@ -463,7 +467,7 @@ def _native_policy(api: NativeApi, bound: BoundPolicy, device_type: str) -> int:
     for name in bound.kernels:
         number = _number(name, device_type)
         actions.extend(bytes(max(0, number + 1 - len(actions))))
-        actions[number] = Action.DELEGATE if name in bound.delegated else Action.REFERENCE
+        actions[number] = bound.actions.get(name, Action.REFERENCE)
     return api.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
 
 

@@ -27,7 +27,7 @@ from precast._torch import in_pool_thread
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
 from precast.policy.policy import Policy
-from precast.weights.native.boundary import ThreadKind
+from precast.weights.native.boundary import Action, ThreadKind
 from precast.weights.native.engine import native_engine
 from precast.weights.weight_cache import WeightCache
 
@@ -80,8 +80,8 @@ class BoundPolicy:
     distinct_fingerprint: str | None = None
     """The policy's fingerprint; None if it equals PyTorch's, including errors."""
 
-    delegated: frozenset[str] = frozenset()
-    """The operations that compiled kernels run without the reference."""
+    actions: Mapping[str, Action] = field(default_factory=dict)
+    """The actions of the compiled kernels; the reference runs all other operations."""
 
     native: int = 0
     """The library's number of the policy, shared by bound policies with the same actions; 0 without the library."""

@@ -44,6 +44,8 @@ class Action(enum.IntEnum):
     """PyTorch's kernel does, after weights are replaced by casts."""
     REFERENCE = 2
     """The Python kernel runs."""
+    PROMOTE = 3
+    """The operation runs in the widest of its dtypes if these are float32 and the lower precision, else in Python."""
 
 
 class Mixture(enum.IntEnum):

@@ -272,6 +272,15 @@ void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         return run_reference(op, keys, stack);
       }
       return run_delegated(op, keys, stack, here, *policy);
+    case Action::Promote: {
+      const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
+      if (C10_UNLIKELY(
+              has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown ||
+              !Dtypes(operation_, arguments.data()).are_of_region())) {
+        return run_reference(op, keys, stack);
+      }
+      return promote(operation_, op, stack);
+    }
   }
 }
 

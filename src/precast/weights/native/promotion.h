@@ -47,19 +47,25 @@ class Dtypes {
     switch (operation_.mixture) {
       case Mixture::Float64:
         return (bits_ & bit_of(at::kDouble)) != 0 && are_several();
-      case Mixture::Foreign: {
-        const uint64_t foreign =
-            bits_ & ~(bit_of(at::kFloat) | bit_of(at::autocast::get_autocast_dtype(operation_.device)));
-        return foreign != 0 && (are_several() || foreign != bit_of(at::kDouble));
-      }
+      case Mixture::Foreign:
+        return foreign() != 0 && (are_several() || foreign() != bit_of(at::kDouble));
       default:
         return are_several();
     }
   }
 
+  // True if there are tensors, and all are float32 or have the lower precision of the region.
+  bool are_of_region() const {
+    return bits_ != 0 && foreign() == 0;
+  }
+
   at::ScalarType widest() const;
 
  private:
+  uint64_t foreign() const {
+    return bits_ & ~(bit_of(at::kFloat) | bit_of(at::autocast::get_autocast_dtype(operation_.device)));
+  }
+
   bool are_several() const {
     return (bits_ & (bits_ - 1)) != 0;
   }
