@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.utils.mkldnn import to_mkldnn
 
+import precast
+from precast.engine import registration
 from tests.conformance.compare import Make, assert_same, in_both_dtypes, refused, used
 from tests.conformance.systems import MakeRegion, System, on_all_systems
 
@@ -73,6 +75,27 @@ def _one_sparse(
     leaves = [sparse, dense, vector] if learns else [dense, vector]
     gradients = refused(lambda: torch.autograd.grad(total, leaves, allow_unused=True))  # type: ignore[arg-type]
     return results, computed, gradients
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("engine", registration.ENGINES)
+def test_default_computes_what_float32_does(
+    engine: str, name: str, layout: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Also products of layouts for which PyTorch has no kernel in 16 bits."""
+    numbers, dense = torch.randn(4, 4) * torch.tensor([0, 1, 0, 1]), torch.randn(4, 4)
+    sparse = LAYOUTS[layout](numbers.to(dtypes[0]))
+    others = dense.to(dtypes[1]), dense[0].to(dtypes[1])
+    expected = refused(lambda: PRODUCTS[name](sparse, *(t.float() for t in others)))
+    if not isinstance(expected, Tensor):
+        pytest.skip("PyTorch refuses float32")
+    with registration.use_engine(engine), precast.autocast("cpu", torch.bfloat16):
+        result = PRODUCTS[name](sparse, *others)
+    torch.testing.assert_close(
+        result.to_dense().float(), expected.to_dense().float(), rtol=0.02, atol=0.05
+    )
 
 
 def _jagged(x: Tensor) -> Tensor:

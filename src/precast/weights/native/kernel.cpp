@@ -15,6 +15,8 @@ namespace {
 
 // A call with one of these keys is traced, transformed or recorded, or has a tensor of a subclass.
 constexpr c10::DispatchKeySet kUnsupportedKeys{
+    c10::DispatchKey::Sparse,  // of which PyTorch has few products in 16 bits
+    c10::DispatchKey::SparseCsr,
     c10::DispatchKey::Python,
     c10::DispatchKey::PythonTLSSnapshot,
     c10::DispatchKey::Tracer,

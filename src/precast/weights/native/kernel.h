@@ -2,8 +2,8 @@
 //
 // Invariants:
 // - it handles the common case. All else is run by the reference, the Python kernel registered before it: watched,
-//   traced, transformed or recorded calls, and tensor subclasses. Python also makes the casts of held weights that
-//   kernels cannot update, and of weights that the table does not store;
+//   traced, transformed or recorded calls, sparse tensors and tensor subclasses. Python also makes the casts of held
+//   weights that kernels cannot update, and of weights that the table does not store;
 // - no Python code runs if every weight has its cast;
 // - arguments are processed from last to first, as PyTorch casts them, which determines the order of gradients and
 //   hooks;
