@@ -7,7 +7,9 @@ now and then; what it costs at its default interval is made of a step that it do
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +19,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
+from precast.diagnostics.comparison.selection import Level
 from precast.diagnostics.hardware.machine import synchronize
 from precast.diagnostics.numerics.monitoring import DEFAULT_EVERY
 
@@ -24,12 +27,18 @@ __all__ = ["BASELINE", "CASES", "HEALTH", "ROUNDS", "TARGETS", "WATCHES", "run"]
 
 ROUNDS = 15
 WIDTH = 512
-CASES = ((1, 16), (4, 64))
+CASES = ((1, 16), (4, 64), (8, 128))
 """Batch and length."""
 BASELINE = "plain"
 HEALTH = f"monitored, every {DEFAULT_EVERY}th counted"
 """What is made of the two steps of a monitor."""
-TARGETS: Mapping[str, float] = {"counted": 1.03, "traced": 3.0, HEALTH: 1.03}
+TARGETS: Mapping[str, float] = {
+    "counted": 1.03,
+    "traced": 3.0,
+    HEALTH: 1.03,
+    "recorded, modules": 1.3,
+    "recorded, operations": 2.5,
+}
 """The most that a step may take of a plain one's time."""
 _NEVER = 10**9
 _UNTIMED = 2
@@ -43,6 +52,8 @@ WATCHES: dict[str, RunObserver] = {
     "traced": lambda model, _: precast.trace(model),
     "monitored, not counted": lambda model, _: precast.monitor(model, every=_NEVER),
     "monitored, counted": lambda model, _: precast.monitor(model, every=1),
+    "recorded, modules": lambda model, _: _recording(model, "modules"),
+    "recorded, operations": lambda model, _: _recording(model, "operations"),
 }
 """What is measured, beside the plain step; one entry for each thing that watches."""
 
@@ -82,6 +93,15 @@ def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
     }
     plain = Variant(step, finish=finish)
     return {BASELINE: plain, **watched, "ended": plain}
+
+
+@contextmanager
+def _recording(model: Any, level: Level) -> Iterator[None]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        precast.record(f"{folder}/a.run", model, level=level),
+    ):
+        yield
 
 
 def _at_default_interval(comparison: Comparison) -> tuple[float, float]:

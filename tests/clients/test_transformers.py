@@ -19,6 +19,7 @@ import precast
 from precast.integrations.tensorboard import TensorBoard
 from tests.clients.outcome import Outcome, differences, outcome
 from tests.integrations.test_tensorboard import Writer
+from tests.support import pretended_cuda
 
 transformers = pytest.importorskip("transformers", reason="`make test-clients` runs these tests")
 
@@ -200,3 +201,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     callback = PrecastCallback(scaler=precast.GradScaler("cpu"))
     with pytest.raises(precast.errors.ScalerError, match="fp16=False, bf16=True on 'cpu'"):
         run(tmp_path, callback)
+
+
+def test_models_on_a_pretended_gpu() -> None:
+    """Eight models, each in both dtypes, in five uses: losses, gradients and weights to the bit."""
+    assert pretended_cuda.run_tests(["tests/gpu/test_transformers_models.py"]) == 80

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +18,6 @@ from tests.gpu.networks import NETWORKS, loss_of, network
 from tests.support import pretended_cuda
 from tools.gpu import files_of_tests
 
-ROOT = Path(__file__).parents[2]
 NEEDS_A_GPU = {
     "tests/conformance/test_op_lists.py::test_the_lists_for_cuda[torch_fp16-": "cuDNN",
     "tests/diagnostics/hardware/": "speed",
@@ -41,33 +34,10 @@ NEEDS_A_GPU = {
 LONGEST = "tests/gpu/test_equal_to_torch.py"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the device is built on Linux alone")
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a CPU build of PyTorch")
-@pytest.mark.skipif(not shutil.which(pretended_cuda.compiler()[0]), reason="needs a C++ compiler")
 @pytest.mark.parametrize("part", ["the longest file", "the other files"])
 def test_tests_marked_gpu(part: str, record_property: Callable[[str, object], None]) -> None:
-    pretended_cuda.build()
     files = [name for name in files_of_tests() if (name == LONGEST) == ("longest" in part)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "tests.support.pretended_cuda", "-m", "gpu"),
-            *("-p", "no:cacheprovider", "--tb=short", "-q", *files),
-            *(
-                "-W",
-                "ignore:The AccumulateGrad node's stream",
-            ),  # once, of `make_graphed_callables` itself
-            *(f"--deselect={name}" for name in NEEDS_A_GPU),
-        ],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    record_property("cases", int(passed[1]))
+    record_property("cases", pretended_cuda.run_tests(files, without=NEEDS_A_GPU))
 
 
 # --- what runs on the device alone ---

@@ -70,7 +70,7 @@ class _Line:
 
 @dataclass(eq=False)
 class _Iteration:
-    """What a scaler and the program did since the scaler's last `update`."""
+    """The actions of a scaler and the program since the scaler's last `update`."""
 
     is_scaled: bool = False
     has_backward: bool = False

@@ -15,17 +15,20 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["Kernels", "build", "compiler", "is_loaded", "load", "recorded_kernels", "waits"]
+__all__ = ["Kernels", "build", "compiler", "is_loaded", "load", "recorded_kernels"]
+__all__ += ["run_tests", "waits"]
 
 SOURCE = Path(__file__).parent / "device.cpp"
 _libraries: list[ctypes.CDLL] = []
@@ -64,6 +67,39 @@ def _compile(torch: Path, library: Path) -> None:
     command = [*compiler(), *flags, SOURCE, *libraries, "-o", unfinished]
     subprocess.run(command, check=True)
     unfinished.replace(library)
+
+
+def run_tests(files: Iterable[str], *, without: Iterable[str] = ()) -> int:
+    """Run the tests marked `gpu` of some files in a process with the device; return the number that passed.
+
+    Args:
+        files: from the root of the repository.
+        without: beginnings of the names of tests that are left out.
+    """
+    import torch
+
+    if sys.platform != "linux" or torch.version.cuda is not None:
+        pytest.skip("the device needs Linux and a CPU build of PyTorch")
+    if not shutil.which(compiler()[0]):
+        pytest.skip("the device needs a C++ compiler")
+    build()
+    of_graphed_callables = "ignore:The AccumulateGrad node's stream"  # once
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "tests.support.pretended_cuda", "-m", "gpu"),
+            *("-p", "no:cacheprovider", "--tb=short", "-q", "-W", of_graphed_callables, *files),
+            *(f"--deselect={name}" for name in without),
+        ],
+        cwd=Path(__file__).parents[3],
+        env={name: value for name, value in os.environ.items() if not name.startswith("PYTEST")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    return int(passed[1])
 
 
 def is_loaded() -> bool:

@@ -257,18 +257,18 @@ _CONVOLUTIONS: Final = {
 
 def _matmul(device: torch.device, dtype: str, level: int) -> TimedRun:
     side = _MATMUL_SIDES[_kind(device)][level]
-    left, right = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+    a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
     if dtype.startswith("float8"):
-        return _scaled_matmul(left, right, getattr(torch, dtype))
-    left, right = left.to(_stored_as(dtype)), right.to(_stored_as(dtype))
-    return _float32_as(dtype)(lambda: left @ right)
+        return _scaled_matmul(a, b, getattr(torch, dtype))
+    a, b = a.to(_stored_as(dtype)), b.to(_stored_as(dtype))
+    return _float32_as(dtype)(lambda: a @ b)
 
 
-def _scaled_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> TimedRun:
+def _scaled_matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> TimedRun:
     # An 8-bit matmul takes a scale for each operand, and the right operand in column-major order. The right one is
     # e4m3 even if the left one is e5m2, as in training: CUDA has no product of two e5m2 matrices.
-    lowered, weight = left.to(dtype), right.to(torch.float8_e4m3fn).t()
-    one, whole = torch.ones((), device=left.device), F.ScalingType.TensorWise
+    lowered, weight = a.to(dtype), b.to(torch.float8_e4m3fn).t()
+    one, whole = torch.ones((), device=a.device), F.ScalingType.TensorWise
     return lambda: F.scaled_mm(lowered, weight, one, whole, one, whole)
 
 
