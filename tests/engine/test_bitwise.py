@@ -124,3 +124,22 @@ _BY_HAND: dict[Rule, Any] = {
     Rule.FP32_APPEND_DTYPE: _norm_with_dtype,
     Rule.BANNED: _banned,
 }
+
+
+@pytest.mark.parametrize("lower", REGIONS)
+@pytest.mark.parametrize("width", [32, 512])
+@pytest.mark.parametrize("engine_name", registration.ENGINES)
+def test_a_weight_that_learns_is_cast_the_same_where_nothing_is_recorded(
+    engine_name: str, width: int, lower: torch.dtype
+) -> None:
+    """PyTorch's products choose their kernels by `requires_grad`, also under `no_grad`."""
+    layer, x = torch.nn.Linear(width, 24), torch.randn(2, width, 256).transpose(1, 2)
+    with torch.no_grad():
+        with torch.autocast("cpu", lower):
+            expected = layer(x)
+        with registration.use_engine(engine_name), precast.autocast("cpu", lower):
+            assert torch.equal(layer(x), expected)
+            with torch.enable_grad():
+                layer(x).sum().backward()
+            assert torch.equal(layer(x), expected)
+    assert layer.weight.grad is not None

@@ -290,10 +290,8 @@ def retry_promoted(
     """
     dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
     if rule in _LOWERED and any(t.layout is not torch.strided for t in tensors_in((args, kwargs))):
-        dtypes |= {
-            op.lower_dtype(),
-            _F32,
-        }  # products of sparse matrices in 16 bits are not on each device
+        # Products of sparse matrices in 16 bits do not exist on each device.
+        dtypes |= {op.lower_dtype(), _F32}
     runs_once = op.mutated and not op.name.startswith("aten::")
     is_of_device = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
     if len(dtypes) < 2 or regions.attempts or runs_once or is_of_device:

@@ -122,7 +122,8 @@ class WeightSearch {
     if (copy.defined() || !is_kept_by_pytorch(tensor)) {
       return copy;
     }
-    const bool is_plain = !records_ && SpareMemory::is_for(source, dtype_) && !in_forward_mode();
+    // Where no gradients are recorded, a cast with a graph would take longer.
+    const bool is_plain = !records_ && !in_forward_mode();
     return is_plain ? new_plain_copy_of(here_, tensor, dtype_) : new_copy_of(here_, tensor, dtype_);
   }
 
@@ -228,12 +229,14 @@ at::Tensor new_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarTy
 
 at::Tensor new_plain_copy_of(ThreadState& here, const at::Tensor& source, at::ScalarType dtype) {
   return put(here, source, dtype, source, [&] {
-    const auto result = SpareMemory::all().like(*source.unsafeGetTensorImpl(), dtype);
-    if (!result.has_value()) {
-      return cast(source, dtype);
+    const c10::TensorImpl& impl = *source.unsafeGetTensorImpl();
+    auto result = SpareMemory::is_for(impl, dtype) ? SpareMemory::all().like(impl, dtype) : std::nullopt;
+    if (result.has_value()) {
+      write(*result, source);
+    } else {
+      result = cast(source, dtype);
     }
-    write(*result, source);
-    return *result;
+    return result->set_requires_grad(true);  // as PyTorch's cast, by which products choose their kernels
   });
 }
 

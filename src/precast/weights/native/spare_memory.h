@@ -76,7 +76,8 @@ class SpareMemory {
     for (const at::Tensor* copy : copies) {
       c10::Storage storage = copy->storage();
       const bool is_free = copy->use_count() == 1 && storage.use_count() == 2;  // of which one is `storage`
-      if (is_free && storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter()) {
+      const bool is_useful = copy->device().is_cpu() && storage.nbytes() >= kFewestBytes;
+      if (is_free && is_useful && storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter()) {
         at::DataPtr nothing(nullptr, c10::Device(c10::DeviceType::CPU));
         blocks_[storage.nbytes()].push_back({storage.set_data_ptr(std::move(nothing)), now});
       }
