@@ -28,7 +28,7 @@ def test_they_do_what_precast_lint_does(tmp_path: Path, monkeypatch: pytest.Monk
 def test_help_lists_them_where_they_are() -> None:
     shown = CliRunner().invoke(main, ["--help"]).output
     assert [line.split()[0] for line in shown.partition("Commands:\n")[2].splitlines()] == [
-        *("build", "check", "demo", "doctor", "explain", "export", "run", "try", "tune")
+        *("build", "check", "compare", "demo", "doctor", "explain", "export", "run", "try", "tune")
     ]
 
 

@@ -23,6 +23,7 @@ from tests.diagnostics.watched import LAYOUTS, SETTINGS, Call, Logged, Wrapped, 
 from tests.support.op_samples import named, samples
 
 _OPERATORS = 3
+_UNREPEATABLE = {"aten::linalg_lstsq"}  # LAPACK's rounding depends on where its memory lies
 
 
 @pytest.fixture(params=registration.ENGINES, autouse=True)
@@ -145,7 +146,7 @@ def test_operations_inside_one_that_leaves_autocast_on_have_the_same_rules_when_
 def test_calls_of_operators_on_all_layouts_are_the_same_when_watched() -> None:
     """A sample: `python -m tests.diagnostics.watched` runs all operators of PyTorch's own tests."""
     draw = random.Random(PROGRAMS_SEED)
-    for name in draw.sample(sorted(named()), _OPERATORS):
+    for name in draw.sample(sorted(named() - _UNREPEATABLE), _OPERATORS):
         operation, _, overload = name.removeprefix("aten::").partition(".")
         function = getattr(getattr(torch.ops.aten, operation), overload or "default")
         given = tuple(draw.choice(samples(name)))
@@ -205,7 +206,7 @@ def test_a_count_that_fails_does_not_end_the_program(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RuleCounter, "begin", _fail)
     with precast.trace(full=False) as trace, precast.autocast("cpu"):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-    assert any("1 operation" in note for note in trace.notes)
+    assert any("1 operation" in note for note in trace.notes), trace.notes
 
 
 def test_a_subclass_is_not_asked_by_a_trace_in_backward() -> None:

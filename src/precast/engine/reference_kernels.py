@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -43,6 +44,10 @@ __all__ = [
 
 _F32: Final = torch.float32
 _F64: Final = torch.float64
+_ABOUT_DTYPES: Final = re.compile(
+    r"d?types?\b|scalar ?type|not implemented for '|\b(half|bfloat16|float|double)\b", re.IGNORECASE
+)
+"""The words about dtypes in messages of extensions, whose refusals no table has."""
 _LOWERED: Final = (Rule.LOWER, Rule.LOWER_OUT_FP32, Rule.FP32, *FLOAT8_RULES)
 """The rules that cast all eligible tensors to one dtype."""
 
@@ -286,13 +291,15 @@ def retry_promoted(
     """Rerun `op` with its floating tensors in their widest dtype; raise `error` if that cannot help.
 
     An error is one about dtypes if there is none in the widest. PyTorch's own operations check dtypes before they
-    write; for others this is unknown, so those that write arguments run once.
+    write. For others this is unknown: those that write arguments run once, and so do those whose message has no word
+    about dtypes.
     """
     dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
     if rule in _LOWERED and any(t.layout is not torch.strided for t in tensors_in((args, kwargs))):
         # Products of sparse matrices in 16 bits do not exist on each device.
         dtypes |= {op.lower_dtype(), _F32}
-    runs_once = op.mutated and not op.name.startswith("aten::")
+    is_pytorchs = op.name.startswith("aten::")
+    runs_once = not is_pytorchs and (op.mutated or not _ABOUT_DTYPES.search(str(error)))
     is_of_device = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
     if len(dtypes) < 2 or regions.attempts or runs_once or is_of_device:
         raise error

@@ -29,6 +29,7 @@ from precast import _torch
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
 from precast.errors import PrecastError, PrecastWarning, TuningError
+from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
 
 __all__ = ["FLOAT32", "MOST_BATCHES", "Setup", "Workload", "attached", "copy_model"]
@@ -140,7 +141,7 @@ def workload_of(
         raise TuningError(
             "batches ended before the first batch: nothing can be measured without one"
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model):
         if is_lazy(parameter) or parameter.is_meta:
             raise TuningError(
                 f"the model's {name} has no values yet. Call a lazy model once; load a model on the meta device"

@@ -72,6 +72,7 @@ def test_a_killed_program_leaves_a_readable_file(
 ) -> None:
     program = f"""
         import os, signal, torch, precast
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
