@@ -47,13 +47,23 @@ _UNTIMED = 2
 RunObserver = Callable[[Any, torch.optim.Optimizer], Any]
 """Makes the context manager that watches a model and its optimizer."""
 
+
+@contextmanager
+def _recorded(model: Any, level: Level) -> Iterator[None]:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        precast.record(f"{folder}/a.run", model, level=level),
+    ):
+        yield
+
+
 WATCHES: dict[str, RunObserver] = {
     "counted": lambda model, _: precast.trace(model, full=False),
     "traced": lambda model, _: precast.trace(model),
     "monitored, not counted": lambda model, _: precast.monitor(model, every=_NEVER),
     "monitored, counted": lambda model, _: precast.monitor(model, every=1),
-    "recorded, modules": lambda model, _: _recording(model, "modules"),
-    "recorded, operations": lambda model, _: _recording(model, "operations"),
+    "recorded, modules": lambda model, _: _recorded(model, "modules"),
+    "recorded, operations": lambda model, _: _recorded(model, "operations"),
 }
 """What is measured, beside the plain step; one entry for each thing that watches."""
 
@@ -93,15 +103,6 @@ def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
     }
     plain = Variant(step, finish=finish)
     return {BASELINE: plain, **watched, "ended": plain}
-
-
-@contextmanager
-def _recording(model: Any, level: Level) -> Iterator[None]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        precast.record(f"{folder}/a.run", model, level=level),
-    ):
-        yield
 
 
 def _at_default_interval(comparison: Comparison) -> tuple[float, float]:

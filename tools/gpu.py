@@ -30,7 +30,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -170,8 +170,9 @@ def run(
     for timed, group in itertools.groupby(these, lambda part: part.timed):
         at_once = list(group)
         with ThreadPoolExecutor(1 if timed else len(at_once)) as pool:
-            futures = [pool.submit(outcome, part) for part in at_once]
+            futures: list[Future[dict[str, Any]]] = []
             try:
+                futures += (pool.submit(outcome, part) for part in at_once)
                 for row in (future.result() for future in futures):
                     with (out / STATE).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
