@@ -23,6 +23,7 @@ NEEDS_A_GPU = {
     "tests/diagnostics/hardware/": "speed",
     "tests/gpu/test_equal_to_torch.py::test_distributed_training_in_one_process": "NCCL",
     "tests/gpu/test_equal_to_torch.py::test_recurrent_networks_of_cudnn": "cuDNN",
+    "tests/gpu/test_operations.py": "CUDA's kernels: not each of the CPU's runs on the device",
     "tests/gpu/test_other_features.py::test_a_region_inside_a_compiled_function": "Triton",
     "tests/gpu/test_other_features.py::test_commands": "a device in programs that a test starts",
     "tests/gpu/test_other_features.py::test_compiled_training": "Triton",
