@@ -25,6 +25,7 @@ from precast._internal.display import plural
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast._internal.records import from_json
 from precast.diagnostics.comparison.recording import Recording
+from precast.diagnostics.comparison.selection import Selection
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
@@ -105,7 +106,7 @@ class RunObserver:
         self, path: Path, level: Any, every: int, steps: tuple[int, int] | None, modules: str
     ) -> None:
         """Also record the run for a comparison."""
-        self.recording = Recording(path, level=level, every=every, steps=steps, modules=modules)
+        self.recording = Recording(path, None, Selection(level, every, steps, modules))
         self._ends.enter_context(self.recording)
 
     def stop(self) -> None:

@@ -1,9 +1,9 @@
-"""The arguments of an operation that are no tensors, as text, and the tensors that it reads and writes."""
+"""The arguments of an operation that are no tensors, as text, and the tensors that it writes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from precast import _torch
 from precast._internal.display import dtype_name
+from precast._internal.pytree import tensors_in
 
-__all__ = ["argument_text", "is_random", "is_uninitialized", "results_of", "tensors_read"]
+__all__ = ["argument_text", "is_random", "is_uninitialized", "results_of"]
 
 _LONGEST: Final = 80
 _WITHOUT_EFFECT: Final = frozenset(
@@ -60,24 +61,13 @@ def _text(value: Any) -> str:
     return ""
 
 
-def tensors_read(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, also those in lists and dicts."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for each in values:
-            yield from tensors_read(each)
-    elif isinstance(values, dict):
-        yield from tensors_read([*values.values()])
-
-
 def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
     """Return the tensors that an operation computed: its results, or the arguments that it wrote."""
-    results = list(tensors_read(out))
+    results = tensors_in(out)
     schema = _schema(func)
     if schema.outputs and not results:
         pairs = [*zip(schema.names, args, strict=False), *kwargs.items()]
-        results = list(tensors_read([value for name, value in pairs if name in schema.outputs]))
+        results = tensors_in([value for name, value in pairs if name in schema.outputs])
     return results
 
 

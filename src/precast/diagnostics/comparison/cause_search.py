@@ -38,6 +38,15 @@ _LONGEST_CHAIN: Final = 10_000
 _MOST_REPLACED: Final = 8
 """The most operations of one run alone of which another weight may be the cause: compiled code reads all elsewhere."""
 
+_OTHER_RESULT: Final = (
+    "the same inputs give results that differ by {effect}; rounding explains {bound:.2g}: another kernel, or "
+    "arithmetic of lower precision"
+)
+_OTHER_UPDATE: Final = (
+    "the same gradient and weight give another update, by {effect}: the optimizers have other states or compute "
+    "something else"
+)
+
 
 class _Inputs(NamedTuple):
     """A comparison of the tensors that a pair of rows read."""
@@ -222,14 +231,7 @@ class CauseSearch:
             return _Root(self._cause(a, b, "optimizer", settings), is_certain=True)
         if inputs.is_explained or self._differed_before:
             return None
-        effect, bound = self._effect(a, b), self._bound(a, b)
-        if effect <= bound:
-            return self._rounding_root(a, b, effect, bound)
-        text = (
-            f"the same gradient and weight give another update, by {_relative(effect)}: "
-            "the optimizers have other states or compute something else"
-        )
-        return _Root(self._cause(a, b, "optimizer", text), is_certain=True)
+        return self._numeric_root(a, b, "optimizer", _OTHER_UPDATE)
 
     def _changed(self, a: int, b: int, inputs: _Inputs) -> tuple[Kind, str] | None:
         """Return kind and text of what the runs did not do alike in a pair of rows."""
@@ -282,16 +284,15 @@ class CauseSearch:
         )
         return self._effect(a, b) > max(64.0 * self._bound(a, b), _AMPLIFICATION * before)
 
-    def _numeric_root(self, a: int, b: int) -> _Root:
+    def _numeric_root(
+        self, a: int, b: int, kind: Kind = "operation", text: str = _OTHER_RESULT
+    ) -> _Root:
         """Return the root of the same operation on equal inputs with other results."""
         effect, bound = self._effect(a, b), self._bound(a, b)
         if effect <= bound:
             return self._rounding_root(a, b, effect, bound)
-        text = (
-            f"the same inputs give results that differ by {_relative(effect)}; rounding explains {bound:.2g}: another "
-            "kernel, or arithmetic of lower precision"
-        )
-        return _Root(self._cause(a, b, "operation", text), is_certain=True)
+        text = text.format(effect=_relative(effect), bound=bound)
+        return _Root(self._cause(a, b, kind, text), is_certain=True)
 
     def _rounding_root(self, a: int, b: int, effect: float, bound: float) -> _Root:
         text = (

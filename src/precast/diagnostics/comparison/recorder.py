@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.display import plural
+from precast._internal.pytree import tensors_in
 from precast.diagnostics.comparison.call_arguments import (
     argument_text,
     is_random,
     is_uninitialized,
     results_of,
-    tensors_read,
 )
 from precast.diagnostics.comparison.recording_file import RecordingWriter, Row, RowInput
 from precast.diagnostics.comparison.selection import Selection
@@ -132,7 +132,7 @@ class RunRecorder(OperationListener):
             return
         kind = kind_of(func)
         if is_uninitialized(kind.base):
-            for tensor in filter(is_measurable, tensors_read(out)):
+            for tensor in filter(is_measurable, tensors_in(out)):
                 self._origins.put_uninitialized(tensor)
             return
         has_node = self._nodes.has_new
@@ -199,7 +199,7 @@ class RunRecorder(OperationListener):
         phase = "backward" if _torch.in_backward() else "forward"
         place = CallPlace(name, None, phase)  # type: ignore[arg-type]
         added = []
-        for position, tensor in enumerate(tensors_read(output)):
+        for position, tensor in enumerate(tensors_in(output)):
             if position >= _MOST_RESULTS or not self._can(tensor):
                 continue
             inputs = self._origins.of(tensor)
@@ -241,7 +241,7 @@ class RunRecorder(OperationListener):
         if not self._is_on:
             return
         place = CallPlace(None, None, "other")
-        for position, root in enumerate(tensors_read(roots)):
+        for position, root in enumerate(tensors_in(roots)):
             if root.numel() == 1 and self._can(root):
                 self._add("loss", place, "loss", self._known([root]), root, result=position)
 
@@ -335,7 +335,7 @@ class RunRecorder(OperationListener):
     def _inputs(self, values: Any, place: CallPlace) -> tuple[RowInput, ...]:
         """Return the tensors that are read. Those without a row get one."""
         inputs = []
-        for tensor in tensors_read(values):
+        for tensor in tensors_in(values):
             if not is_measurable(tensor):
                 continue
             origin = self._origins.of(tensor)
@@ -434,7 +434,7 @@ def _is_workspace(result: Tensor, arguments: str, args: Sequence[Any]) -> bool:
     """Return True for bytes that a kernel keeps for its backward, parts of which have no values."""
     if result.dtype is not torch.uint8 or "uint8" in arguments:
         return False
-    return all(each.dtype is not torch.uint8 for each in tensors_read(args))
+    return all(each.dtype is not torch.uint8 for each in tensors_in(args))
 
 
 def _owner(name: str) -> str:

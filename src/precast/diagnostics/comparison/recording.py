@@ -77,7 +77,7 @@ def record(
         raise ComparisonError(
             f"record(path, model): expected a torch.nn.Module or no model, got {type(model).__name__}"
         )
-    return Recording(Path(path), model, level=level, every=every, steps=steps, modules=modules)
+    return Recording(Path(path), model, Selection(level, every, steps, modules))
 
 
 class Recording:
@@ -90,19 +90,15 @@ class Recording:
     def __init__(
         self,
         path: Path,
-        model: nn.Module | None = None,
-        *,
-        level: Level = "operations",
-        every: int = 1,
-        steps: tuple[int, int] | None = None,
-        modules: str = "",
+        model: nn.Module | None,
+        selection: Selection,
     ) -> None:
         rank, world_size = _rank()
         self.path = (
             path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if world_size > 1 else path
         )
         self._model = model
-        self._selection = Selection(level, every, steps, modules)
+        self._selection = selection
         self._ranks = rank, world_size
         self._ends = contextlib.ExitStack()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -231,7 +227,7 @@ class _CallHooks:
 
 def _rank() -> tuple[int, int]:
     """Return the rank of this process and the number of processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if _torch.is_distributed():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     number, of = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(number), int(of)) if number.isdecimal() and of.isdecimal() else (0, 1)
