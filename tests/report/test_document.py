@@ -17,7 +17,7 @@ import pytest
 from precast import report
 from precast.errors import ReportError
 from tests.support.documents import document, flat, with_rows
-from tools import report_schema
+from tools.site import report_schema
 
 
 def changed(*path: str | int, to: object) -> dict[str, Any]:
@@ -203,10 +203,8 @@ def test_a_document_is_strict_json(tmp_path: Path) -> None:
     assert strict((tmp_path / "run.json").read_text())["schema"] == 1
 
 
-def test_the_page_says_what_the_types_say() -> None:
-    page = report_schema.PAGE.read_text(encoding="utf-8")
-    assert page == report_schema.with_sections(page), "run: python -m tools.report_schema"
-    assert "- `cast_seconds` (number): " in page
+def test_the_lists_of_keys_name_the_types() -> None:
+    assert "- `cast_seconds` (number): " in report_schema.sections()
 
 
 def test_the_made_documents_have_every_key_of_the_schema() -> None:

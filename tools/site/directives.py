@@ -5,6 +5,7 @@
     <!-- picture: 08_checkerboard.py -->             what is drawn from it
     <!-- rules: default cpu -->                      the rules of a policy on a device type
     <!-- difference: default torch cpu -->           where a policy differs from another
+    <!-- schema: report -->                          the keys of a report's data
 
 Invariants:
     - A comment that looks like one of these but is misspelt is a problem; others, and code blocks, are left alone.
@@ -22,7 +23,7 @@ __all__ = ["Asked", "PageError", "asked", "expanded", "outside_code"]
 
 _COMMENT = re.compile(r"^(?P<indent>[ >]*)<!--\s*(?P<kind>[\w-]+):\s*(?P<words>.*?)\s*-->\s*$")
 _FENCE = re.compile(r"^[ >]*(`{3,}|~{3,})")
-KINDS = ("program", "output", "picture", "rules", "difference")
+KINDS = ("program", "output", "picture", "rules", "difference", "schema")
 
 
 @dataclass(frozen=True)

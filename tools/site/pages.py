@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
-from tools.site import links, tables
+from tools.site import links, report_schema, tables
 from tools.site.directives import Asked, PageError, asked, expanded, outside_code
 from tools.site.pictures import Pictures
 from tools.site.programs import Programs
@@ -141,7 +141,11 @@ class Site:
             name, other, device = _words(each, 3, 3, wanted)
             return tables.difference(name, other, device, language)
 
-        made = (program, output, picture, rules, difference)
+        def schema(each: Asked) -> str:
+            _words(each, 1, 1, "`report`")
+            return report_schema.sections()
+
+        made = (program, output, picture, rules, difference, schema)
         return {maker.__name__: maker for maker in made}
 
     def _program_page(self, path: str) -> str:

@@ -6,7 +6,7 @@ Invariants:
   shares are between 0 and 1;
 - numbers are finite: others are null in a file, and None here;
 - a key that may be missing can be added without a new version; removing a key, or changing its meaning, needs one;
-- `python -m tools.report_schema` generates the lists of `docs/report-data.md` from these classes and docstrings.
+- the lists of keys on the page `docs/report-data.md` are made from these classes and docstrings.
 """
 
 # ruff: noqa: RUF009 -- `may_be_missing` and `written_as` are `dataclasses.field`

@@ -1,9 +1,6 @@
-"""Writes the lists of keys in `docs/report-data.md` from the classes that read and write a document.
+"""The lists of keys on the page about a report's data, from the classes that read and write a document.
 
-    python -m tools.report_schema
-
-Invariants: the generated part of the page is between two marks; the meaning of a key is the docstring below its field;
-not part of the package.
+The meaning of a key is the docstring below its field.
 """
 
 from __future__ import annotations
@@ -13,9 +10,7 @@ import dataclasses
 import inspect
 import itertools
 import json
-import re
 from functools import cache
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,10 +18,8 @@ from precast._internal import events
 from precast._internal.records import keys_of
 from precast.report import schema
 
-__all__ = ["PAGE", "sections", "with_sections"]
+__all__ = ["sections"]
 
-PAGE = Path(__file__).parent.parent / "docs" / "report-data.md"
-_MARKED = re.compile(r"(<!-- python -m tools.report_schema -->\n).*?(<!-- end -->)", re.S)
 _WORDS = {
     str: "string",
     int: "integer",
@@ -43,11 +36,6 @@ def sections() -> str:
     _collect(schema.RunDocument, seen)
     _collect(schema.MergedDocument, seen)
     return "\n".join(_section(kind) for kind in seen)
-
-
-def with_sections(page: str) -> str:
-    """Return the page with its generated part written again."""
-    return _MARKED.sub(lambda match: f"{match[1]}\n{sections()}\n{match[2]}", page)
 
 
 def _collect(kind: Any, seen: list[Any]) -> None:
@@ -109,7 +97,3 @@ def _word(kind: Any) -> str:
     if origin is dict:
         return f"object of {_word(inner[1])}"
     return _WORDS[kind]
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_sections(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
