@@ -32,16 +32,13 @@ from precast.attachment.module_hooks import AppliedPlan, apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
 from precast.optim.partial_steps import parameters_of
-from precast.policy.module_names import named_parameters, names_in
-from precast.policy.module_plan import Plan, plan
+from precast.policy.module_names import named_parameters
+from precast.policy.module_plan import Plan, attachments, plan
 from precast.policy.policy import Policy, as_policy
 from precast.weights import held
 from precast.weights.held import Copy, HeldParameter
 
-__all__ = ["Attachment", "Memory", "attach", "attached_models", "names_of"]
-
-_living: Final[weakref.WeakSet[Attachment]] = weakref.WeakSet()
-"""The attachments that have not ended, with or without held weights."""
+__all__ = ["Attachment", "Memory", "attach"]
 
 
 class Memory(int):
@@ -101,20 +98,6 @@ def attach(
     return Attachment(model, planned, hold=hold)
 
 
-def names_of(parameters: Iterable[torch.Tensor]) -> dict[int, str]:
-    """Return ``id`` -> name in its model for each of `parameters` that belongs to an attached model."""
-    parameters, names = list(parameters), dict[int, str]()
-    for model, _ in attached_models():
-        names |= names_in(model, parameters)
-    return names
-
-
-def attached_models() -> list[tuple[nn.Module, Plan | None]]:
-    """Return every attached model with the plan of its attachment."""
-    pairs = [(attachment._model(), attachment._plan) for attachment in list(_living)]
-    return [(model, plan) for model, plan in pairs if model is not None]
-
-
 class Attachment(Displayed):
     """A model with held weights and with rules for its modules; returned by `attach`.
 
@@ -148,7 +131,7 @@ class Attachment(Displayed):
         if plan is not None:
             self._rules = apply(model, plan, tables=give_way is None, give_way=give_way)
         self._find_parameters()
-        _living.add(self)
+        attachments[self] = self._model, plan
         if hold:
             held.attached.append(self)
             _watch()
@@ -254,7 +237,7 @@ class Attachment(Displayed):
             for held_parameter in self._held_parameters.values():
                 held.release(held_parameter)
             self._held_parameters, self._left_alone = {}, {}
-        _living.discard(self)
+        attachments.pop(self, None)
         held.before_next_region.pop(id(self), None)
         if self in held.attached:
             held.attached.remove(self)

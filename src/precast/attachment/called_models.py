@@ -19,10 +19,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.locks import ForkSafeLock, synchronized
-from precast.attachment.attachment import Attachment, attached_models
+from precast.attachment.attachment import Attachment
 from precast.errors import PolicyError
 from precast.policy.module_names import unwrapped
-from precast.policy.module_plan import Plan, plan
+from precast.policy.module_plan import Plan, attached_models, plan
 from precast.policy.policy import Policy
 from precast.report.schema import ModuleRuleEffects
 

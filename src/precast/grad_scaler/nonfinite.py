@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast._internal.events import NonfiniteOrigin, witnesses
-from precast.attachment.attachment import attached_models, names_of
 from precast.grad_scaler.gradients import Place, bad_gradients, bad_parameters
 from precast.grad_scaler.memory import is_finite, local, memory_of
 from precast.optim.partial_steps import parameters_of
 from precast.policy.module_names import named_buffers
+from precast.policy.module_plan import attached_models, names_of
 
 __all__ = ["NonfiniteDetails", "loss_to_keep"]
 

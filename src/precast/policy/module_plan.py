@@ -11,23 +11,33 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from precast._internal import cures
 from precast._internal.display import Card, Displayed, plural
 from precast.errors import PolicyError
-from precast.policy.module_names import modules_by_name
+from precast.policy.module_names import modules_by_name, names_in
 from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
 from precast.policy.patterns import PatternIndex
 from precast.policy.policy import Policy, operations_with_product_rules, pattern_index
 from precast.policy.values import nearest, shown
 
-__all__ = ["Plan", "PlannedModule", "is_called", "outwards", "plan"]
+__all__ = [
+    "Plan",
+    "PlannedModule",
+    "attached_models",
+    "attachments",
+    "is_called",
+    "names_of",
+    "outwards",
+    "plan",
+]
 
 _NEVER_CALLED: Final = "NonDynamicallyQuantizableLinear"
 """The projection in `nn.MultiheadAttention`."""
@@ -197,6 +207,26 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
 
 
 _Decisions = dict[str, tuple[str, ModuleRule] | None]
+
+
+attachments: Final[
+    weakref.WeakKeyDictionary[object, tuple[weakref.ref[nn.Module], Plan | None]]
+] = weakref.WeakKeyDictionary()
+"""Attachment that has not ended -> its model, and its plan if it has a policy."""
+
+
+def attached_models() -> list[tuple[nn.Module, Plan | None]]:
+    """Return every attached model with the plan of its attachment."""
+    pairs = [(model(), planned) for model, planned in list(attachments.values())]
+    return [(model, planned) for model, planned in pairs if model is not None]
+
+
+def names_of(parameters: Iterable[Tensor]) -> dict[int, str]:
+    """Return ``id`` -> name in its model for each of `parameters` that belongs to an attached model."""
+    parameters, names = list(parameters), dict[int, str]()
+    for model, _ in attached_models():
+        names |= names_in(model, parameters)
+    return names
 
 
 def _agreed(modules: dict[str, nn.Module], decisions: _Decisions) -> _Decisions:

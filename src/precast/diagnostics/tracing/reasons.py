@@ -6,11 +6,11 @@ import functools
 from typing import Any, NamedTuple
 
 from precast.attachment import module_calls
-from precast.attachment.attachment import attached_models
 from precast.diagnostics.tracing.call_sites import is_enabled
 from precast.engine.thread_state import inherited_policy, installed, thread_state
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
+from precast.policy.module_plan import attached_models
 from precast.policy.policy import Policy, expanded_rules
 
 __all__ = [

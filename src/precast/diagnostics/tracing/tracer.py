@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from precast import _torch
-from precast.attachment.attachment import attached_models
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing.call_sites import ModuleNames
 from precast.diagnostics.tracing.counting import RuleCounter, RuleCounts
@@ -22,7 +21,7 @@ from precast.diagnostics.tracing.listening import listen
 from precast.diagnostics.tracing.recorder import TraceRecorder
 from precast.engine.operator_kinds import dtype_of
 from precast.errors import PrecastError
-from precast.policy.module_plan import outwards
+from precast.policy.module_plan import attached_models, outwards
 from precast.report.saved_trace import Explanation, SavedTrace
 from precast.report.schema import TraceData, TracedModule
 
