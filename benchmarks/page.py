@@ -14,7 +14,7 @@ from benchmarks import chart
 from benchmarks.models import title
 from benchmarks.sections import put
 from benchmarks.targets import MET, NOT_MET, summary, written
-from benchmarks.variants import ACCUMULATION, BASELINE, LEAN, TRAINING, kinds
+from benchmarks.variants import ACCUMULATION, BASELINE, INFERENCE, LEAN, TRAINING, kinds
 from precast._internal.atomic_write import replace
 
 __all__ = ["BEGIN", "DATA", "END", "PAGE", "render", "write"]
@@ -88,7 +88,7 @@ def render(data: dict[str, Any]) -> str:
             "### Memory and casts of one step",
             "",
             "Peak of tensor memory in MiB, then the number of casts, with the MiB that they write in brackets. Without",
-            "`attach`, precast makes the casts of `torch.autocast`.",
+            "`attach`, precast makes the casts of `torch.autocast`. Generation has the peaks of inference.",
             "",
             *_needs(rows),
             "",
@@ -222,7 +222,7 @@ def _needs(rows: Sequence[Row]) -> Iterator[str]:
     yield _line(["network", "work", *_KINDS, *(f"casts, {kind}" for kind in _CASTING)])
     yield "|---|---|" + "---|" * (len(_KINDS) + len(_CASTING))
     for network, work, by_kind in _groups(rows):
-        if by_kind:
+        if by_kind and work in {INFERENCE, TRAINING}:
             peaks = (_peak(by_kind.get(kind)) for kind in _KINDS)
             casts = (_casts(by_kind.get(kind)) for kind in _CASTING)
             yield _line([network, work, *peaks, *casts])

@@ -188,6 +188,7 @@ def run(
 
 def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> str:
     """The text of docs/gpu.md; `notes` are what a person has to say about the rows."""
+    results = [row for row in rows if row["section"] == "parts" and row["result"] != "done"]
     lines = [
         "# On a GPU",
         "",
@@ -200,7 +201,7 @@ def page(machine: Mapping[str, str], rows: Rows, notes: Sequence[str] = ()) -> s
         *[line for note in notes for line in (textwrap.fill(note, 118), "")],
         *_table(
             ["part", "seconds", "result"],
-            [[r["unit"], r["seconds"], r["result"]] for r in rows if r["section"] == "parts"],
+            [[row["unit"], row["seconds"], row["result"]] for row in results],
         ),
     ]
     for section in dict.fromkeys([*_CASES, *_COLUMNS]):
