@@ -240,11 +240,9 @@ def test_a_metric_alone_asks_for_inference() -> None:
         ((*ASKED, "--budget", "5 weeks"), 2, "got '5 weeks'"),
         ((*ASKED, "--candidates", "float64"), 2, "'float64' is unknown"),
         ((*ASKED, "--base", "nothing"), 2, "nothing"),
-        ((*ASKED, "--out", "tuned_models.py"), 2, "precast tune did not write the existing file"),
+        ((*ASKED, "--out", "tuned_models.py"), 2, "there is a file that precast did not write"),
         ((*ASKED, "--out", "a.json"), 2, "expected a TOML file"),
-        ((*ASKED, "--out", "no/where.toml"), 2, "folder no not found"),
         ((*ASKED, "--report", "tuned_models.py"), 2, "cannot write tuned_models.py"),
-        ((*ASKED, "--report", "no/where.html"), 2, "folder no not found"),
         (
             ("tuned_models:make", "--data", "batches", "--step", "none"),
             1,
@@ -311,7 +309,7 @@ def test_a_policy_is_measured_again_for_what_it_was_found_for(
     unknown = checking.PolicyCheck(
         "cannot tell", ["could not tell whether tuned is faster"], Proof({}, [], 1, 0, 0.1, "time")
     )
-    monkeypatch.setattr(checking, "check", lambda *_: unknown)
+    monkeypatch.setattr(checking, "check", lambda *_, **__: unknown)
     done = tune(*ASKED, "--check", "tuned.toml")
     assert done.exit_code == 4
     assert "could not tell whether it holds here" in done.stdout

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import precast
 from precast.errors import TuningError
 from precast.policy.policy import Policy
-from precast.tuning.checking import CheckQuestion, check
+from precast.tuning.checking import check
 from precast.tuning.inference import InferenceRun, InferenceTask, OutputMeter
 from precast.tuning.options import TuningOptions
 from precast.tuning.proof import prove
@@ -309,8 +309,8 @@ def test_the_policy_converts_the_model_as_it_was_measured() -> None:
 
 @pytest.mark.parametrize(("objective", "outcome"), [("memory", "holds"), ("time", None)])
 def test_a_policy_is_checked_again(objective, outcome) -> None:
-    asked = CheckQuestion(objective, 0.05, 20.0, torch.bfloat16, DEFAULT)
-    found = check(workload(), DEFAULT, asked)
+    asked = {"objective": objective, "tolerance": 0.05, "budget": 20.0}
+    found = check(workload(), DEFAULT, base=DEFAULT, dtype=torch.bfloat16, **asked)
     assert outcome in (None, found.outcome)
     assert found.because[0].startswith("the metric of default differs from that of float32 by ")
     assert found.proof.seeds == 4

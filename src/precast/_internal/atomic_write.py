@@ -21,6 +21,8 @@ _MARKS = (
     (b'{"schema":', b'"precast":'),
     (b"<!doctype html>", b'<meta name="generator" content="precast'),
     (b"\x89PNG", b"precast"),
+    (b"# Found by precast.tune for ", b""),
+    (b"{", b'"schema": "precast.tuning/'),
 )
 """The first bytes of files that precast writes, and a text near their beginning."""
 

@@ -30,17 +30,10 @@ from precast._internal import atomic_write, torch_versions
 from precast.errors import BuildError, OutputError
 from precast.weights.native import library_file
 
-__all__ = [
-    "BuildResult",
-    "Compiler",
-    "TorchInstallation",
-    "build",
-    "find_compiler",
-    "installed_torch",
-]
+__all__ = ["BuildResult", "Compiler", "TorchInstallation", "build", "find_compiler"]
+__all__ += ["installed_torch", "torch_in"]
 
 _COMPILERS: Final = ("c++", "g++", "clang++")
-_STANDARD: Final = "c++20"
 LOG: Final = "build.log"
 
 
@@ -50,15 +43,6 @@ class TorchInstallation:
 
     version: str
     folder: Path
-
-    @property
-    def standard(self) -> str:
-        """The C++ standard that its headers need, from PyTorch's own builder of extensions."""
-        with contextlib.suppress(OSError):
-            text = (self.folder / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
-            standards = re.findall(r"-std=(c\+\+\d+)", text)
-            return max(standards, default=_STANDARD)
-        return _STANDARD
 
 
 @dataclass(frozen=True)
@@ -71,9 +55,8 @@ class Compiler:
     @property
     def key(self) -> str:
         """Eight hexadecimal digits that identify the compiler."""
-        return library_file.fingerprint([" ".join(self.command).encode(), self.version.encode()])[
-            :8
-        ]
+        texts = " ".join(self.command), self.version
+        return library_file.fingerprint([text.encode() for text in texts])[:8]
 
 
 @dataclass(frozen=True)
@@ -108,13 +91,13 @@ def installed_torch() -> TorchInstallation:
         spec = importlib.util.find_spec("torch")
     except ValueError:  # the entry of `sys.modules` is not a module with a file
         spec = None
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        torch = torch_in(Path(folder))
-        torch_versions.check(torch.version)
-        return torch
-    raise BuildError(
-        "precast build needs PyTorch, which is not installed here: the library is compiled with its headers"
-    )
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError(
+            "precast build needs PyTorch, which is not installed here: the library is compiled with its headers"
+        )
+    torch = torch_in(Path(spec.submodule_search_locations[0]))
+    torch_versions.check(torch.version)
+    return torch
 
 
 def torch_in(folder: Path) -> TorchInstallation:
@@ -143,36 +126,40 @@ def find_compiler() -> Compiler | None:
     Raises:
         BuildError: the compiler named by `CXX` does not exist, or does not run.
     """
+    named = os.environ.get("CXX", "")
     try:
-        command = shlex.split(os.environ.get("CXX", ""))
+        command = shlex.split(named)
     except ValueError as error:
-        raise BuildError(f"CXX is {os.environ['CXX']!r}, which is no command: {error}") from error
-    if command:
-        if shutil.which(command[0]) is None:
-            raise BuildError(
-                f"CXX is {os.environ['CXX']!r}, and there is no such compiler; unset it or name another"
-            )
-        return _compiler(command)
-    for name in _COMPILERS:
-        if shutil.which(name) is not None:
-            return _compiler([name])
-    return None
-
-
-def _compiler(command: Sequence[str]) -> Compiler:
-    try:
-        done = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, errors="replace", check=False
-        )
-    except OSError as error:
+        raise BuildError(f"CXX is {named!r}, which is no command: {error}") from error
+    if command and shutil.which(command[0]) is None:
         raise BuildError(
-            f"the compiler {shlex.join(command)} cannot be run: {error.strerror}"
-        ) from error
+            f"CXX is {named!r}, and there is no such compiler; unset it or name another"
+        )
+    command = command or [name for name in _COMPILERS if shutil.which(name)][:1]
+    if not command:
+        return None
+    done = _run([*command, "--version"])
     if done.returncode:
         raise BuildError(
             f"the compiler {shlex.join(command)} does not work: --version {_exit_text(done.returncode)}"
         )
     return Compiler(tuple(command), done.stdout.strip().partition("\n")[0])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a compiler. Its output is in English, because an error is recognized by the word."""
+    try:
+        return subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except OSError as error:
+        raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from error
 
 
 def build(
@@ -201,29 +188,21 @@ def build(
             "the native engine is not built on Windows; the reference engine runs there"
         )
     torch = torch or installed_torch()
-    shipped = _in_package(torch, check) if folder is None else None
-    if shipped is not None:
-        return BuildResult(shipped, torch.version, None, is_new=False)
+    if folder is None:
+        for path in library_file.candidates(library_file.COMPILED, torch.version):
+            if _defect(path, torch, check) is None:
+                return BuildResult(path, torch.version, None, is_new=False)
     compiler = compiler or find_compiler()
     if compiler is None:
         raise BuildError(
             f"no C++ compiler was found (CXX is not set; tried {', '.join(_COMPILERS)}). Install one, such as g++, "
             "or go on without: the reference engine runs"
         )
-    folder = folder or library_file.cache_folder()
-    job = _BuildJob(folder, torch, compiler, check, progress)
-    with _locked(folder, lambda: progress("waiting for another process that builds", 0, 1)):
+    job = _BuildJob(folder or library_file.cache_folder(), torch, compiler, check, progress)
+    with _locked(job.folder, lambda: progress("waiting for another process that builds", 0, 1)):
         existing = job.find()
         path = existing or job.make()
         return BuildResult(path, torch.version, compiler.version, is_new=existing is None)
-
-
-def _in_package(torch: TorchInstallation, check: bool) -> Path | None:
-    """Return the package's library, if it has a working one."""
-    for path in library_file.candidates(library_file.COMPILED, torch.version):
-        if _defect(path, torch, check) is None:
-            return path
-    return None
 
 
 def _defect(path: Path, torch: TorchInstallation, check: bool) -> str | None:
@@ -233,12 +212,8 @@ def _defect(path: Path, torch: TorchInstallation, check: bool) -> str | None:
         return defect
     command = [sys.executable, "-P", "-m", "precast.weights.native.library", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    if done.returncode == 0:
-        return None
-    message = done.stderr.strip().rpartition("\n")[2]
-    return (
-        message if done.returncode == 1 and message else f"loading it {_exit_text(done.returncode)}"
-    )
+    message = done.stderr.strip().rpartition("\n")[2] if done.returncode == 1 else ""
+    return (message or f"loading it {_exit_text(done.returncode)}") if done.returncode else None
 
 
 @contextlib.contextmanager
@@ -246,29 +221,21 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Let one process at a time build in a folder. The lock of a killed process is free."""
     import fcntl  # not on Windows
 
-    path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with open(folder / ".lock", "ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OutputError:
+        raise
     except OSError as error:
-        raise _cannot_write(folder, error) from error
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waiting()
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:  # a file system without locks
-            raise _cannot_write(folder, error) from error
-        yield
-    finally:
-        os.close(handle)
-
-
-def _cannot_write(folder: Path, error: OSError) -> OutputError:
-    output_error = OutputError(error.errno, error.strerror or str(error), str(folder))
-    output_error.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
-    return output_error
+        refused = OutputError(error.errno, error.strerror or str(error), str(folder))
+        refused.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
+        raise refused from error
 
 
 @dataclass(frozen=True)
@@ -290,29 +257,32 @@ class _BuildJob:
         return None
 
     def make(self) -> Path:
+        """Compile, link and check the library, and move it into the folder."""
         try:
             with tempfile.TemporaryDirectory(prefix="precast-build-") as work:
                 name, content = self._make_in(Path(work))
         except OSError as error:  # of the temporary folder, or of a missing output file
             raise BuildError(f"the library could not be made: {error}") from error
-        target = self.folder / name
-        atomic_write.replace(target, content, 0o755)
-        with contextlib.suppress(OSError):
-            (self.folder / LOG).unlink()  # of an earlier failure
-        return target
+        atomic_write.replace(self.folder / name, content, 0o755)
+        (self.folder / LOG).unlink(missing_ok=True)  # of an earlier failure
+        return self.folder / name
 
     def _make_in(self, work: Path) -> tuple[str, bytes]:
-        """Compile, link and check; return the library's name and content."""
+        """Return the library's name and content."""
         objects = sorted(work / f"{path.stem}.o" for path in library_file.SOURCES.glob("*.cpp"))
         steps = len(objects) + 2
         self.progress("compiling", 0, steps)
-        with ThreadPoolExecutor(_cores()) as pool:
+        # A compiler takes some hundred MB.
+        with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
             for done, _ in enumerate(pool.map(self._compile, objects), 1):
                 self.progress("compiling", done, steps)
         self.progress("linking", steps - 2, steps)
         output = work / "library.so"
-        inputs = [*map(str, objects), *self._libraries()]
-        self._run([*self.compiler.command, *_LINK, "-o", str(output), *inputs])
+        # PyTorch is loaded before the library, so these are found by name: the file contains no folder of this machine.
+        libraries = [f"-L{self.torch.folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"]
+        if sys.platform == "darwin":
+            libraries = ["-undefined", "dynamic_lookup"]
+        self._run_compiler([*_LINK, "-o", str(output), *map(str, objects), *libraries])
         self.progress("checking", steps - 1, steps)
         content = output.read_bytes()
         name = library_file.file_name(self.torch.version, self.compiler.key, content)
@@ -323,63 +293,35 @@ class _BuildJob:
 
     def _compile(self, target: Path) -> None:
         include = self.torch.folder / "include"
-        key, source_hash = library_file.torch_key(self.torch.version), library_file.source_hash()
-        self._run(
-            [
-                *self.compiler.command,
-                *library_file.FLAGS,
-                f"-std={self.torch.standard}",
-                "-D_GLIBCXX_USE_CXX11_ABI=1",  # that of all PyTorch wheels
-                f'-DPRECAST_TORCH_KEY="{key}"',
-                f'-DPRECAST_SOURCES="{source_hash}"',
-                f"-ffile-prefix-map={include}=torch",  # messages must not name folders of this machine
-                f"-ffile-prefix-map={library_file.SOURCES}=precast",
-                "-isystem",  # no warnings about PyTorch's headers
-                str(include),
-                "-isystem",
-                str(include / "torch" / "csrc" / "api" / "include"),
-                "-c",
-                str(library_file.SOURCES / f"{target.stem}.cpp"),
-                "-o",
-                str(target),
-            ]
-        )
+        options = [
+            *library_file.FLAGS,
+            "-std=c++20",  # as PyTorch's own extensions
+            "-D_GLIBCXX_USE_CXX11_ABI=1",  # that of all PyTorch wheels
+            f'-DPRECAST_TORCH_KEY="{library_file.torch_key(self.torch.version)}"',
+            f'-DPRECAST_SOURCES="{library_file.source_hash()}"',
+            f"-ffile-prefix-map={include}=torch",  # messages must not name folders of this machine
+            f"-ffile-prefix-map={library_file.SOURCES}=precast",
+        ]
+        for folder in (include, include / "torch" / "csrc" / "api" / "include"):
+            options += ["-isystem", str(folder)]  # no warnings about PyTorch's headers
+        source = library_file.SOURCES / f"{target.stem}.cpp"
+        self._run_compiler([*options, "-c", str(source), "-o", str(target)])
 
-    def _libraries(self) -> list[str]:
-        if sys.platform == "darwin":
-            return ["-undefined", "dynamic_lookup"]
-        # PyTorch is loaded before the library, so these are found by name: the file contains no folder of this machine.
-        return [f"-L{self.torch.folder / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl"]
-
-    def _run(self, command: Sequence[str]) -> None:
+    def _run_compiler(self, arguments: Sequence[str]) -> None:
+        """Run the compiler; after an error its output is saved."""
+        command = [*self.compiler.command, *arguments]
+        done = _run(command)
+        if done.returncode == 0:
+            return
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line, re.I)]
+        first = f": {(errors or lines)[0]}" if lines else " without a message"
+        log, place = self.folder / LOG, f"its whole output is in {self.folder / LOG}"
         try:
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                check=False,
-                env={**os.environ, "LC_ALL": "C"},  # errors are recognised by the English word
-            )
-        except OSError as error:
-            raise BuildError(
-                f"the compiler {command[0]} cannot be run: {error.strerror}"
-            ) from error
-        if done.returncode:
-            log = self._log(f"{shlex.join(command)}\n{done.stdout}")
-            raise BuildError(
-                f"{self.compiler.command[0]} {_exit_text(done.returncode)}{_first_error(done.stdout)}; {log}"
-            )
-
-    def _log(self, text: str) -> str:
-        """Save the compiler's output; return the words that say where."""
-        path = self.folder / LOG
-        try:
-            atomic_write.replace(path, text.encode())
+            atomic_write.replace(log, f"{shlex.join(command)}\n{done.stdout}".encode())
         except OutputError as error:
-            return str(error)
-        return f"its whole output is in {path}"
+            place = str(error)
+        raise BuildError(f"{command[0]} {_exit_text(done.returncode)}{first}; {place}")
 
 
 _LINK: Final = ("-shared", "-Wl,--no-undefined") if sys.platform == "linux" else ("-shared",)
@@ -389,21 +331,5 @@ def _exit_text(code: int) -> str:
     """Return the end of a sentence about how a process ended."""
     if code > 0:
         return f"failed with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal.Signals(-code).name
     return f"was killed by {name}" + (" (is there enough memory?)" if name == "SIGKILL" else "")
-
-
-def _first_error(output: str) -> str:
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    first = next(
-        (line for line in lines if re.search(r"\berror\b|undefined reference", line, re.I)), None
-    )
-    first = first or (lines[0] if lines else None)
-    return f": {first}" if first else " without a message"
-
-
-def _cores() -> int:
-    return max(1, min(4, os.cpu_count() or 1))  # a compiler takes some hundred MB

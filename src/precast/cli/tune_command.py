@@ -22,8 +22,6 @@ from precast.cli.options import json_option, seed_option
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from precast.policy.policy import Policy
-    from precast.tuning.checking import CheckQuestion
     from precast.tuning.options import TuningProgress
 
 __all__ = ["tune"]
@@ -64,6 +62,11 @@ def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
     return click.option(name, default=default, show_default=True, help=text)
 
 
+def _file_option(name: str, variable: str, text: str) -> Callable[[Any], Any]:
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.option(name, variable, type=kind, metavar="FILE", help=text)
+
+
 @click.command(cls=_Tune, short_help="Find the best policy for a model on this machine.")
 @click.argument("model", metavar="MODULE:FACTORY", required=False)
 @_object_option("--data", "The batches: a list, a data loader, or a function that returns one.")
@@ -99,26 +102,15 @@ def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="Policy file; the evidence is written next to it.",
 )
-@click.option(
-    "--report",
-    "page",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Output file of the report.  [default: next to --out]",
-)
-@click.option(
-    "--check",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Measure this policy again, in 1m, and search nothing.",
-)
+@_file_option("--report", "page", "Output file of the report.  [default: next to --out]")
+@_file_option("--check", "checked", "Measure this policy again, in 1m, and search nothing.")
 @json_option
 def tune(
     *,
     model: str | None,
     out: Path,
     page: Path | None,
-    check: Path | None,
+    checked: Path | None,
     as_json: bool,
     objective: Any,
     base: str,
@@ -150,9 +142,9 @@ def tune(
     _check_named(model, named)
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
 
-    if check is not None and not check.is_file():
-        raise click.UsageError(f"--check {check}: file not found")
-    paths = _output_paths(out, page) if check is None else {}
+    if checked is not None and not checked.is_file():
+        raise click.UsageError(f"--check {checked}: file not found")
+    paths = _output_paths(out, page) if checked is None else {}
     from rich.console import Console
 
     from precast.cli import tune_inputs
@@ -161,7 +153,7 @@ def tune(
     from precast.tuning.options import TuningOptions, checked_candidates
 
     try:
-        inputs = tune_inputs.inputs(model=str(model), **named)
+        inputs = {**tune_inputs.inputs(model=str(model), **named), "seed": seed}
         options: dict[str, Any] = {
             "tolerance": tune_inputs.tolerance(tolerance),
             "budget": tune_inputs.budget(budget),
@@ -172,19 +164,19 @@ def tune(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     context = click.get_current_context()
-    if check is not None:
-        explicit = {
-            name: value
-            for name, value in options.items()
-            if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-        }
-        _check(check, {**inputs, "seed": seed}, explicit, as_json)
+    if checked is not None:
+        defaults = [
+            name
+            for name in options
+            if context.get_parameter_source(name) != ParameterSource.COMMANDLINE
+        ]
+        _check(checked, inputs, {k: v for k, v in options.items() if k not in defaults}, as_json)
     with Console(stderr=True).status("") as status:
         rare = TuningOptions(
             candidates=options.pop("candidates"),
             base=as_policy(options.pop("base")),
             metric=inputs.pop("metric"),
-            seed=seed,
+            seed=inputs.pop("seed"),
             progress=_shown_on(status),
         )
         result = tuner.tune(**inputs, **options, options=rare)
@@ -194,27 +186,41 @@ def tune(
     if as_json:
         click.echo(json.dumps({**result.to_dict(), **files}, indent=2))
     else:
-        click.echo(
-            "\n".join([f"{result}\n", *(f"{kind:<8} {path}" for kind, path in files.items())])
-        )
+        lines = [f"{kind:<8} {path}" for kind, path in files.items()]
+        click.echo("\n".join([f"{result}\n", *lines]))
     sys.exit(_SEARCH_CODES[result.outcome])
 
 
 def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json: bool) -> None:
-    """Measure the policy in a file again, and exit with a code that shows if it holds."""
+    """Measure the policy in a file again, and exit with a code that shows if it holds.
+
+    Options that the command line names explicitly replace those with which the policy was found.
+    """
+    import torch
     from rich.console import Console
 
     from precast._internal.display import terminal_width, wrapped
-    from precast.policy.policy import Policy
+    from precast.policy.policy import Policy, as_policy
     from precast.tuning import checking
     from precast.tuning.evidence import figures_of, table_lines
     from precast.tuning.setups import workload_of
 
     policy = Policy.load(path)
-    question = _question(policy, explicit)
+    question: dict[str, Any] = {"objective": "time", "tolerance": 0.01, "budget": 60.0}
+    question |= {"base": "default", "dtype": "bfloat16", **policy.measured, **explicit}
+    dtypes = [each for each in explicit.get("candidates", ()) if isinstance(each, torch.dtype)]
     workload = workload_of(**inputs)
     with Console(stderr=True).status("measuring") as status:
-        result = checking.check(workload, policy, question, status.update)
+        result = checking.check(
+            workload,
+            policy,
+            base=as_policy(question["base"]),
+            dtype=dtypes[0] if dtypes else getattr(torch, question["dtype"]),
+            objective=question["objective"],
+            tolerance=question["tolerance"],
+            budget=question["budget"],
+            progress=status.update,
+        )
     text, code = _OUTCOMES[result.outcome]
     if as_json:
         content = {"policy": str(path), "outcome": result.outcome, "because": result.because}
@@ -224,55 +230,21 @@ def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json
         lines = [f"{path}: {text}"]
         for reason in result.because:
             lines += wrapped(reason, width, "- ", "  ")
-        table = table_lines(result.proof, workload.task, width)
-        click.echo("\n".join([*lines, "", *table]))
+        click.echo("\n".join([*lines, "", *table_lines(result.proof, workload.task, width)]))
     sys.exit(code)
-
-
-def _question(policy: Policy, explicit: dict[str, Any]) -> CheckQuestion:
-    """Return the question in the policy's file, with the options of the command line in place of its parts."""
-    import torch
-
-    from precast.policy.policy import as_policy
-    from precast.tuning.checking import CheckQuestion
-
-    measured: dict[str, Any] = {
-        "objective": "time",
-        "tolerance": 0.01,
-        "base": "default",
-        "dtype": "bfloat16",
-    }
-    measured |= {**policy.measured, **explicit}
-    dtypes = [each for each in explicit.get("candidates", ()) if isinstance(each, torch.dtype)]
-    dtype = [*dtypes, getattr(torch, str(measured["dtype"]), None)][0]
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise click.UsageError(
-            f"the policy was measured in {measured['dtype']}; allowed: float32, bfloat16, float16"
-        )
-    return CheckQuestion(
-        "memory" if measured["objective"] == "memory" else "time",
-        float(measured["tolerance"]),
-        explicit.get("budget", 60.0),
-        dtype,
-        as_policy(str(measured["base"])),
-    )
 
 
 def _check_named(model: str | None, named: dict[str, Any]) -> None:
     """Refuse a command with missing options, before anything heavy is imported."""
-    is_trained = named["loss"] is not None or named["step"] is not None
+    trained = [name for name in ("loss", "step") if named[name] is not None]
     if model is None or named["data"] is None:
         raise click.UsageError("Name a model and its --data, such as my_model:make --data batches.")
-    if named["loss"] is not None and named["step"] is not None:
-        raise click.UsageError(
-            "Name either a --loss of output and target, or a --step of model and batch."
-        )
-    if not is_trained and named["metric"] is None:
+    if len(trained) > 1 or not (trained or named["metric"]):
         raise click.UsageError(
             "Name either a --loss of output and target, or a --step of model and batch; for inference, a --metric "
             "alone."
         )
-    if not is_trained and named["optimizer"] is not None:
+    if not trained and named["optimizer"] is not None:
         raise click.UsageError(
             "--optimizer is for training: name a --loss or a --step, or leave it out for inference."
         )
@@ -283,7 +255,6 @@ def _output_paths(out: Path, page: Path | None) -> dict[str, Path]:
     from precast._internal import atomic_write
     from precast.errors import MissingExtraError
     from precast.report.page import needed
-    from precast.tuning.result import is_replaceable
 
     if out.suffix == ".json":
         raise click.UsageError(
@@ -292,14 +263,8 @@ def _output_paths(out: Path, page: Path | None) -> dict[str, Path]:
     paths = {"policy": out, "evidence": out.with_suffix(".json")}
     paths["page"] = page or out.with_suffix(".html")
     for kind, path in paths.items():
-        if kind != "page" and not is_replaceable(path):
-            raise click.UsageError(
-                f"cannot write {path}: precast tune did not write the existing file; name another file with --out"
-            )
-        if error := kind == "page" and atomic_write.refusal(path, "--report"):
+        if error := atomic_write.refusal(path, "--report" if kind == "page" else "--out"):
             raise click.UsageError(error)
-        if not path.parent.is_dir():
-            raise click.UsageError(f"cannot write {path}: folder {path.parent} not found")
     try:
         needed()
     except MissingExtraError as error:

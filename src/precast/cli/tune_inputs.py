@@ -6,6 +6,7 @@ here and nowhere else.
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -34,30 +35,22 @@ def inputs(
 ) -> dict[str, Any]:
     """Return the arguments of `precast.tune` that these texts name, by their names, with the metric."""
     module = model.partition(":")[0]
-    loaded = load_model(model)
-    step_function = None
-    if step is not None:
-        step_function = _function(step, module, "--step")
-    elif loss is not None:
-        step_function = _step_of(_function(loss, module, "--loss"), loss)
-    form = "MODULE:NAME, such as my_data:batches"
     return {
-        "model": loaded,
-        "step": step_function,
-        "batches": load_named(_full(data, module), "--data", form, callable),
+        "model": load_model(model),
+        "step": _step_of(loss, module) if loss is not None else _function(step, module, "--step"),
+        "batches": load_named(
+            _full(data, module), "--data", "MODULE:NAME, such as my_data:batches", callable
+        ),
         "optimizer": None if optimizer is None else _optimizer(optimizer),
-        "metric": None if metric is None else _function(metric, module, "--metric"),
+        "metric": _function(metric, module, "--metric"),
     }
 
 
 def tolerance(text: str) -> float:
     """Return a share: `1%` or `0.01`."""
-    number, percent, rest = text.partition("%")
-    try:
-        share = float(number) / (100 if percent else 1)
-    except ValueError:
-        share = -1.0
-    if rest.strip() or not 0 < share < 1:
+    matched = re.fullmatch(r"\s*(\d*\.?\d+)\s*(%?)\s*", text)
+    share = float(matched[1]) / (100 if matched[2] else 1) if matched else 0.0
+    if not 0 < share < 1:
         raise ValueError(
             f"--tolerance: expected a share between 0 and 1, such as 1% or 0.01, got {text!r}"
         )
@@ -66,26 +59,28 @@ def tolerance(text: str) -> float:
 
 def budget(text: str) -> float:
     """Return seconds: `90`, `90s`, `5m` or `1h`."""
-    matched = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([smh]?)\s*", text)
+    matched = re.fullmatch(r"\s*(\d*\.?\d+)\s*([smh]?)\s*", text)
     seconds = float(matched[1]) * _SECONDS[matched[2]] if matched else 0.0
     if seconds <= 0:
         raise ValueError(f"--budget: expected a time above 0, such as 90s, 5m or 1h, got {text!r}")
     return seconds
 
 
-def _function(
-    where: str, module: str, option: str, *, makes_instances: bool = True
-) -> Callable[..., Any]:
+def _function(where: str | None, module: str, option: str) -> Any:
     """Return the function of that name; or an instance of a class, such as torch.nn:CrossEntropyLoss."""
-    form = "MODULE:NAME, such as my_model:my_loss"
+    if where is None:
+        return None
     function = load_named(
-        _full(where, module), option, form, lambda v: makes_instances and isinstance(v, type)
+        _full(where, module),
+        option,
+        "MODULE:NAME, such as my_model:my_loss",
+        lambda target: isinstance(target, type) and not issubclass(target, Optimizer),
     )
     if not callable(function):
         raise ValueError(
             f"{option} {where} is of type {type(function).__name__}; it has to be a function"
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _full(where: str, module: str) -> str:
@@ -93,16 +88,16 @@ def _full(where: str, module: str) -> str:
     return where if ":" in where else f"{module}:{where}"
 
 
-def _step_of(loss: Callable[..., Any], name: str) -> Callable[[nn.Module, Any], Tensor]:
+def _step_of(name: str, module: str) -> Callable[[nn.Module, Any], Tensor]:
     """Return a step that runs the model on the input of a pair, and compares its output with the target."""
+    loss = _function(name, module, "--loss")
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         if not isinstance(batch, list | tuple) or len(batch) != 2:
-            count = f" of length {len(batch)}" if isinstance(batch, list | tuple) else ""
             raise PrecastError(
                 f"--loss {name} takes the model's output and a target, so each batch of --data has to be a pair "
-                f"(input, target); one is of type {type(batch).__name__}{count}. For other batches name a function of "
-                "the model and a batch that returns the loss, with --step"
+                f"(input, target); one is of type {type(batch).__name__}. For other batches name a function of the "
+                "model and a batch that returns the loss, with --step"
             )
         inputs, target = batch
         return loss(model(inputs), target)  # type: ignore[no-any-return]
@@ -113,7 +108,7 @@ def _step_of(loss: Callable[..., Any], name: str) -> Callable[[nn.Module, Any], 
 def _optimizer(text: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
     """Return a function that makes the optimizer: one of torch.optim with its settings, or a named function."""
     if ":" in text:
-        return _function(text, "", "--optimizer", makes_instances=False)
+        return _function(text, "", "--optimizer")  # type: ignore[no-any-return]
     name, *settings = (part.strip() for part in text.split(","))
     kind = getattr(torch.optim, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
@@ -130,15 +125,10 @@ def _optimizer(text: str) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
 
 
 def _setting(text: str) -> tuple[str, Any]:
-    key, equals, value = (part.strip() for part in text.partition("="))
-    words = {"true": True, "false": False, "none": None}
+    key, _, value = (part.strip() for part in text.partition("="))
     try:
-        if not (key.isidentifier() and equals):
-            raise ValueError
-        is_word = value.lower() in words
-        number = int if value.lstrip("+-").isdecimal() else float
-        return key, words[value.lower()] if is_word else number(value)
-    except ValueError:
+        return key, ast.literal_eval(value.capitalize())  # `true` is Python's True
+    except (SyntaxError, ValueError):
         raise ValueError(
             f"--optimizer: {text!r} is not a setting. Write a number, true, false or none, as in lr=0.1; for other "
             "values name a function that makes the optimizer: MODULE:FUNCTION"

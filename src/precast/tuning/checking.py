@@ -21,7 +21,7 @@ from precast.tuning.proof import ComparisonOutcome, Proof, prove
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states
 from precast.tuning.tuner import SearchBudget, task_of
 
-__all__ = ["CheckQuestion", "PolicyCheck", "check"]
+__all__ = ["PolicyCheck", "check"]
 
 Outcome = Literal["holds", "does not hold", "cannot tell"]
 _OUTCOMES: Final[dict[ComparisonOutcome, Outcome]] = {
@@ -30,23 +30,6 @@ _OUTCOMES: Final[dict[ComparisonOutcome, Outcome]] = {
     "cannot tell": "cannot tell",
     "worse": "does not hold",
 }
-
-
-@dataclass(frozen=True)
-class CheckQuestion:
-    """The question that a policy was found for.
-
-    Attributes:
-        budget: in seconds.
-        dtype: of the region; torch.float32 where the answer had none.
-        base: the policy that it was made from.
-    """
-
-    objective: Objective
-    tolerance: float
-    budget: float
-    dtype: torch.dtype
-    base: Policy
 
 
 @dataclass
@@ -61,26 +44,42 @@ class PolicyCheck:
 def check(
     workload: Workload,
     policy: Policy,
-    question: CheckQuestion,
+    *,
+    base: Policy,
+    dtype: torch.dtype,
+    objective: Objective,
+    tolerance: float,
+    budget: float,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PolicyCheck:
-    """Train or run copies in float32, under the base policy and under this one, and compare them."""
+    """Train or run copies in float32, under the base policy and under this one, and compare them.
+
+    Args:
+        workload: the model, and how it is trained or run.
+        policy: the policy to check.
+        base: the policy that it was made from.
+        dtype: of the region; torch.float32 where the answer had none.
+        objective: the quantity that the policy was to minimize.
+        tolerance: the relative difference of losses that does not count.
+        budget: in seconds.
+        progress: called with the current work.
+    """
     task = task_of(workload)
-    budget = SearchBudget(task, question.budget)
-    name, setups = _setups(policy, question)
+    limit = SearchBudget(task, budget)
+    name, setups = _setups(policy, base, dtype)
     with preserved_random_states():
         progress(f"a {task.words.run} in float32")
-        budget.measure_step(len(setups) + 1)
+        limit.measure_step(len(setups) + 1)
         proof = prove(
             task,
             setups,
-            steps=budget.steps_for(len(setups) + 1) or task.steps[0],
-            tolerance=question.tolerance,
-            deadline=budget.share(1.0),
-            timed=question.objective == "time",
+            steps=limit.steps_for(len(setups) + 1) or task.steps[0],
+            tolerance=tolerance,
+            deadline=limit.share(1.0),
+            timed=objective == "time",
             progress=progress,
         )
-    clauses = list(_comparisons(Judge(question.objective, proof, task), name))
+    clauses = list(_comparisons(Judge(objective, proof, task), name))
     because = [text for _, text in clauses]
     if proof.ended == "interrupted":
         because.append("the check was interrupted")
@@ -89,17 +88,16 @@ def check(
     return PolicyCheck(next(filter(outcomes.__contains__, worst), "cannot tell"), because, proof)
 
 
-def _setups(policy: Policy, question: CheckQuestion) -> tuple[str, list[Setup]]:
+def _setups(policy: Policy, base: Policy, dtype: torch.dtype) -> tuple[str, list[Setup]]:
     """Return the name of the checked setup, and the setups beside float32."""
     policy = policy.replace(measured={})  # which would warn about the other machine
-    base = question.base
-    if question.dtype is torch.float32:
+    if dtype is torch.float32:
         return FLOAT32.name, [Setup(base.name, base, torch.bfloat16)]
-    setups = [Setup(base.name, base, question.dtype)]
+    setups = [Setup(base.name, base, dtype)]
     if (policy.fingerprint, policy.modules) == (base.fingerprint, base.modules):
         return base.name, setups
     name = "tuned" if policy.name in (base.name, FLOAT32.name) else policy.name
-    return name, [*setups, Setup(name, policy, question.dtype)]
+    return name, [*setups, Setup(name, policy, dtype)]
 
 
 def _comparisons(judge: Judge, name: str) -> Iterator[tuple[Outcome | None, str]]:

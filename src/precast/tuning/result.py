@@ -25,7 +25,6 @@ from precast.errors import MissingExtraError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 from precast.tuning.evidence import (
-    SCHEMA,
     TuningEvidence,
     as_values,
     columns_of,
@@ -35,7 +34,7 @@ from precast.tuning.evidence import (
 )
 from precast.tuning.words import words_for
 
-__all__ = ["TuningResult", "evidence_of", "is_replaceable"]
+__all__ = ["TuningResult", "evidence_of"]
 
 _FIRST_LINE: Final = "# Found by precast.tune for "
 
@@ -185,12 +184,3 @@ def _answer(evidence: TuningEvidence) -> str:
         return f"{evidence.answer}: {evidence.because}"
     better = ", ".join(evidence.undecided)
     return f"undecided: {evidence.answer}, because nothing better is proven; {better} may be better: {evidence.because}"
-
-
-def is_replaceable(path: Path) -> bool:
-    """Return True for a path without a file, an empty file, and a policy or evidence that a `TuningResult` saved."""
-    if not path.is_file():
-        return not path.is_dir()
-    with open(path, "rb") as file:
-        head = file.read(200).decode("utf-8", "replace")
-    return not head or head.startswith(_FIRST_LINE) or f'"schema": "{SCHEMA}"' in head

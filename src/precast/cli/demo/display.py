@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from rich import box
@@ -15,18 +15,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from precast._internal.display import plural
 from precast._internal.missing import missing_extra
 from precast.cli.demo.example import DemoResult, DemoRun
 from precast.diagnostics.hardware.doctor import processor
 from precast.diagnostics.hardware.machine import times
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 __all__ = ["failure", "picture_png", "render", "require_matplotlib", "to_dict"]
 
 _SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
-_COLORS: Final = {"float32": "#1f6feb", "mixed": "#d1570a"}
+_COLORS: Final = ("#1f6feb", "#d1570a")
 _INK, _GRID = "#1f2328", "#d0d7de"
 
 
@@ -44,10 +42,9 @@ def require_matplotlib() -> None:
 
 def title(result: DemoResult) -> str:
     """Return one line on the task, the device and the seed."""
-    threads, device = result.threads, str(result.task.device)
-    if threads is not None:
-        device += f" ({threads} thread{'' if threads == 1 else 's'})"
-    size = result.task.size
+    size, device = result.task.size, str(result.task.device)
+    if result.threads is not None:
+        device += f" ({plural(result.threads, 'thread')})"
     task = f"an 8 x 8 checkerboard from the coordinates of {size} x {size} pixels"
     return f"{task}; {result.steps} steps on {device}, seed {result.seed}"
 
@@ -60,53 +57,37 @@ def failure(result: DemoResult) -> str | None:
     return None
 
 
-def rows(result: DemoResult) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table: name, float32, mixed, and mixed compared with float32."""
-    float32, mixed, speedup = result.float32, result.mixed, result.speedup
+def render(result: DemoResult) -> RenderableType:
+    """Return the table, and notes on the speed of the dtype and on the memory, for rich."""
+    float32, mixed, speedup, report = result.float32, result.mixed, result.speedup, result.machine
     comparison = "the same" if abs(speedup - 1) <= _SAME else "faster" if speedup > 1 else "slower"
     ratio = f"{speedup:.2f}x" if speedup >= 1 else times(speedup)
     memory = f"{mixed.peak_bytes / float32.peak_bytes:.2f}x the memory"
-    table = [
-        (
-            "time per step, median",
-            _ms(float32.seconds),
-            _ms(mixed.seconds),
-            f"{ratio}: {comparison}",
-        ),
-        ("peak memory of a step", _mib(float32.peak_bytes), _mib(mixed.peak_bytes), memory),
-        ("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}", ""),
-    ]
     scale = f"scale {mixed.scales[-1]:g} at the end" if mixed.scales else "no scaler needed"
-    table.append(("steps skipped by scaler", "-", str(mixed.skipped), scale))
-    table.append(("computed", "native", result.machine.diagnosis, "by measured speed"))
-    return table
-
-
-def notes(result: DemoResult) -> list[str]:
-    """Return the measured speeds of the dtype on this machine, and the definition of the memory."""
-    report = result.machine
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(overflow="fold")
+    table.add_column("float32", justify="right", overflow="fold")
+    table.add_column(mixed.name, justify="right", overflow="fold")
+    table.add_column("mixed compared with float32", overflow="fold")
+    seconds, sizes = ([text(run) for run in (float32, mixed)] for text in (_step_time, _memory))
+    table.add_row("time per step, median", *seconds, f"{ratio}: {comparison}")
+    table.add_row("peak memory of a step", *sizes, memory)
+    table.add_row("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}")
+    table.add_row("steps skipped by scaler", "-", str(mixed.skipped), scale)
+    table.add_row("computed", "native", report.diagnosis, "by measured speed")
     speeds = ", ".join(f"{name} {times(ratio)}" for name, ratio in report.ratios.items())
     units = f"; units: {' '.join(report.units)}" if report.units else ""
-    counter = (
-        "the maximum of PyTorch's allocator"
-        if result.threads is None
-        else "all allocations of PyTorch"
-    )
-    return [
-        f"{report.dtype} is {report.diagnosis} on {report.device}: {speeds} float32's speed{units}.",
-        f"Memory is that of tensors in the last step, not of the process: {counter}.",
-    ]
+    speed = f"{report.dtype} is {report.diagnosis} on {report.device}: {speeds} float32's speed"
+    notes = f"- {speed}{units}.\n- Memory is that of tensors in the last step, not of the process."
+    return Group(Text(title(result), "bold"), table, Text(notes))
 
 
-def render(result: DemoResult) -> RenderableType:
-    """Return the table and the notes, for rich."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("", "float32", result.mixed.name, "mixed compared with float32"):
-        numbers = name in ("float32", result.mixed.name)
-        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
-    for row in rows(result):
-        table.add_row(*row)
-    return Group(Text(title(result), "bold"), table, *(Text(f"- {note}") for note in notes(result)))
+def _step_time(run: DemoRun) -> str:
+    return f"{run.seconds * 1e3:.{1 if run.seconds >= 1e-3 else 2}f} ms"
+
+
+def _memory(run: DemoRun) -> str:
+    return f"{run.peak_bytes / 2**20:.1f} MiB"
 
 
 def to_dict(result: DemoResult) -> dict[str, Any]:
@@ -125,9 +106,8 @@ def to_dict(result: DemoResult) -> dict[str, Any]:
 
 
 def _run(run: DemoRun) -> dict[str, Any]:
-    losses = [
-        loss if math.isfinite(loss) else None for loss in run.losses
-    ]  # JSON has no NaN and no infinity
+    # JSON has no NaN and no infinity.
+    losses = [loss if math.isfinite(loss) else None for loss in run.losses]
     return {
         "dtype": run.dtype,
         "seconds_per_step": run.seconds,
@@ -139,19 +119,8 @@ def _run(run: DemoRun) -> dict[str, Any]:
     }
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.{1 if seconds >= 1e-3 else 2}f} ms"
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:.1f} MiB"
-
-
-# --- the picture ---
-
-
 def picture_png(result: DemoResult) -> bytes:
-    """Return a PNG: above, the target and the results of both runs; below, losses, scales, and the cost of a step."""
+    """Return a PNG: above, the target and the results of both runs; below, losses and the cost of a step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -160,80 +129,56 @@ def picture_png(result: DemoResult) -> bytes:
     machine = f"{processor(result.task.device)}, PyTorch {torch.__version__}"
     figure.suptitle(f"{title(result)}\n{machine}", fontsize=10, linespacing=1.4)
     halves: Any = figure.subfigures(2, 1, height_ratios=(3, 2.4), facecolor="white")
-    runs = (None, result.float32, result.mixed)
-    for axes, run in zip(halves[0].subplots(1, 3), runs, strict=True):
-        image = result.task.image.cpu() if run is None else run.output
-        axes.imshow(
-            image[0, 0].clamp(0, 1).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest"
-        )
+    images = {"target": result.task.image.cpu()}
+    images |= {f"{run.name}: loss {run.losses[-1]:.3f}": run.output for run in _runs(result)}
+    for axes, (name, image) in zip(halves[0].subplots(1, 3), images.items(), strict=True):
+        pixels = image[0, 0].clamp(0, 1).numpy()
+        axes.imshow(pixels, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         axes.set_axis_off()
-        axes.set_title(
-            "target" if run is None else f"{run.name}: loss {run.losses[-1]:.3f}", fontsize=10
-        )
-    if result.mixed.scales:
-        losses, scales, costs = halves[1].subplots(1, 3)
-        _draw_scales(scales, result.mixed)
-    else:
-        losses, costs = halves[1].subplots(1, 2, width_ratios=(2, 1))
+        axes.set_title(name, fontsize=10)
+    losses, costs = halves[1].subplots(1, 2, width_ratios=(2, 1))
     _draw_losses(losses, result)
     _draw_costs(costs, result)
-    return _png(figure)
-
-
-def _png(figure: Figure) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": "precast"})
     return buffer.getvalue()
 
 
+def _runs(result: DemoResult) -> tuple[DemoRun, DemoRun]:
+    return result.float32, result.mixed
+
+
 def _draw_losses(axes: Any, result: DemoResult) -> None:
     # The widths differ so that both curves are visible where they agree.
-    axes.plot(result.float32.losses, color=_COLORS["float32"], label="float32", linewidth=2.4)
-    axes.plot(result.mixed.losses, color=_COLORS["mixed"], label=result.mixed.name, linewidth=0.9)
+    for run, color, width in zip(_runs(result), _COLORS, (2.4, 0.9), strict=True):
+        axes.plot(run.losses, color=color, label=run.name, linewidth=width)
     axes.set_yscale("log")
+    axes.set_xlabel("step", fontsize=9, color=_INK)
+    axes.grid(color=_GRID, linewidth=0.6)
     _style(axes, "training loss")
     axes.legend(fontsize=8, frameon=False, labelcolor=_INK)
 
 
-def _draw_scales(axes: Any, run: DemoRun) -> None:
-    _style(axes, "scale of the loss")
-    axes.step(
-        range(len(run.scales)), run.scales, color=_COLORS["mixed"], where="post", linewidth=1.3
-    )
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(min(run.scales) / 4, max(run.scales) * 4)
-
-
 def _draw_costs(axes: Any, result: DemoResult) -> None:
     """Draw two bars each for time and memory, the longer of length 1, with the figure beside each."""
-    float32, mixed = result.float32, result.mixed
-    costs = {
-        "time": (float32.seconds, mixed.seconds, _ms),
-        "memory": (float32.peak_bytes, mixed.peak_bytes, _mib),
-    }
-    _style(axes, "cost of a step (shorter is better)")
-    for place, (*amounts, text) in enumerate(costs.values()):
-        for name, amount, offset in zip(_COLORS, amounts, (-0.2, 0.2), strict=True):
-            length = amount / max(amounts)
-            axes.barh(place + offset, length, height=0.36, color=_COLORS[name])
-            axes.text(
-                length + 0.03, place + offset, text(amount), color=_INK, fontsize=8, va="center"
-            )
-    axes.set_yticks(range(2), list(costs))
+    for place, (name, text) in enumerate((("seconds", _step_time), ("peak_bytes", _memory))):
+        longest = max(getattr(run, name) for run in _runs(result))
+        for run, color, offset in zip(_runs(result), _COLORS, (-0.2, 0.2), strict=True):
+            at, length = place + offset, getattr(run, name) / longest
+            axes.barh(at, length, height=0.36, color=color)
+            axes.text(length + 0.03, at, text(run), color=_INK, fontsize=8, va="center")
+    axes.set_yticks(range(2), ["time", "memory"])
     axes.set_ylim(1.6, -0.6)
     axes.set_xlim(0, 1.45)  # includes the figure beside the longest bar
+    _style(axes, "cost of a step (shorter is better)")
     axes.set_xticks([])
-    axes.set_xlabel("")
-    axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
 
 
 def _style(axes: Any, name: str) -> None:
     axes.set_facecolor("none")
     axes.set_title(name, fontsize=10, color=_INK)
-    axes.set_xlabel("step", fontsize=9, color=_INK)
     axes.tick_params(which="both", labelsize=8, colors=_INK)
-    axes.grid(color=_GRID, linewidth=0.6)
     for side, spine in axes.spines.items():
         spine.set_visible(side in {"left", "bottom"})
         spine.set_color(_GRID)

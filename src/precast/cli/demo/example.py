@@ -17,12 +17,12 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +30,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from precast._internal.display import dtype_name
+from precast._torch import storage_sizes
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.hardware.machine import DtypeReport, measure, synchronize
 from precast.grad_scaler.scaler import GradScaler
-from precast.policy.values import canonical_dtype
 
-__all__ = [
-    "DemoResult",
-    "DemoRun",
-    "DemoTask",
-    "demo_task",
-    "float32_step",
-    "mixed_step",
-    "peak_bytes",
-    "train_both",
-]
+__all__ = ["DemoResult", "DemoRun", "DemoTask", "demo_task", "peak_bytes", "train_both"]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
@@ -123,16 +114,6 @@ class DemoTask:
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def checkerboard_task(size: int, device: torch.device) -> DemoTask:
-    """Return the task for an image of `size` x `size` pixels."""
-    axis, field_ = torch.linspace(-1, 1, size), torch.arange(size) * 8 // size
-    coordinates = torch.stack(torch.meshgrid(axis, axis, indexing="ij"))[None]
-    image = ((field_[:, None] + field_[None, :]) % 2).float()[None, None]
-    return DemoTask(
-        size, coordinates.to(device, memory_format=torch.channels_last), image.to(device)
-    )
-
-
 def _coordinate_network(width: int = 256) -> nn.Module:
     """Return scripted 1x1 convolutions: older programs have such modules, and they train unchanged."""
     layers: list[nn.Module] = []
@@ -165,38 +146,32 @@ def demo_task(
         size: pixels along a side.
 
     Raises:
-        ValueError: a value is not allowed.
+        ValueError: the device or the size is not allowed.
     """
-    place = _device(device)
-    on_cuda = place.type == "cuda"
-    dtype = dtype or ("float16" if on_cuda else "bfloat16")  # the defaults of autocast
-    dtype = canonical_dtype(dtype) or dtype
-    if dtype not in ("bfloat16", "float16"):
-        raise ValueError(f"expected dtype bfloat16 or float16, got {dtype!r}")
-    default_size, steps = _DEFAULTS["cuda" if on_cuda else dtype]
-    size = default_size if size is None else size
-    smallest, largest = SIZES
-    if not smallest <= size <= largest:
+    cuda = torch.cuda.is_available()
+    device = device or ("cuda" if cuda else "cpu")
+    allowed = ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if device not in allowed[: None if cuda else 1]:
         raise ValueError(
-            f"expected a size (pixels along a side) from {smallest} to {largest}, got {size}"
+            f"expected a device of this machine (cpu{', cuda' * cuda}), got {device!r}"
         )
-    return checkerboard_task(size, place), getattr(torch, dtype), steps
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    allowed = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    allowed += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    if name not in allowed:
-        raise ValueError(f"expected a device of this machine ({', '.join(allowed)}), got {name!r}")
-    return torch.device(name)
+    dtype = dtype or ("bfloat16" if device == "cpu" else "float16")  # the defaults of autocast
+    default_size, steps = _DEFAULTS[dtype if device == "cpu" else "cuda"]
+    size = default_size if size is None else size
+    if not SIZES[0] <= size <= SIZES[1]:
+        raise ValueError(
+            f"expected a size (pixels along a side) from {SIZES[0]} to {SIZES[1]}, got {size}"
+        )
+    axis, fields = torch.linspace(-1, 1, size), torch.arange(size) * 8 // size
+    coordinates = torch.stack(torch.meshgrid(axis, axis, indexing="ij"))[None]
+    image = ((fields[:, None] + fields) % 2).float()[None, None]
+    coordinates = coordinates.to(device, memory_format=torch.channels_last)
+    return DemoTask(size, coordinates, image.to(device)), getattr(torch, dtype), steps
 
 
 # --- training ---
 
 _WARM_UP: Final = 3  # TorchScript specializes a graph in its first runs
-_TIMED: Final = 5  # steps, to choose the number of threads
 
 
 @dataclass
@@ -237,10 +212,7 @@ class DemoRun:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Both runs of a task, and the measured speeds of the mixed run's dtype on this machine.
-
-    `threads` is the number of CPU threads; None on a GPU.
-    """
+    """Both runs of a task, and the measured speeds of the mixed run's dtype on this machine."""
 
     task: DemoTask
     seed: int
@@ -248,7 +220,11 @@ class DemoResult:
     float32: DemoRun
     mixed: DemoRun
     machine: DtypeReport
-    threads: int | None
+
+    @property
+    def threads(self) -> int | None:
+        """The number of CPU threads; None on a GPU."""
+        return torch.get_num_threads() if self.task.device.type == "cpu" else None
 
     @property
     def speedup(self) -> float:
@@ -272,116 +248,60 @@ def train_both(
         seed: the seed of the weights.
         progress: called after each step.
     """
-    threads = torch.get_num_threads()
-    on_cpu = task.device.type == "cpu"
-    try:
-        if on_cpu and threads > 1:
-            _set_faster_threads(
-                [trainer.step for trainer in _trainers(task, dtype, seed)], task.batch, threads
-            )
-        pair = _trainers(task, dtype, seed)
-        for step in range(steps):
-            for trainer in pair if step % 2 else pair[::-1]:
-                trainer.train(
-                    task.batch, timed=_WARM_UP <= step < steps - 1, counts_memory=step == steps - 1
-                )
-            progress()
-        float32, mixed = (trainer.finish(task) for trainer in pair)
-        machine = measure(task.device, mixed.dtype)
-        return DemoResult(
-            task, seed, steps, float32, mixed, machine, torch.get_num_threads() if on_cpu else None
-        )
-    finally:
-        torch.set_num_threads(threads)
+    trainers = [_Trainer(task, each, seed) for each in (torch.float32, dtype)]
+    for step in range(steps - 1):
+        for trainer in trainers if step % 2 else trainers[::-1]:
+            seconds = trainer.train()
+            if step >= _WARM_UP:
+                trainer.run.step_seconds.append(seconds)
+        progress()
+    for trainer in trainers:
+        trainer.finish()
+    progress()
+    float32, mixed = (trainer.run for trainer in trainers)
+    return DemoResult(task, seed, steps, float32, mixed, measure(task.device, mixed.dtype))
 
 
-def _set_faster_threads(steps: list[Callable[[Batch], Tensor]], batch: Batch, threads: int) -> None:
-    """Choose one thread where it is faster than all by 10%.
-
-    Threads that share a small step wait for each other after every operation. On cores that other programs use, one
-    thread can be ten times as fast as two.
-    """
-    seconds = {}
-    for count in (1, threads):
-        torch.set_num_threads(count)
-        moments = []
-        for _ in range(_WARM_UP + _TIMED):
-            moments.append(time.perf_counter())
-            for step in steps:
-                step(batch)
-        seconds[count] = statistics.median(b - a for a, b in itertools.pairwise(moments[_WARM_UP:]))
-    torch.set_num_threads(threads if seconds[threads] < seconds[1] * 1.1 else 1)
-
-
-def _trainers(task: DemoTask, dtype: torch.dtype, seed: int) -> tuple[_Trainer, _Trainer]:
-    """Return the float32 and the mixed trainer with identical weights."""
-    device = task.device.type
-
-    def trainer(
-        name: str, step: Callable[..., Tensor], scaler: GradScaler, region: Any
-    ) -> _Trainer:
-        model = task.seeded_model(seed)
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        return _Trainer(
-            DemoRun(name),
-            model,
-            optimizer,
-            partial(step, model, optimizer, task.loss),
-            scaler,
-            region,
-        )
-
-    # The gradients of bfloat16 have float32's range and need no scale.
-    scaler = GradScaler(device, enabled=dtype == torch.float16)
-    mixed = partial(mixed_step, dtype=dtype, scaler=scaler)
-    return (
-        trainer("float32", float32_step, GradScaler(device, enabled=False), nullcontext),
-        trainer(dtype_name(dtype), mixed, scaler, partial(autocast, device, dtype=dtype)),
-    )
-
-
-@dataclass
 class _Trainer:
-    """A run while it is trained."""
+    """A model with its optimizer while it is trained in a dtype."""
 
-    run: DemoRun
-    model: nn.Module
-    optimizer: Optimizer
-    step: Callable[[Batch], Tensor]
-    scaler: GradScaler
-    region: Callable[[], AbstractContextManager[object]]
-    losses: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, task: DemoTask, dtype: torch.dtype, seed: int) -> None:
+        self.run = DemoRun(dtype_name(dtype))
+        self._task = task
+        self._model = task.seeded_model(seed)
+        self._optimizer = torch.optim.Adam(self._model.parameters(), 1e-3)
+        # The gradients of bfloat16 have float32's range and need no scale.
+        self._scaler = GradScaler(task.device.type, enabled=dtype is torch.float16)
+        self._region = partial(autocast, task.device.type, dtype=dtype)
+        self._step: Callable[..., Tensor] = partial(mixed_step, dtype=dtype, scaler=self._scaler)
+        if dtype is torch.float32:
+            self._step, self._region = float32_step, nullcontext  # type: ignore[assignment]
+        self._losses: list[Tensor] = []
         self._record_scale()
 
-    def train(self, batch: Batch, *, timed: bool, counts_memory: bool) -> None:
-        """Train one step. Values are read after the time was taken."""
-        if counts_memory:
-            self.run.peak_bytes = peak_bytes(
-                lambda: self.losses.append(self.step(batch)), self.model, self.optimizer, batch
-            )
-        else:
-            synchronize(batch[0].device)
-            start = time.perf_counter()
-            self.losses.append(self.step(batch))
-            synchronize(batch[0].device)
-            if timed:
-                self.run.step_seconds.append(time.perf_counter() - start)
+    def train(self) -> float:
+        """Train one step, and return its seconds. Values are read after the time was taken."""
+        task = self._task
+        synchronize(task.device)
+        start = time.perf_counter()
+        self._losses.append(self._step(self._model, self._optimizer, task.loss, task.batch))
+        synchronize(task.device)
+        seconds = time.perf_counter() - start
         self._record_scale()
+        return seconds
 
-    def finish(self, task: DemoTask) -> DemoRun:
-        """Run the trained model on the coordinates, and return the run."""
-        self.model.eval()
-        with torch.no_grad(), self.region():
-            output: Tensor = self.model(task.coordinates)
-        self.run.losses = [loss.item() for loss in self.losses]
+    def finish(self) -> None:
+        """Train a last step, in which memory is counted, and run the trained model on the coordinates."""
+        self.run.peak_bytes = peak_bytes(self.train, self._model, self._optimizer, self._task.batch)
+        self._model.eval()
+        with torch.no_grad(), self._region():
+            output: Tensor = self._model(self._task.coordinates)
+        self.run.losses = [loss.item() for loss in self._losses]
         self.run.output = output.float().cpu()
-        return self.run
 
     def _record_scale(self) -> None:
-        if self.scaler.is_enabled():
-            self.run.scales.append(self.scaler.get_scale())
+        if self._scaler.is_enabled():
+            self.run.scales.append(self._scaler.get_scale())
 
 
 def peak_bytes(
@@ -394,12 +314,7 @@ def peak_bytes(
     optimizer.zero_grad()
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = [*model.parameters(), *model.buffers(), *states, *batch]
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
-        if isinstance(t, Tensor)
-    }
-    resident = sum(storages.values())
+    resident = sum(storage_sizes(t for t in tensors if isinstance(t, Tensor)).values())
     gc.collect()  # a tensor allocated earlier and freed during the step would count as negative
     device = batch[0].device
     if device.type == "cuda":
@@ -407,7 +322,8 @@ def peak_bytes(
         before = torch.cuda.memory_allocated(device)
         step()
         return resident + torch.cuda.max_memory_allocated(device) - before
-    with _no_kineto_log(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler's library prints on stderr
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         step()
     # Only an exported trace has each allocation, in order.
     with tempfile.TemporaryDirectory() as folder:
@@ -418,15 +334,3 @@ def peak_bytes(
     sizes = (change["Bytes"] for change in changes if change["Device Type"] == 0)
     peak: int = max(itertools.accumulate(sizes, initial=0))
     return resident + peak
-
-
-@contextmanager
-def _no_kineto_log() -> Iterator[None]:
-    # The profiler's library prints its start and end on stderr, through a progress bar, at the default level.
-    level = os.environ.get("KINETO_LOG_LEVEL")
-    os.environ["KINETO_LOG_LEVEL"] = level or "99"
-    try:
-        yield
-    finally:
-        if level is None:
-            del os.environ["KINETO_LOG_LEVEL"]
