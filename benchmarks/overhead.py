@@ -109,6 +109,22 @@ def _operations() -> Iterator[_Operation]:
     yield _Operation("with a weight", "linear, no bias", lambda: F.linear(x16, weight))
     yield _Operation("with a weight", "matmul", lambda: torch.matmul(x16, weight))
     yield _Operation("with a weight", "conv2d", lambda: F.conv2d(image, kernel))
+    yield _Operation("refused in 16 bits", "quantile", lambda: torch.quantile(x, 0.5))
+    yield _Operation(
+        "refused in 16 bits",
+        "fft_rfft",
+        lambda: torch.fft.rfft(x16),
+        ("default",),
+        lambda: torch.fft.rfft(x16.float()),
+    )
+    experts, ends = torch.randn(2, 8, 8), torch.tensor([4, 8], dtype=torch.int32)
+    yield _Operation(
+        "products of experts",
+        "grouped_mm",
+        lambda: F.grouped_mm(x16, experts, offs=ends),
+        ("default",),
+        lambda: F.grouped_mm(x16, experts.bfloat16(), offs=ends),
+    )
 
 
 def _in_regions(operation: _Operation, policy: str, rounds: int, calls: int) -> Comparison:
@@ -169,6 +185,13 @@ def _growth(rounds: int, calls: int) -> Iterator[dict[str, Any]]:
         name: _inside(_entering(policy), _linear(x, weight)) for name, policy in policies.items()
     }
     yield _growth_row("size of the policy", compare(sized, rounds=rounds, calls=calls))
+    rules = {
+        rule: _inside(
+            _entering(default.replace(name=rule, ops={"linear": rule})), _linear(x, weight)
+        )
+        for rule in ("fp32", "lower", "lower_out_fp32")
+    }
+    yield _growth_row("rule of the operation", compare(rules, rounds=rounds, calls=calls))
     nested = {
         f"{depth} regions": _inside(_entering(default, depth), _linear(x, weight))
         for depth in (1, 10, 100)

@@ -146,6 +146,7 @@ def _growth() -> Iterator[Target]:
     for kind, sizes, limit in (
         ("nested regions", ("10 regions", "100 regions"), _CONSTANT),
         ("size of the policy", ("1000 more rows",), _CONSTANT),
+        ("rule of the operation", ("lower_out_fp32",), 1.0),  # beside "fp32"
         ("attached weights", (f"{max(WEIGHTS)} weights",), 1.05),
     ):
         for size in sizes:

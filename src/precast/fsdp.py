@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -88,11 +88,12 @@ def shard(
     *,
     dtype: torch.dtype | str = torch.bfloat16,
     units: Iterable[nn.Module] = (),
+    ops: Mapping[type[nn.Module], str] | None = None,
     **options: Any,
 ) -> _Model:
     """Call `fully_shard` for a model, with a `MixedPrecisionPolicy` for each of its modules from a policy.
 
-    In each unit the layers with the rule `lower` are gathered together, in 16 bits. Norms, embeddings, layers with
+    In each unit the modules with the rule `lower` are gathered together, in 16 bits. Norms, embeddings, layers with
     another rule and all other parameters are gathered in their own dtype. Open a region of the same policy and dtype
     for each step; attach the policy afterwards if it has rules for modules.
 
@@ -102,6 +103,8 @@ def shard(
         dtype: The 16-bit dtype of the region.
         units: Modules that are gathered and freed as wholes, such as the blocks of a transformer, inner ones first. The
             rest of the model is one more unit.
+        ops: Classes of your own modules, with the one operation that uses their parameters, such as
+            ``{Experts: "_grouped_mm"}``. They are gathered as that operation casts them.
         **options: Further arguments of `fully_shard`, such as `mesh`, `reshard_after_forward` and `offload_policy`.
 
     Returns:
@@ -116,10 +119,12 @@ def shard(
         for parameter in module.parameters(recurse=False)
     )
 
+    products = {**(ops or {}), **_PRODUCTS}
+
     def policy_of(module: nn.Module) -> MixedPrecisionPolicy:
-        op = next((op for kind, op in _PRODUCTS.items() if isinstance(module, kind)), None)
+        op = next((op for kind, op in products.items() if isinstance(module, kind)), None)
         is_shared = any(owners[id(parameter)] > 1 for parameter in module.parameters())
-        if op is None or is_shared or isinstance(module, _NEVER_CALLED):
+        if op is None or is_shared or isinstance(module, _NEVER_CALLED) or _is_odd(module, op):
             return _in_own_dtype()
         name = names.get(id(module), "")
         return mixed_precision_policy(policy, name, dtype=dtype, op=op, device_type=device_type)
@@ -180,6 +185,12 @@ def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
             outermost.append(module)
             covered.update(map(id, module.modules()))
     return outermost
+
+
+def _is_odd(module: nn.Module, op: str) -> bool:
+    """Return True if `_grouped_mm` runs in float32 for the size of a parameter, also with the rule `lower`."""
+    weights = module.parameters(recurse=False)
+    return op == "_grouped_mm" and any(size % 8 for weight in weights for size in weight.shape[-2:])
 
 
 def _size(module: nn.Module) -> int:

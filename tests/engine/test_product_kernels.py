@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import precast
 from precast.engine import product_kernels, registration
+from precast.engine.operation import Operation
 from precast.errors import PolicyError
 from precast.policy.policy import Policy, Rule
 from precast.policy.rows import PRODUCT_OPERATIONS, short
@@ -207,6 +209,60 @@ def test_transforms_of_torch_func_and_second_derivatives_work() -> None:
     torch.testing.assert_close(second.double(), curvature, rtol=2e-2, atol=2e-2)
 
 
+@calls
+def test_both_engines_give_the_same_bits(name: str) -> None:
+    values, outcomes = tensors(name), []
+    for engine in registration.ENGINES:
+        with registration.use_engine(engine):
+            leaves = [t.clone().requires_grad_() for t in values]
+            with region():
+                result = CALLS[name][0](*leaves)
+                again = CALLS[name][0](*leaves)
+            outcome = torch.autograd.grad((result + again).square().sum(), leaves)
+        outcomes.append([result, *outcome])
+    assert all(map(torch.equal, *outcomes))
+
+
+@calls
+def test_the_native_engine_needs_no_python(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves = [t.requires_grad_() for t in tensors(name)]
+    with registration.use_engine("native"), region():
+        CALLS[name][0](*leaves)  # binds the policy
+        monkeypatch.setattr(Operation, "call", None)
+        CALLS[name][0](*leaves).sum().backward()
+        with torch.no_grad():
+            CALLS[name][0](*leaves)
+
+
+@calls
+def test_a_result_can_be_written_in_place(name: str) -> None:
+    leaves = [t.requires_grad_() for t in tensors(name)]
+    gradients = []
+    for relu in (functional.relu, functional.relu_):
+        with region():
+            result = relu(CALLS[name][0](*leaves))
+        gradients.append(torch.autograd.grad(result.square().sum(), leaves))
+    assert all(map(torch.equal, *gradients))
+
+
+def test_compiled_autograd_rounds_the_gradient() -> None:
+    from torch._dynamo import compiled_autograd
+
+    x, w = torch.randn(3, 5), torch.randn(4, 5, requires_grad=True)
+    gradient, results = torch.randn(3, 4), []
+    for compiler in (
+        contextlib.nullcontext(),
+        compiled_autograd._enable(torch.compile(backend="eager")),
+    ):
+        with region():
+            result = functional.linear(x, w)
+        with compiler:
+            results += torch.autograd.grad(result, w, gradient)
+    assert torch.equal(*results)
+    exact = gradient.bfloat16().double().T @ x.bfloat16().double()
+    torch.testing.assert_close(results[0].double(), exact, rtol=1e-2, atol=1e-2)
+
+
 def test_the_rule_is_for_products_alone() -> None:
     with pytest.raises(PolicyError, match=r"softmax cannot be 'lower_out_fp32': it is no product"):
         Policy.load("default").replace(ops={"softmax": RULE})
@@ -236,11 +292,14 @@ def test_pytorchs_kernel_with_a_float32_result_gives_the_same(
     results: list[list[Tensor]] = []
     gradient = torch.randn(call(*values).shape)
     for is_kernel in (False, True):
-        for check in ("_can_use_kernel", "_has_kernels"):
-            monkeypatch.setattr(product_kernels, check, lambda *_, answer=is_kernel: answer)
+        for module in (product_kernels, registration):
+            monkeypatch.setattr(
+                module, "is_product_in_float32", lambda _, answer=is_kernel: not answer
+            )
+        monkeypatch.setattr(product_kernels, "_can_use_kernel", lambda *_: True)
         monkeypatch.setattr(product_kernels, "_multiply", multiply)
         own = [t.clone().requires_grad_() for t in values]
-        with region():
+        with region(policy=POLICY.replace(name=f"wide, {is_kernel}")):
             result = call(*own)
         result.backward(gradient)
         results.append([result.detach(), *(t.grad for t in own if t.grad is not None)])

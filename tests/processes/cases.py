@@ -350,14 +350,31 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """A mixture of two experts, each of which takes half of the tokens."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 8, inner) / 3)
+        self.down = nn.Parameter(torch.randn(2, inner, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        count = len(tokens)
+        ends = torch.tensor([count // 2, count], dtype=torch.int32, device=x.device)
+        inner = F.gelu(F.grouped_mm(tokens, self.up, offs=ends))
+        return F.grouped_mm(inner, self.down, offs=ends).view_as(x)
+
+
 class Language(nn.Module):
-    """Two blocks with an embedding, whose weight the head shares, and a router in float32."""
+    """Two blocks with experts, an embedding, whose weight the head shares, and a router in float32."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(16, 8)
         self.blocks = nn.ModuleList([Block(), Block()])
+        self.experts, self.odd_experts = Experts(16), Experts(12)
         self.router, self.head = nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.tensor(1 + 2**-12))
@@ -367,6 +384,7 @@ class Language(nn.Module):
         x = self.embedding(x) * self.scale
         for block in self.blocks:
             x = block(Inputs({"x": [x]}))
+        x = x + self.odd_experts(x + self.experts(x))
         return self.head(x * self.router(x).softmax(-1))  # type: ignore[no-any-return]
 
 
@@ -393,7 +411,8 @@ def _train(model: nn.Module, parts: list[int], policy: Policy) -> list[Any]:
 def sharded_by_policy() -> Any:
     policy = Policy.load("default").replace(modules=SHARDED)
     model = Language()
-    precast.fsdp.shard(model, policy, units=model.blocks, mesh=mesh())
+    ops: dict[type[nn.Module], str] = {Experts: "_grouped_mm"}
+    precast.fsdp.shard(model, policy, units=model.blocks, ops=ops, mesh=mesh())
     dtypes: dict[str, str] = {}
     for name in (
         "embedding",
@@ -402,10 +421,12 @@ def sharded_by_policy() -> Any:
         "blocks.0.up",
         "blocks.0.down",
         "blocks.1.up",
+        "experts",
+        "odd_experts",
     ):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(
-            lambda m, _args, name=name: dtypes.update({name: str(m.weight.dtype)})
+            lambda m, _args, name=name: dtypes.update({name: str(next(m.parameters()).dtype)})
         )
     model.get_submodule("blocks.1.norm").register_forward_pre_hook(
         lambda _, args: dtypes.update({"input": str(args[0].dtype)})

@@ -113,6 +113,8 @@ def test_a_model_that_is_sharded_by_its_policy_trains_as_in_one_process(
             "blocks.0.up": low,
             "blocks.0.down": wide,
             "blocks.1.up": low,
+            "experts": low,
+            "odd_experts": wide,
             "input": low,
             "buffer": wide,
         }

@@ -25,7 +25,7 @@ from precast.engine.thread_state import Kernel
 from precast.policy.policy import Rule
 from precast.policy.rows import PRODUCT_OPERATIONS, RESULT_DTYPE_OVERLOADS, split
 
-__all__ = ["ADDED", "product_kernel"]
+__all__ = ["ADDED", "is_product_in_float32", "product_kernel"]
 
 _F32: Final = torch.float32
 ADDED: Final = {"aten::addmm": "self", "aten::baddbmm": "self"}
@@ -53,7 +53,7 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
     if overload in RESULT_DTYPE_OVERLOADS:
         return in_16_bits
     assert operation in PRODUCT_OPERATIONS[Rule.LOWER_OUT_FP32], op.name
-    added = ADDED.get(operation, "bias")
+    added, in_float32 = ADDED.get(operation, "bias"), is_product_in_float32(op)
 
     def run(_keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = {**dict(zip(op.argument_names, args, strict=False)), **kwargs}
@@ -65,7 +65,7 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
             if op.eligible(arguments[name])
         }
         arguments |= rounded
-        if _has_kernels():
+        if not in_float32:
             with op.without_autocast():
                 result = _by_kernel(operation, added, arguments)
             if result is not None:
@@ -78,6 +78,13 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
         return _with_rounded_gradient(result, op.lower_dtype())
 
     return run
+
+
+def is_product_in_float32(op: Operation) -> bool:
+    """Return True if no kernel of PyTorch's can compute the operation: rounded factors are multiplied in float32."""
+    operation, overload = split(op.name)
+    has_kernels = op.device_type == "cuda" and operation in _FACTORS and _has_kernels()
+    return overload not in RESULT_DTYPE_OVERLOADS and not has_kernels
 
 
 def _widened(tensor: Tensor) -> Tensor:
@@ -176,7 +183,7 @@ class _RoundedGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = dtype
-        return result.view_as(result)
+        return result.detach()  # no view, which could not be written in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -37,6 +37,7 @@ from precast.engine import compile_cache_key, reference_kernels
 from precast.engine.entry_point import Watcher, entry_point, watchers
 from precast.engine.float8_kernels import RECIPES, check_device
 from precast.engine.operation import Operation
+from precast.engine.product_kernels import is_product_in_float32
 from precast.engine.thread_state import (
     BoundPolicy,
     Kernel,
@@ -434,6 +435,8 @@ def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
 def _action(policy: Policy, base: TorchKernel, entry: Entry | None) -> Action:
     """Return the action of an operation's compiled kernel."""
     rule = Rule.KEEP if entry is None else entry.rule
+    if rule is Rule.LOWER_OUT_FP32 and is_product_in_float32(base.op):
+        return Action.PRODUCT
     if not base.compiled:
         # An operation of an extension may be Python code, whose errors compiled kernels cannot read.
         matches_torch = base.op.name.startswith("aten::")

@@ -73,11 +73,18 @@ Operation operation_of(const c10::OperatorHandle& op, size_t number, c10::Device
       operation.takes_several |= !operation.tensors.empty() || kind.find("[]") != std::string::npos;
       operation.tensors.push_back(i);
     }
+    if (arguments[i].name() == "bias") {
+      operation.addend = i;
+    }
   }
   for (const auto& argument : arguments) {
     const bool is_written = argument.alias_info() != nullptr && argument.alias_info()->isWrite();
     operation.are_written.push_back(is_written);
     operation.writes |= is_written;
+  }
+  const std::string& name = op.operator_name().name;
+  if (name == "aten::addmm" || name == "aten::baddbmm") {
+    operation.addend = 0;
   }
   return operation;
 }

@@ -7,7 +7,7 @@
 
 namespace precast {
 
-enum class Action : uint8_t { Pass = 0, Delegate = 1, Reference = 2, Promote = 3 };
+enum class Action : uint8_t { Pass = 0, Delegate = 1, Reference = 2, Promote = 3, Product = 4 };
 enum class Mixture : uint8_t { Any = 0, Refused = 1, Float64 = 2, Foreign = 3 };
 enum class Eviction : uint8_t { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 enum class Owner : uint8_t { Python = 0, Lent = 1, InUse = 2 };

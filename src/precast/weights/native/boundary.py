@@ -46,6 +46,8 @@ class Action(enum.IntEnum):
     """The Python kernel runs."""
     PROMOTE = 3
     """The operation runs in the widest of its dtypes if these are float32 and the lower precision, else in Python."""
+    PRODUCT = 4
+    """The operation runs in float32 on factors rounded to the lower precision, if its dtypes are these two."""
 
 
 class Mixture(enum.IntEnum):

@@ -1,7 +1,9 @@
 // Held copies in compiled kernels: the update after a step, and the node for their gradients; see held.h.
 #include "held.h"
 
+#include "cast_node.h"
 #include "exported.h"
+#include "promotion.h"
 #include "state.h"
 #include "torch_api.h"
 
@@ -11,8 +13,6 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <pthread.h>
 
 #include <map>
@@ -36,14 +36,6 @@ namespace {
 using torch::autograd::variable_list;
 
 // Typed calls of operations.
-at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
-  static const auto to = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("aten::to", "dtype")
-                             .typed<at::Tensor(
-                                 const at::Tensor&, at::ScalarType, bool, bool, std::optional<at::MemoryFormat>)>();
-  return to.call(tensor, dtype, false, false, std::nullopt);
-}
-
 at::Tensor empty_like(const at::Tensor& gradient, at::IntArrayRef layout, at::ScalarType dtype) {
   static const auto empty = c10::Dispatcher::singleton()
                                 .findSchemaOrThrow("aten::empty_strided", "")
@@ -135,12 +127,13 @@ bool is_recorded(const at::Tensor& gradient) {
       !(gradient.key_set() & kRecorded).empty();
 }
 
-// The autograd node of a held cast.
-class HeldCastBackward final : public torch::autograd::Node {
+// The autograd node of a held cast. Compiled autograd traces the cast only, and manages layout and memory itself.
+class HeldCastBackward final : public CastBackward {
  public:
   HeldCastBackward(
       torch::autograd::edge_list&& next, std::shared_ptr<HeldCopy> held, at::IntArrayRef layout, bool keeps_dtype)
-      : Node(std::move(next)),
+      : CastBackward(
+            std::move(next), at::ScalarType::Undefined, keeps_dtype ? at::ScalarType::Undefined : at::kFloat),
         held_(std::move(held)),
         layout_(layout.begin(), layout.end()),
         keeps_dtype_(keeps_dtype) {}
@@ -157,29 +150,9 @@ class HeldCastBackward final : public torch::autograd::Node {
     return {in_layout(std::move(gradients[0]))};
   }
 
-  // For compiled autograd: the compiler traces the cast only, and manages layout and memory itself.
-  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override {
-    args.collect(keeps_dtype_);
-  }
-
   variable_list apply_with_saved(const variable_list& inputs, torch::autograd::SwapSavedVariables& saved) override {
     held_->record.received.fetch_add(1, std::memory_order_relaxed);
-    const auto& compiler = torch::dynamo::autograd::getPyCompilerInterface();
-    const std::vector<c10::IValue> arguments{keeps_dtype_};
-    const auto name = compiler->bind_function(
-        saved.get_py_compiler(),
-        this->name(),
-        [](const variable_list& gradients, const std::vector<c10::IValue>& keeps_dtype) -> variable_list {
-          const at::Tensor& gradient = gradients[0];
-          return {gradient.defined() && !keeps_dtype[0].toBool() ? cast(gradient, at::kFloat) : gradient};
-        },
-        {c10::BoolType::get()},
-        /*is_custom_function=*/true,
-        /*is_traceable=*/true);
-    const auto outputs =
-        torch::dynamo::autograd::IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
-            torch::dynamo::autograd::get_input_metadata(next_edges()));
-    return compiler->call_function(saved.get_py_compiler(), "apply_functional", name, inputs, arguments, outputs);
+    return CastBackward::apply_with_saved(inputs, saved);
   }
 
  private:
@@ -207,18 +180,6 @@ class HeldCastBackward final : public torch::autograd::Node {
   const c10::SmallVector<int64_t, 4> layout_;
   const bool keeps_dtype_;
 };
-
-// The pointer in an edge: from PyTorch 2.13 on nodes are counted intrusively, before by a shared_ptr.
-using NodePointer = decltype(torch::autograd::Edge::function);
-
-template <class Pointer, class... Arguments>
-Pointer make_node(Arguments&&... arguments) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<HeldCastBackward>(std::forward<Arguments>(arguments)...);
-  } else {
-    return c10::make_intrusive<HeldCastBackward>(std::forward<Arguments>(arguments)...);
-  }
-}
 
 bool has_gradient(const c10::TensorImpl& parameter) {
   return parameter.requires_grad() && parameter.grad().defined();
@@ -366,17 +327,10 @@ at::Tensor Copies::find_held(const c10::TensorImpl& source, at::ScalarType dtype
 }
 
 at::Tensor with_gradient(const at::Tensor& parameter, const at::Tensor& copy, std::shared_ptr<HeldCopy> held) {
-  at::Tensor cast;
-  {
-    BelowAutograd guard;
-    cast = detached(copy);
-  }
   const bool keeps_dtype = parameter.grad_dtype() == copy.scalar_type();
   torch::autograd::edge_list next{torch::autograd::impl::gradient_edge(parameter)};
-  NodePointer node = make_node<NodePointer>(std::move(next), std::move(held), copy.strides(), keeps_dtype);
-  const auto number = node->add_input_metadata(cast);
-  torch::autograd::impl::set_gradient_edge(cast, {std::move(node), number});
-  return cast;
+  return with_node(
+      copy, make_node<HeldCastBackward>(std::move(next), std::move(held), copy.strides(), keeps_dtype));
 }
 
 namespace {

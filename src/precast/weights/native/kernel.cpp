@@ -2,6 +2,7 @@
 #include "kernel.h"
 
 #include "capture.h"
+#include "cast_node.h"
 #include "torch_api.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -74,16 +75,18 @@ class WeightSearch {
       return;
     }
     dtype_ = at::autocast::get_autocast_dtype(device);
+    if (is_held_ && ++here.uses >= Process::uses_between_checks) {
+      here.uses = 0;
+      if (const auto compare = Process::compare.load()) {
+        compare();
+      }
+    }
     // A graph keeps its inputs even if the weights change, so Python decides for each weight.
     captures_ = is_held_ && device == c10::DeviceType::CUDA && may_be_captured();
   }
 
   bool is_on() const {
     return is_on_;
-  }
-
-  bool is_held() const {
-    return is_held_;
   }
 
   // The cast of an argument; undefined if the argument is passed unchanged.
@@ -277,14 +280,18 @@ void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
         return run_reference(op, keys, stack);
       }
       return run_delegated(op, keys, stack, here, *policy);
-    case Action::Promote: {
+    case Action::Promote:
+    case Action::Product: {
       const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
       if (C10_UNLIKELY(
               has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown ||
               !Dtypes(operation_, arguments.data()).are_of_region())) {
         return run_reference(op, keys, stack);
       }
-      return promote(operation_, op, stack);
+      if (policy->action(operation_.number) == Action::Promote) {
+        return promote(operation_, op, stack);
+      }
+      return in_forward_mode() ? run_reference(op, keys, stack) : run_product(op, stack, here);
     }
   }
 }
@@ -313,16 +320,42 @@ void Kernel::replace_weights(c10::Stack* stack, ThreadState& here) const {
   if (!search.is_on()) {
     return;
   }
-  if (search.is_held() && ++here.uses >= Process::uses_between_checks) {
-    here.uses = 0;
-    if (const auto compare = Process::compare.load()) {
-      compare();
-    }
-  }
   c10::IValue* arguments = stack->data() + (stack->size() - operation_.are_written.size());
   for (const size_t slot : operation_.tensors) {
     search.replace(arguments[slot]);
   }
+}
+
+// Runs a product in float32 on factors that are rounded, and has its gradient rounded before it reaches them.
+void Kernel::run_product(const c10::OperatorHandle& op, c10::Stack* stack, ThreadState& here) const {
+  const size_t first = stack->size() - operation_.are_written.size();
+  const auto lower = at::autocast::get_autocast_dtype(operation_.device);
+  WeightSearch search(here, operation_.device);
+  for (const size_t slot : operation_.tensors) {
+    c10::IValue& value = (*stack)[first + slot];
+    if (!value.isTensor() || !is_eligible(value.toTensor())) {
+      continue;
+    }
+    at::Tensor factor = value.toTensor();
+    if (slot != operation_.addend) {
+      at::Tensor copy = search.is_on() ? search.copy_for(factor) : at::Tensor();
+      factor = copy.defined() ? std::move(copy) : cast(factor, lower);
+    }
+    value = cast(factor, at::kFloat);
+  }
+  {
+    c10::impl::ExcludeDispatchKeyGuard without_autocast{c10::DispatchKeySet(operation_.key)};
+    op.callBoxed(stack);
+  }
+  const at::Tensor result = stack->back().toTensor();
+  if (result.requires_grad()) {
+    torch::autograd::edge_list next{torch::autograd::impl::gradient_edge(result)};
+    stack->back() = with_node(result, make_node<CastBackward>(std::move(next), lower, at::kFloat));
+  }
+}
+
+bool Kernel::is_eligible(const at::Tensor& tensor) const {
+  return tensor.defined() && c10::isFloatingType(tensor.scalar_type()) && tensor.device().type() == operation_.device;
 }
 
 // Runs an operation on mixed dtypes: in the widest of them if PyTorch refuses every mixture, as it is if PyTorch accepts

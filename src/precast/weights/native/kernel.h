@@ -7,7 +7,8 @@
 // - no Python code runs if every weight has its cast;
 // - arguments are processed from last to first, as PyTorch casts them, which determines the order of gradients and
 //   hooks;
-// - mixed dtypes of operations that refuse every mixture are promoted here; other mixtures are left to Python.
+// - mixed dtypes of operations that refuse every mixture are promoted here; other mixtures are left to Python;
+// - products with a float32 result are those of `engine/product_kernels.py`, on devices without a kernel for them.
 #pragma once
 
 #include "operation.h"
@@ -31,7 +32,9 @@ class Kernel final : public c10::OperatorKernel {
       c10::Stack* stack,
       ThreadState& here,
       const Policy& policy) const;
+  void run_product(const c10::OperatorHandle& op, c10::Stack* stack, ThreadState& here) const;
   void run_mixed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
+  bool is_eligible(const at::Tensor& tensor) const;
   void replace_weights(c10::Stack* stack, ThreadState& here) const;
   void run_reference(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const;
 

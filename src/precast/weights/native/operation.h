@@ -7,6 +7,7 @@
 #include <c10/core/DispatchKey.h>
 
 #include <cstddef>
+#include <optional>
 #include <vector>
 
 namespace precast {
@@ -21,6 +22,7 @@ struct Operation {
   bool takes_several = false;         // it can have several tensors, and so mixed dtypes
   std::vector<size_t> tensors = {};    // positions of arguments that are tensors or lists of them, last one first
   std::vector<bool> are_written = {};  // for each argument, true if the operation writes it
+  std::optional<size_t> addend = {};   // of a product: the position of the argument that is added, such as a bias
 };
 
 }  // namespace precast
