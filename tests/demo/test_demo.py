@@ -33,7 +33,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "measure", lambda _, dtype: report(dtype, 4.0, 3.0, 2.0))
+    monkeypatch.setattr(example, "measure", lambda _, dtype: report(dtype, 3.0))
 
 
 def result(mixed: dict[str, Any] | None = None) -> DemoResult:
@@ -46,7 +46,7 @@ def result(mixed: dict[str, Any] | None = None) -> DemoResult:
         for name, t in (("float32", 0.020), ("bfloat16", 0.010))
     ]
     mixed_run = replace(runs[1], **(mixed or {}))
-    return DemoResult(chosen, 0, 12, runs[0], mixed_run, report("bfloat16", 4.0, 3.0, 2.0))
+    return DemoResult(chosen, 0, 12, runs[0], mixed_run, report("bfloat16", 3.0))
 
 
 def text(value: DemoResult, width: int = 80) -> str:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from precast.diagnostics.hardware.machine import DtypeReport, OperationSpeed
-
-OPERATIONS = ("matmul", "convolution", "convolution backward")
+from precast.diagnostics.hardware.machine import DtypeReport
 
 
-def report(dtype: str, *ratios: float | None, device: str = "cpu", units: Any = ()) -> DtypeReport:
-    """Return a report with these ratios for matmul, convolution and its backward; None is unsupported."""
-    speeds = (
-        OperationSpeed(name, error="not implemented")
-        if ratio is None
-        else OperationSpeed(name, 1.0, ratio)
-        for name, ratio in zip(OPERATIONS, ratios, strict=True)
-    )
-    return DtypeReport(device, dtype, tuple(speeds), tuple(units))
+def report(dtype: str, ratio: float | None, device: str = "cpu") -> DtypeReport:
+    """Return a report with a ratio; None is unsupported."""
+    if ratio is None:
+        return DtypeReport(device, dtype, error="not implemented")
+    return DtypeReport(device, dtype, 1.0, ratio)

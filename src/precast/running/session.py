@@ -180,7 +180,7 @@ def _slower_engine() -> list[str]:
     """Return a sentence on the reference engine, if this process ran on it, and on the command that replaces it."""
     from precast.diagnostics.hardware.engine_report import engine_here
 
-    engine = engine_here(measure=False)
+    engine = engine_here()
     if not engine.reason:
         return []
     remedy = f". For the faster native engine: {engine.remedy}" if engine.remedy else ""

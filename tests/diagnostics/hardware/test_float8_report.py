@@ -7,7 +7,7 @@ import torch
 
 from precast.diagnostics.hardware import float8
 from precast.diagnostics.hardware.float8 import RULES, Float8Report, float8_on
-from precast.diagnostics.hardware.machine import OperationSpeed
+from precast.diagnostics.hardware.machine import DtypeReport
 from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
 from tests.support.processor import has_bfloat16
 
@@ -22,7 +22,7 @@ def here() -> Float8Report:
 def test_a_cpu_is_measured_and_said_to_emulate(here: Float8Report) -> None:
     support = support_of(CPU)
     assert (here.device, here.method, here.reason) == ("cpu", support.method.value, support.reason)
-    assert [speed.name for speed in here.speeds] == list(RULES)
+    assert [speed.dtype for speed in here.speeds] == list(RULES)
     assert all(speed.ratio is not None and speed.ratio > 0 for speed in here.speeds)
     assert "emulates float8" in here.diagnosis
     assert "save no time" in here.diagnosis
@@ -92,7 +92,8 @@ def test_whether_a_kernel_pays_follows_from_its_times(
     seconds: tuple[float, float], words: str
 ) -> None:
     speeds = tuple(
-        OperationSpeed(rule, each, 1.6) for rule, each in zip(RULES[:2], seconds, strict=True)
+        DtypeReport("cuda:0", rule, each, 1.6)
+        for rule, each in zip(RULES[:2], seconds, strict=True)
     )
     report = Float8Report("cuda:0", "kernel", "compute capability 9.0", 4096, speeds)
     assert report.diagnosis.endswith(f"; {words}.")

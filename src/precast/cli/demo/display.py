@@ -75,10 +75,9 @@ def render(result: DemoResult) -> RenderableType:
     table.add_row("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}")
     table.add_row("steps skipped by scaler", "-", str(mixed.skipped), scale)
     table.add_row("computed", "native", report.diagnosis, "by measured speed")
-    speeds = ", ".join(f"{name} {times(ratio)}" for name, ratio in report.ratios.items())
-    units = f"; units: {' '.join(report.units)}" if report.units else ""
-    speed = f"{report.dtype} is {report.diagnosis} on {report.device}: {speeds} float32's speed"
-    notes = f"- {speed}{units}.\n- Memory is that of tensors in the last step, not of the process."
+    at = f": a linear layer at {times(report.ratio)} float32's speed" if report.ratio else ""
+    speed = f"{report.dtype} is {report.diagnosis} on {report.device}{at}"
+    notes = f"- {speed}.\n- Memory is that of tensors in the last step, not of the process."
     return Group(Text(title(result), "bold"), table, Text(notes))
 
 

@@ -52,20 +52,13 @@ class Recommendation:
 
 
 @dataclass(frozen=True)
-class DeviceInfo:
-    """One device: its name in PyTorch, and a description."""
-
-    name: str
-    description: str
-
-
-@dataclass(frozen=True)
 class MachineDiagnosis:
     """All measurements of this machine, and the recommendation."""
 
     torch: str
     python: str
-    devices: tuple[DeviceInfo, ...]
+    devices: dict[str, str]
+    """Maps the name of each device in PyTorch to a description."""
     reports: tuple[DtypeReport, ...]
     recommendation: Recommendation
     engine: EngineReport
@@ -77,7 +70,7 @@ class MachineDiagnosis:
         return {
             "torch": self.torch,
             "python": self.python,
-            "devices": [asdict(device) for device in self.devices],
+            "devices": [{"name": n, "description": d} for n, d in self.devices.items()],
             "dtypes": [report.to_dict() for report in self.reports],
             "recommendation": asdict(self.recommendation),
             "engine": asdict(self.engine),
@@ -86,7 +79,7 @@ class MachineDiagnosis:
 
 
 def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnosis:
-    """Measure the CPU and the accelerator, if there is one: about a second for each dtype.
+    """Measure the CPU and the accelerator, if there is one: about half a second for each dtype.
 
     Args:
         progress: called with the name of the next measurement, such as "bfloat16 on cpu".
@@ -99,10 +92,7 @@ def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnos
         progress(f"the float8 rules on {device}")
         float8_reports.append(float8_on(device))
     progress("the engine")
-    devices = (
-        DeviceInfo("cpu", _cpu()),
-        *(DeviceInfo(str(each), _gpu(each)) for each in _accelerators()),
-    )
+    devices = {"cpu": _cpu()} | {str(each): _gpu(each) for each in _accelerators()}
     return MachineDiagnosis(
         torch.__version__,
         platform.python_version(),
@@ -122,7 +112,7 @@ def recommend(reports: Sequence[DtypeReport]) -> Recommendation:
     """
     device = next((r.device for r in reports if r.device != "cpu"), "cpu")
     speed = {
-        r.dtype: r.training_speed or 0.0
+        r.dtype: r.ratio or 0.0
         for r in reports
         if r.device == device and r.dtype in {"bfloat16", "float16"}
     }
@@ -141,7 +131,10 @@ def render(diagnosis: MachineDiagnosis) -> RenderableType:
     parts: list[RenderableType] = [_header(diagnosis)]
     for device in dict.fromkeys(report.device for report in diagnosis.reports):
         of_device = [report for report in diagnosis.reports if report.device == device]
-        parts += [Text(), _table(device, of_device), *_errors(of_device)]
+        threads = ", one thread" if device == "cpu" else ""
+        title = f"{device}: speed of a linear layer beside float32 (higher is faster{threads})"
+        parts += [Text(), Text(title, "bold"), _table(of_device)]
+        parts += [Text(f"{r.dtype}: {r.error}", "dim") for r in of_device if r.error is not None]
     parts += [Text(), _advice(diagnosis.recommendation)]
     if diagnosis.float8:
         parts += [Text(), Text("Products in 8 bits, the float8 rules:", "bold")]
@@ -186,8 +179,8 @@ def _why(device: str, dtype: str, speed: dict[str, float]) -> str:
     other = "float16" if dtype == "bfloat16" else "bfloat16"
     beside = f" ({other}: {times(speed[other])})" if speed.get(other) else ""
     return (
-        f"on {device} {dtype} computes {times(speed[dtype])} as fast as float32{beside}, over "
-        f"matmul, convolution and its backward; {range_of[dtype]}"
+        f"on {device} {dtype} computes {times(speed[dtype])} as fast as float32{beside}, in "
+        f"forward and backward of a linear layer; {range_of[dtype]}"
     )
 
 
@@ -202,46 +195,21 @@ def _why_not(device: str, speed: dict[str, float]) -> str:
 def _header(diagnosis: MachineDiagnosis) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("torch", f"{diagnosis.torch} (Python {diagnosis.python})")
-    for device in diagnosis.devices:
-        table.add_row(device.name, device.description)
+    for name, description in diagnosis.devices.items():
+        table.add_row(name, description)
     table.add_row("engine", diagnosis.engine.name)
     return table
 
 
-def _table(device: str, reports: Sequence[DtypeReport]) -> Table:
-    threads = ", one thread" if device == "cpu" else ""
-    table = Table(
-        title=f"{device}: speed beside float32 (higher is faster{threads})",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("dtype", no_wrap=True)
-    table.add_column("computed", no_wrap=True)
-    for speed in reports[0].speeds:
-        name = speed.name.replace("convolution", "conv")
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("units")
+def _table(reports: Sequence[DtypeReport]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("dtype", "computed", "speed"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "speed" else "left")
     for report in reports:
-        cells = ["none" if s.ratio is None else times(s.ratio) for s in report.speeds]
-        units = " ".join(report.units) or "-"
         style = {"native": "green", "unsupported": "red"}.get(report.diagnosis, "yellow")
-        table.add_row(report.dtype, Text(report.diagnosis, style), *cells, units)
+        ratio = "none" if report.ratio is None else times(report.ratio)
+        table.add_row(report.dtype, Text(report.diagnosis, style), ratio)
     return table
-
-
-def _errors(reports: Sequence[DtypeReport]) -> list[RenderableType]:
-    """Return PyTorch's error for each cell with "none"."""
-    errors: dict[tuple[str, str], list[str]] = {}
-    for report in reports:
-        for speed in report.speeds:
-            if speed.error is not None:
-                errors.setdefault((report.dtype, speed.error), []).append(speed.name)
-    return [
-        Text(f"{dtype}, {', '.join(operations)}: {error}", "dim")
-        for (dtype, error), operations in errors.items()
-    ]
 
 
 def _advice(recommendation: Recommendation) -> RenderableType:
@@ -252,7 +220,7 @@ def _advice(recommendation: Recommendation) -> RenderableType:
 
 
 def _slower(engine: EngineReport) -> list[RenderableType]:
-    """Return the reason, the cost and the remedy of the slower engine, if it runs."""
+    """Return the reason and the remedy of the slower engine, if it runs."""
     if not engine.reason:
         return []
     lines = [
@@ -260,11 +228,4 @@ def _slower(engine: EngineReport) -> list[RenderableType]:
         Text("precast runs on its reference engine, the slower one.", "bold"),
         Text(f"Why: {engine.reason}."),
     ]
-    if engine.cost is not None:
-        reference, native = engine.cost.reference * 1e6, engine.cost.native * 1e6
-        lines.append(
-            Text(
-                f"A small linear layer takes {reference:.1f} us in a region, and {native:.1f} us on the native engine."
-            )
-        )
     return [*lines, *([Text(f"    {engine.remedy}", "cyan")] if engine.remedy else [])]

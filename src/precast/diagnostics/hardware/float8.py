@@ -11,24 +11,20 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from precast import _torch
 from precast.diagnostics.hardware.machine import (
-    OperationSpeed,
-    interleaved_seconds,
+    DtypeReport,
+    compared,
+    linear_layer,
     one_thread,
     times,
 )
 from precast.engine.float8_kernels import RECIPES
-from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import linear, recipe_for_device
 from precast.weights.float8.support import ProductMethod, Support, reason_unsupported, support_of
 
@@ -54,7 +50,7 @@ class Float8Report:
     """The reason for the kernel or the emulation."""
     side: int = 0
     """Rows, inputs and outputs of the measured layer; 0 without a measurement."""
-    speeds: tuple[OperationSpeed, ...] = ()
+    speeds: tuple[DtypeReport, ...] = ()
     """The linear layer under each rule, beside bfloat16."""
 
     @property
@@ -69,12 +65,12 @@ class Float8Report:
             )
         failed = [speed for speed in self.speeds if speed.error is not None]
         if failed:
-            rules = ", ".join(speed.name for speed in failed)
+            rules = ", ".join(speed.dtype for speed in failed)
             return (
                 f"{self.device} should have a float8 kernel ({self.reason}), and PyTorch refuses it for {rules}: "
                 f"{failed[0].error}."
             )
-        fast = [s.name for s in self.speeds if s.ratio is not None and s.ratio >= _MIN_SPEEDUP]
+        fast = [s.dtype for s in self.speeds if s.ratio is not None and s.ratio >= _MIN_SPEEDUP]
         worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
         return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
 
@@ -85,13 +81,13 @@ class Float8Report:
             "method": self.method,
             "reason": self.reason,
             "side": self.side,
-            "speeds": [speed.to_dict() for speed in self.speeds],
+            "speeds": [asdict(speed) | {"ratio": speed.ratio} for speed in self.speeds],
             "diagnosis": self.diagnosis,
         }
 
     @property
     def _measured(self) -> str:
-        measured = [(s.name, s.ratio) for s in self.speeds if s.ratio is not None]
+        measured = [(s.dtype, s.ratio) for s in self.speeds if s.ratio is not None]
         ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in measured)
         return f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
 
@@ -108,44 +104,14 @@ def float8_on(device: torch.device) -> Float8Report:
     return Float8Report(str(device), support.method.value, support.reason, side, speeds)
 
 
-def _speed(rule: str, device: torch.device, side: int, support: Support) -> OperationSpeed:
+def _speed(rule: str, device: torch.device, side: int, support: Support) -> DtypeReport:
     recipes = {name.value: recipe for name, recipe in RECIPES.items()}
     recipe = recipe_for_device(recipes[rule], support.without_negative_zero)
-    runs = [partial(_layer, side, device, product) for product in _products(recipe, support.method)]
-    ours, plain = (run() for run in runs)
-    try:
-        ours()
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return OperationSpeed(rule, error=str(error).strip().partition("\n")[0])
-    plain()
-    in_8_bits, in_16_bits = interleaved_seconds([ours, plain], device, _ROUNDS)
-    return OperationSpeed(rule, min(in_8_bits), min(in_16_bits))
-
-
-def _products(
-    recipe: Recipe, method: ProductMethod
-) -> tuple[Callable[[Tensor, Tensor], Tensor], ...]:
-    """Return the product of a rule, and the product in bfloat16."""
-    return (
-        lambda x, w: linear(x, w, recipe, method),
-        lambda x, w: functional.linear(x, w.to(torch.bfloat16)),
+    ours, plain = (
+        linear_layer(device, side, product, torch.bfloat16)
+        for product in (
+            lambda x, w: linear(x, w, recipe, support.method),
+            lambda x, w: functional.linear(x, w.to(torch.bfloat16)),
+        )
     )
-
-
-def _layer(
-    side: int, device: torch.device, product: Callable[[Tensor, Tensor], Tensor]
-) -> Callable[[], object]:
-    """Return a function that runs forward and backward of a linear layer as in a region."""
-    generator = torch.Generator(device).manual_seed(0)
-    x, gradient = (
-        torch.randn(side, side, device=device, generator=generator).to(torch.bfloat16)
-        for _ in range(2)
-    )
-    w = torch.randn(side, side, device=device, generator=generator, requires_grad=True)
-    x.requires_grad_()
-
-    def run() -> object:
-        with torch.enable_grad(), _torch.AutocastOff(device.type)():
-            return torch.autograd.grad(product(x, w), (x, w), gradient)
-
-    return run
+    return compared(device, rule, ours, plain, _ROUNDS)
