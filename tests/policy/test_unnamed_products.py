@@ -19,8 +19,8 @@ from torch import Tensor
 import precast
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
-from precast.diagnostics.tracing.products import has_product
 from precast.policy.policy import Policy, expanded_rules
+from tests.support.products import has_product
 
 SHAPES = (
     # matrices, batches of them, vectors

@@ -83,6 +83,11 @@ class OperationRow:
     order: int | None = may_be_missing(is_left_out=True)
     """Its place in the order of first calls, from 0."""
 
+    @property
+    def where(self) -> FindingLocation:
+        """The operation and its place."""
+        return FindingLocation(self.module, self.op, self.source)
+
 
 @dataclass(slots=True)
 class TraceTotals:
@@ -162,7 +167,7 @@ class FindingCost:
     """The largest share."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FindingLocation:
     """The place of a finding."""
 
@@ -384,23 +389,23 @@ class NonfiniteState:
     """Infinity or NaN."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RunInfo:
     """One process: its command, its environment, and its end."""
 
     command: list[str]
     """The arguments for `python` that run the same program."""
-    ended: Literal["ended", "exit", "exception", "interrupted"]
+    ended: Literal["ended", "exit", "exception", "interrupted"] = "ended"
     """How the process ended."""
-    code: int | None
+    code: int | None = 0
     """The exit code."""
-    message: str | None
+    message: str | None = None
     """The message of an exception."""
-    seconds: float
+    seconds: float = 0.0
     """Its duration."""
-    rank: int | None
+    rank: int | None = None
     """The rank; null if there is only one process."""
-    world_size: int
+    world_size: int = 1
     """The number of processes."""
     torch: str
     """The version of PyTorch."""
@@ -408,13 +413,13 @@ class RunInfo:
     """The version of Python."""
     machine: str
     """The system, and the type and number of processors."""
-    devices: list[str]
+    devices: list[str] = field(default_factory=list)
     """The device types that the program used."""
     policy: PolicyName
     """The policy."""
-    steps: int
+    steps: int = 0
     """The number of finished steps."""
-    traced: list[int] | None
+    traced: list[int] | None = None
     """The first traced step, and the one after the last."""
     to_trace: list[int] | None = may_be_missing(is_left_out=True)
     """The range of `--steps`: the first step, and the one after the last."""

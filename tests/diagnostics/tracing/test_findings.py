@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import random
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -585,41 +585,6 @@ def test_an_operation_without_a_rule_that_should_have_one(
     [found] = run(policy)
     assert found.policy == 'base = "default"\n\n[ops.cpu]\nmm = "lower"\n'
     assert not run(pasted(found.policy, tmp_path))
-
-
-@pytest.fixture
-def own() -> Iterator[str]:
-    """Operations of an extension that no table names: attention, and sums that are no product."""
-    library = torch.library.Library("precast_traced", "FRAGMENT")
-    library.define("attend(Tensor q, Tensor k, Tensor v) -> Tensor")
-    library.define("scale(Tensor x, Tensor weight) -> Tensor")
-    library.impl("attend", lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v, "CPU")
-    library.impl("scale", lambda x, w: torch.layer_norm(x, [x.shape[-1]]) * w, "CPU")
-    yield "precast_traced"
-    library._destroy()
-
-
-@pytest.mark.parametrize("saved", [None, trials.TrialSaving(1e-3, 2e-3, 3e-3)])
-def test_a_product_that_no_table_names_is_found_with_its_row(
-    own: str, tmp_path: Path, saved: trials.TrialSaving | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(facts, "measure_saving", lambda *_, **__: saved)
-    x = torch.randn(2, 8, 8)
-
-    def run(policy: Policy) -> list[Finding]:
-        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
-            nn.Linear(8, 8)(x)
-            torch.ops.precast_traced.attend(x, x.cos(), x.sin())
-            torch.ops.precast_traced.scale(x, torch.ones(8))
-            torch.outer(x[0, 0], x[0, 1])
-        return of_kind(trace, "float32-op")
-
-    [found] = run(Policy.load("default"))
-    assert found.where.op == f"{own}::attend"
-    assert f'The row "{own}::attend" = "lower" gives it 16-bit inputs.' in found.title
-    assert bool(found.policy) == bool(found.suggestion) == (saved is not None)
-    if found.policy is not None:
-        assert not run(pasted(found.policy, tmp_path))
 
 
 def test_what_is_switched_off_on_purpose_is_not_reported() -> None:

@@ -18,15 +18,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal.display import dtype_name
-from precast.diagnostics.tracing.lineage import MOVES, CastCosts, CastSite, Origin, Upcast
+from precast.diagnostics.tracing.lineage import MOVES, CastCosts, Origin, Upcast
 from precast.diagnostics.tracing.trials import (
     TrialCall,
     TrialSaving,
     describe_call,
-    is_product,
     measure_saving,
 )
 from precast.engine.operator_kinds import Cast
+from precast.report.schema import FindingLocation
 from precast.weights.held import is_held_in_training
 
 __all__ = ["CastPatterns", "Float32Island", "RecastWeights", "RepeatedCast", "RoundTrip"]
@@ -44,7 +44,7 @@ class RoundTrip(CastCosts):
     rule: str | None
     """The rule of the cast to float32; None for an explicit cast of the program."""
     dtype: torch.dtype
-    back: CastSite
+    back: FindingLocation
     times: int = 0
     is_used: bool = False
     """True if an operation computed with the float32 values."""
@@ -87,7 +87,7 @@ class RepeatedCast(CastCosts):
 class RoundedIntegers(CastCosts):
     """Integers that the program cast to float32 and a rule cast to 16 bits, where several values became one."""
 
-    start: CastSite
+    start: FindingLocation
     """The site of the program's cast to float32."""
     dtype: str
     values: tuple[Tensor, Tensor]
@@ -102,13 +102,12 @@ class CastPatterns:
         self.islands: dict[object, Float32Island] = {}
         self.weights = RecastWeights()
         self.rounded: dict[object, RoundedIntegers] = {}
-        self.limits: dict[tuple[CastSite, float, int, str], Tensor] = {}
+        self.limits: dict[tuple[FindingLocation, float, int, str], Tensor] = {}
         """Limits of `clamp` that a 16-bit dtype rounds to 0, 1 or -1 -> the number of results with that value."""
-        self.calls: dict[CastSite, TrialCall] = {}
+        self.calls: dict[FindingLocation, TrialCall] = {}
         """The first call of an operation at each site, for a trial in 16 bits."""
         self.savings: dict[object, TrialSaving | None] = {}
         """The results of trials."""
-        self._products: dict[str, bool] = {}
         self.step = 0
         self.step_seconds: list[float] = []
         """The traced time of each complete step."""
@@ -128,7 +127,7 @@ class CastPatterns:
         return min(1.0, *shares), min(1.0, max(shares))
 
     def note_call(
-        self, at: CastSite, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, at: FindingLocation, overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Store the description of a call, if it is the first at its site and can be repeated."""
         if at not in self.calls and len(self.calls) < MOST:
@@ -137,7 +136,7 @@ class CastPatterns:
                 self.calls[at] = call
 
     def measure_saving(
-        self, at: CastSite, dtype: torch.dtype | None, returns: torch.dtype | None
+        self, at: FindingLocation, dtype: torch.dtype | None, returns: torch.dtype | None
     ) -> TrialSaving | None:
         """Return the saving of a call at a site in 16 bits, measured once for each kind of call."""
         call = self.calls.get(at)
@@ -147,16 +146,6 @@ class CastPatterns:
         if key not in self.savings:
             self.savings[key] = measure_saving(call, dtype, returns=returns)
         return self.savings[key]
-
-    def is_product(self, at: CastSite) -> bool:
-        """Return True if the call at a site multiplies two tensors, tried once for each kind of call."""
-        call = self.calls.get(at)
-        if call is None:
-            return False
-        key = repr(call)
-        if key not in self._products:
-            self._products[key] = is_product(call)
-        return self._products[key]
 
     def use(self, origins: Iterable[Origin | None], carried: Upcast | None = None) -> None:
         """Record that an operation computes with tensors in float32; `carried` is the upcast that its result keeps."""
@@ -179,13 +168,13 @@ class CastPatterns:
         return first
 
     def island(
-        self, at: CastSite, device: str, policy: str, upcasts: list[Upcast]
+        self, at: FindingLocation, device: str, policy: str, upcasts: list[Upcast]
     ) -> Float32Island | None:
         """Count a call that casts its inputs to float32, and return the island of that site."""
         island = _bounded(
             self.islands,
             (at, device, policy),
-            lambda: Float32Island(*at, device=device, policy=policy),
+            lambda: Float32Island(at, device=device, policy=policy),
         )
         if island is not None:
             island.calls += 1
@@ -193,7 +182,7 @@ class CastPatterns:
                 island.add(upcast.seconds, upcast.bytes, self.step)
         return island
 
-    def rounds(self, before: Origin, at: CastSite, cast: Cast) -> None:
+    def rounds(self, before: Origin, at: FindingLocation, cast: Cast) -> None:
         """Count the different values of a tensor that a rule casts, if the program cast it from integers to float32.
 
         Only the first tensor at each site is examined.
@@ -202,7 +191,7 @@ class CastPatterns:
         is_whole = step.op.partition(".")[0] == "arange" or (
             step.op == "_to_copy" and step.inputs[0].startswith(_WHOLE)
         )
-        start = CastSite(step.op, step.module, step.source)
+        start = FindingLocation(step.module, step.op, step.source)
         key = start, at
         if not is_whole or step.rule is not None or key in self.rounded:
             return
@@ -211,12 +200,12 @@ class CastPatterns:
                 values = cast.source.detach().reshape(-1)[:_MOST_VALUES].sort().values
                 counts = (_different(values), _different(values.to(cast.target.dtype)))
             self.rounded[key] = RoundedIntegers(
-                *at, start=start, dtype=dtype_name(cast.target.dtype), values=counts
+                at, start=start, dtype=dtype_name(cast.target.dtype), values=counts
             )
 
-    def limited(self, at: CastSite, call: TrialCall, out: Any) -> None:
+    def limited(self, at: FindingLocation, call: TrialCall, out: Any) -> None:
         """Count the results of `clamp` that equal a limit which 16 bits round to 0, 1 or -1."""
-        if not at.op.startswith("clamp") or out.dtype not in _torch.SIXTEEN_BIT:
+        if not (at.op or "").startswith("clamp") or out.dtype not in _torch.SIXTEEN_BIT:
             return
         for limit in (*call.args, *call.kwargs.values()):
             rounded = _rounded_limit(limit, out.dtype) if isinstance(limit, float) else None
@@ -226,7 +215,7 @@ class CastPatterns:
             if key in self.limits or len(self.limits) < MOST:
                 self.limits[key] = self.limits.get(key, 0) + (out == rounded).sum()
 
-    def came_down(self, before: Origin, at: CastSite, cast: Cast) -> None:
+    def came_down(self, before: Origin, at: FindingLocation, cast: Cast) -> None:
         """Record that a tensor was cast to 16 bits at a site; `before` is the tensor's origin."""
         if before.island is not None:
             before.island.add(cast.seconds, cast.bytes, self.step)
@@ -235,11 +224,11 @@ class CastPatterns:
         upcast = before.upcast
         if upcast is None or upcast.dtype is not cast.target.dtype:
             return
-        start = CastSite(upcast.op, upcast.module, upcast.source)
+        start = upcast.where
         trip = _bounded(
             self.round_trips,
             (start, at),
-            lambda: RoundTrip(*start, rule=upcast.rule, dtype=upcast.dtype, back=at),
+            lambda: RoundTrip(start, rule=upcast.rule, dtype=upcast.dtype, back=at),
         )
         if trip is not None:
             trip.times += 1
@@ -275,7 +264,7 @@ class RecastWeights:
     def __iter__(self) -> Iterator[RepeatedCast]:
         return iter(list(self._casts.values()))
 
-    def saw(self, at: CastSite, cast: Cast, region: int | None) -> None:
+    def saw(self, at: FindingLocation, cast: Cast, region: int | None) -> None:
         """Record a cast to 16 bits at a site, if the tensor is a weight or a view of one.
 
         `region` is the number of the current outermost region.
@@ -294,7 +283,7 @@ class RecastWeights:
         entry = _bounded(
             self._casts,
             key,
-            lambda: RepeatedCast(*at, shape=shape, dtype=dtype_name(dtype), holdable=holdable),
+            lambda: RepeatedCast(at, shape=shape, dtype=dtype_name(dtype), holdable=holdable),
         )
         if entry is None:
             return

@@ -20,8 +20,8 @@ from precast._internal import cures
 from precast._internal.display import dtype_name, plural
 from precast._torch import SIXTEEN_BIT
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
-from precast.diagnostics.tracing.lineage import CastCosts, CastSite
-from precast.diagnostics.tracing.products import is_lowered
+from precast.diagnostics.tracing.lineage import CastCosts
+from precast.diagnostics.tracing.reasons import is_lowered
 from precast.diagnostics.tracing.trials import TrialSaving
 from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
@@ -94,12 +94,12 @@ class _FindingSearch:
         trips_of: Counter[str] = Counter()
         for each in trips:
             trips_of[each.op] += each.times
-        for some in _alike(trips, lambda t: (_site(t), t.dtype, t.rule, _site(t.back))):
+        for some in _alike(trips, lambda t: (_site(t.where), t.dtype, t.rule, _site(t.back))):
             trip = some[0]
             dtype, place = dtype_name(trip.dtype), _places(some)
             title = (
                 f"{trip.op}{place} casts {dtype} to float32, and "
-                f"{trip.back.op}{_places([each.back for each in some])} casts it back: "
+                f"{trip.back.op}{_in_words([each.back for each in some])} casts it back: "
                 f"{_times(sum(each.times for each in some))}, and no operation in between needed float32."
             )
             do, policy = "", None
@@ -118,9 +118,9 @@ class _FindingSearch:
             if remaining == different:
                 continue
             start = each.start
-            verb = "creates in" if start.op.startswith("arange") else "casts to"
+            verb = "creates in" if (start.op or "").startswith("arange") else "casts to"
             title = (
-                f"{each.op}{_places([each])} rounds whole numbers that {start.op}{_places([start])} {verb} float32: "
+                f"{each.op}{_places([each])} rounds whole numbers that {start.op}{_in_words([start])} {verb} float32: "
                 f"{different:,} different values become {remaining:,} in {each.dtype}."
             )
             rule, policy = self._rule_for_float32(each)
@@ -129,21 +129,22 @@ class _FindingSearch:
                 "rounded by a rule", title, [each], FindingCost(), do, policy=policy
             )
 
-    def _rule_for_float32(self, at: CastCosts) -> tuple[str, str | None]:
+    def _rule_for_float32(self, cast: CastCosts) -> tuple[str, str | None]:
         """Return the rule that computes one operation in float32, in words, and its file; "" and None without one."""
-        places = [(r.device_type, r.source) for r in self.rows if r.op == at.op and r.rule]
+        op, at = cast.op, cast.where
+        places = [(r.device_type, r.source) for r in self.rows if r.op == op and r.rule]
         device = next((device for device, source in places if source == at.source), "cpu")
-        key = _key(at.op)
+        key = _key(op)
         if not self._may_change(device):
             return "", None
         if at.module:
             policy = self.policies.get(device) or Policy.load("default")
-            rule = {at.module: {"ops": {at.op: "fp32"}}}
+            rule = {at.module: {"ops": {op: "fp32"}}}
             words = f'the rule "{at.module}" = {{ ops = {{ {key} = "fp32" }} }} in [modules], attached; or '
             return words, whole_file(policy, modules=rule)
         if any(source != at.source for _, source in places):
             return "", None  # a row would change other calls
-        return f'the row {key} = "fp32"; or ', self._policy(at.op, "fp32", device)
+        return f'the row {key} = "fp32"; or ', self._policy(op, "fp32", device)
 
     def limits(self) -> Iterator[Finding]:
         """Find values that `clamp` limits to a number that is 0, 1 or -1 in 16 bits."""
@@ -152,12 +153,11 @@ class _FindingSearch:
             if not reached:
                 continue
             title = (
-                f"{at.op}{_places([at])} limits values to {limit!r}, which {dtype} rounds to {rounded}: "
+                f"{at.op}{_in_words([at])} limits values to {limit!r}, which {dtype} rounds to {rounded}: "
                 f"{plural(reached, 'result')} {be(reached)} {rounded}."
             )
-            where = FindingLocation(at.module, at.op, at.source)
             do = cures.LIMIT_IN_FLOAT32(op=at.op)
-            yield Finding("rounded limit", title, FindingCost(), do, None, where)
+            yield Finding("rounded limit", title, FindingCost(), do, None, at)
 
     def in_16_bits(self) -> Iterator[Finding]:
         """Find operations that a rule would run in float32: in place, where no rule acts, or in a disabled region."""
@@ -205,7 +205,7 @@ class _FindingSearch:
 
     def casts_again(self) -> Iterator[Finding]:
         """Find weights that were cast more than once without a change."""
-        for some in _alike((cast for cast in self.patterns.weights if cast.again), _site):
+        for some in _alike((c for c in self.patterns.weights if c.again), lambda c: _site(c.where)):
             most = max(some, key=lambda cast: cast.casts)
             casts, again = sum(cast.casts for cast in some), sum(cast.again for cast in some)
             title = (
@@ -220,7 +220,7 @@ class _FindingSearch:
             yield self._finding("weight-cast-again", title, some, self._measured(some), do)
 
     def in_float32(self) -> Iterator[Finding]:
-        """Find products that ran in float32 without a rule or cast for it, whatever the operation."""
+        """Find operations that ran in float32 without a rule or cast for it, and that "default" runs in 16 bits."""
         lower = next(
             (_LOW[d] for row in self.rows if row.rule == "lower" for d in row.output if d in _LOW),
             None,
@@ -256,8 +256,7 @@ class _FindingSearch:
         is_off = row.rule is None and (row.reason or "").startswith("autocast is off")
         if row.region is not None and is_off:
             return False  # the program switched it off
-        at = CastSite(row.op, row.module, row.source)
-        return is_lowered(row.op.partition(".")[0]) or self.patterns.is_product(at)
+        return is_lowered(row.op)
 
     def spread(self) -> Iterator[Finding]:
         """Find operations without a rule on inputs of two dtypes, for which PyTorch returns the wider one.
@@ -285,8 +284,7 @@ class _FindingSearch:
     ) -> Finding:
         """Return a finding, at the place of the most expensive one of `some`."""
         worst = max(some, key=lambda each: each.seconds)
-        where = FindingLocation(worst.module, worst.op, worst.source)
-        return Finding(kind, title, cost, suggestion, policy, where)
+        return Finding(kind, title, cost, suggestion, policy, worst.where)
 
     # --- costs and savings ---
 
@@ -329,8 +327,7 @@ class _FindingSearch:
         """Return the mean saving of a call over sites with their numbers of calls; None if a site has none."""
         sums, total = [0.0, 0.0, 0.0], 0
         for each, dtype, returns in some:
-            at = CastSite(each.op, each.module, each.source)
-            saving = self.patterns.measure_saving(at, dtype, returns)
+            saving = self.patterns.measure_saving(each.where, dtype, returns)
             if saving is None:
                 return None
             sums = [
@@ -399,13 +396,13 @@ def _alike(items: Iterable[_T], key: Callable[[_T], Any]) -> Iterable[list[_T]]:
     return groups.values()
 
 
-def _site(at: CastSite | CastCosts | OperationRow) -> tuple[object, ...]:
+def _site(at: FindingLocation) -> tuple[object, ...]:
     """Return a key of a site, the same for modules whose names differ only in their numbers."""
     return _pattern(at.module), at.source, at.op
 
 
 def _of_row(row: OperationRow) -> tuple[object, ...]:
-    return *_site(row), row.device_type, row.reason, row.region is None
+    return *_site(row.where), row.device_type, row.reason, row.region is None
 
 
 def _pattern(module: str | None) -> str:
@@ -413,7 +410,11 @@ def _pattern(module: str | None) -> str:
     return re.sub(r"\d+", "*", module or "")
 
 
-def _places(some: Sequence[CastSite | CastCosts | OperationRow]) -> str:
+def _places(some: Sequence[CastCosts | OperationRow]) -> str:
+    return _in_words([each.where for each in some])
+
+
+def _in_words(some: Sequence[FindingLocation]) -> str:
     """Return the place in words: one module, or several whose names differ only in their numbers."""
     names = list(dict.fromkeys(each.module for each in some))
     name = names[0] if len(names) == 1 else f"{_pattern(names[0])} ({len(names)} modules)"

@@ -11,16 +11,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from precast import _torch
 from precast.report.saved_trace import LineageStep
-from precast.report.schema import Phase
+from precast.report.schema import FindingLocation, Phase
 
-__all__ = ["MOVES", "CastCosts", "CastSite", "Lineage", "Origin", "Upcast"]
+__all__ = ["MOVES", "CastCosts", "Lineage", "Origin", "Upcast", "chain"]
 
 _LONGEST: Final = 64
 
@@ -34,25 +34,20 @@ MOVES: Final = (
 """Operations whose results are values of their inputs, or the negatives of these, so that 16 bits hold them too."""
 
 
-class CastSite(NamedTuple):
-    """The operation that made a cast, and its place."""
-
-    op: str
-    module: str | None
-    source: str | None
-
-
 @dataclass(slots=True)
 class CastCosts:
     """Casts of one kind at one site, and their total cost."""
 
-    op: str
-    module: str | None
-    source: str | None
+    where: FindingLocation
     seconds: float = 0.0
     bytes: int = 0
     by_step: dict[int, float] = field(default_factory=dict)
     """The seconds of each traced step."""
+
+    @property
+    def op(self) -> str:
+        """The operation that made the casts."""
+        return self.where.op or ""
 
     def add(self, seconds: float, size: int, step: int) -> None:
         """Add the cost of another cast, in a step."""

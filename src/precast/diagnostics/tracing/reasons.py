@@ -11,13 +11,15 @@ from precast.engine.thread_state import inherited_policy, installed, thread_stat
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import attached_models
-from precast.policy.policy import Policy, expanded_rules
+from precast.policy.policy import DEVICE_TYPES, Policy, Rule, expanded_rules
+from precast.policy.rows import short, split
 
 __all__ = [
     "ModuleRuleTexts",
     "RuleDecision",
     "decide",
     "has_policy_of_precast",
+    "is_lowered",
     "policy_here",
     "rows_of",
     "torchs_policy",
@@ -122,6 +124,22 @@ def _rules_by_module() -> dict[int, str]:
 def rows_of(policy: Policy, device: str) -> frozenset[str]:
     """Return the operations that have a rule."""
     return frozenset(expanded_rules(policy, device)[0])
+
+
+def is_lowered(op: str) -> bool:
+    """Return True if "default" runs an operation in 16 bits on some device type."""
+    return op.partition(".")[0] in _lowered()
+
+
+@functools.cache
+def _lowered() -> frozenset[str]:
+    tables = (expanded_rules(Policy.load("default"), device)[0] for device in DEVICE_TYPES)
+    return frozenset(
+        short(split(name)[0])
+        for table in tables
+        for name, entry in table.items()
+        if entry.rule is Rule.LOWER
+    )
 
 
 @functools.lru_cache(maxsize=4096)

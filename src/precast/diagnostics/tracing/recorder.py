@@ -137,9 +137,9 @@ class TraceRecorder(OperationListener):
             self._record_product(record)
         if record.upcasts and rule in FLOAT32_RULES:
             island = self.patterns.island(
-                record.site, device, application.policy.name, record.upcasts
+                record.where, device, application.policy.name, record.upcasts
             )
-            self.patterns.note_call(record.site, *record.call)
+            self.patterns.note_call(record.where, *record.call)
         self._put_origins(record, outputs, island=island)
 
     def fail(self, error: BaseException) -> None:
@@ -258,7 +258,7 @@ class TraceRecorder(OperationListener):
         )
         record.sums.seconds = seconds
         self._record_product(record)
-        self.patterns.limited(record.site, record.call, out)
+        self.patterns.limited(record.where, record.call, out)
         for cast in inside:
             self.tally.add_cast(cast, record, is_inside=True)
         for cast in casts:
@@ -275,11 +275,11 @@ class TraceRecorder(OperationListener):
     def _record_product(self, record: TracedCall) -> None:
         """Store the description of a call in forward that may be a product."""
         if (
-            not kind_of(record.call.overload).is_pointwise
+            reasons.is_lowered(record.decision.op)
             and record.place.phase == "forward"
             and set(record.inputs) == {"float32"}
         ):
-            self.patterns.note_call(record.site, *record.call)
+            self.patterns.note_call(record.where, *record.call)
 
     def _place_on_stack(self) -> CallPlace:
         frame = frame_above(1)
@@ -337,9 +337,9 @@ class TraceRecorder(OperationListener):
 
     def _find_patterns(self, cast: Cast, record: TracedCall) -> Upcast | None:
         """Find round trips, islands and repeated casts of weights; return the cast if it is to a wider dtype."""
-        at, rule, source = record.site, record.decision.rule, cast.source
+        at, rule, source = record.where, record.decision.rule, cast.source
         if source.element_size() < cast.target.element_size():
-            return Upcast(*at, cast.seconds, cast.bytes, rule=rule, dtype=source.dtype)
+            return Upcast(at, cast.seconds, cast.bytes, rule=rule, dtype=source.dtype)
         origin = self.lineage.of(source)
         if origin is not None:
             self.patterns.came_down(origin, at, cast)

@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
-from precast.diagnostics.tracing.lineage import CastSite, Origin, Upcast
+from precast.diagnostics.tracing.lineage import Origin, Upcast
 from precast.diagnostics.tracing.reasons import RuleDecision
 from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.operator_kinds import Cast, dtype_of
-from precast.report.schema import CastFlow, OperationRow, Phase, TraceTotals
+from precast.report.schema import CastFlow, FindingLocation, OperationRow, Phase, TraceTotals
 
 __all__ = ["MOST_ROWS", "CallPlace", "Surroundings", "TraceTally", "TracedCall"]
 
@@ -61,9 +61,9 @@ class TracedCall:
     sums: TraceTotals = field(default_factory=TraceTotals)
 
     @property
-    def site(self) -> CastSite:
+    def where(self) -> FindingLocation:
         """The operation and its place."""
-        return CastSite(self.decision.op, self.place.module, self.place.source)
+        return FindingLocation(self.place.module, self.decision.op, self.place.source)
 
 
 class CastFlows(dict[tuple[str, str], CastFlow]):

@@ -7,9 +7,7 @@ and uses no generator of the program; the description of a call holds no tensor.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from itertools import accumulate
-from math import comb
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, NamedTuple
 
@@ -17,9 +15,8 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast._internal.pytree import map_tensors, tensors_in
+from precast._internal.pytree import map_tensors
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.tracing.products import has_product
 from precast.engine.operator_kinds import tensors_of
 from precast.policy.policy import Policy
 
@@ -27,7 +24,6 @@ __all__ = [
     "TrialCall",
     "TrialSaving",
     "describe_call",
-    "is_product",
     "measure_saving",
     "works",
     "works_after_cast",
@@ -38,8 +34,9 @@ _PAIRS: Final = 20
 _FEWEST_PAIRS: Final = 3
 _LEAST: Final = 0.05
 """The smallest share of a call's time that a pair of runs must save."""
-_CHANCE: Final = 1 / 128
-"""The largest probability that a change which saves time in half of all pairs is taken for a saving."""
+_OUTLIERS: Final = 4
+"""The most of `_PAIRS` that may save nothing, because another program interrupted one of the runs. A change that saves
+time in half of all pairs passes with a probability below 1/128."""
 _MOST_SECONDS: Final = 0.5
 """A trial of slow calls has fewer pairs of runs, and no result below `_FEWEST_PAIRS`."""
 
@@ -133,32 +130,6 @@ def works_after_cast(call: TrialCall, dtype: torch.dtype) -> bool:
     return bool(_in_own_thread(run))
 
 
-def is_product(call: TrialCall) -> bool:
-    """Return True if a call multiplies two tensors, with sums, and can run in 16 bits.
-
-    Where processes train together, an extension's operation may wait for other processes, so it is not tried.
-    """
-    if call.overload.namespace != "aten" and _torch.is_distributed():
-        return False
-
-    def run() -> bool:
-        arguments = _random_arguments(call)
-        tensors = tensors_in(arguments)
-        if len(tensors) < 2:
-            return False
-
-        def run_with(values: Sequence[Tensor]) -> object:
-            remaining = iter(values)
-            args, kwargs = map_tensors(arguments, lambda _: next(remaining))
-            return call.overload(*args, **kwargs)
-
-        with torch.inference_mode():
-            run_with([tensor.bfloat16() for tensor in tensors])
-            return has_product(run_with, tensors)
-
-    return bool(_in_own_thread(run))
-
-
 def _random_arguments(call: TrialCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
 
@@ -199,20 +170,10 @@ def _measured(
     if pairs < _FEWEST_PAIRS:
         return None
     differences = sorted(before - after for before, after in times)
-    outliers = _allowed_outliers(pairs)
+    outliers = _OUTLIERS if pairs == _PAIRS else 0
     low, middle, high = (differences[i] for i in (outliers, pairs // 2, pairs - 1 - outliers))
     is_certain = low > _LEAST * min(before for before, _ in times)
     return TrialSaving(low, middle, high) if is_certain else None
-
-
-def _allowed_outliers(pairs: int) -> int:
-    """Return how many pairs of runs may save nothing, because another program interrupted one of the runs.
-
-    It is the largest number with which a coin, thrown once for each pair, would pass with at most the probability
-    `_CHANCE`; 0 for few pairs.
-    """
-    passing = accumulate(comb(pairs, tails) for tails in range(pairs))
-    return max(0, sum(count <= _CHANCE * (1 << pairs) for count in passing) - 1)
 
 
 def _in_own_thread(run: Callable[[], Any]) -> Any:
