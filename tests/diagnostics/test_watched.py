@@ -144,7 +144,6 @@ def test_operations_inside_one_that_leaves_autocast_on_have_the_same_rules_when_
 
 
 def test_calls_of_operators_on_all_layouts_are_the_same_when_watched() -> None:
-    """A sample: `python -m tests.diagnostics.watched` runs all operators of PyTorch's own tests."""
     draw = random.Random(PROGRAMS_SEED)
     for name in draw.sample(sorted(named() - _UNREPEATABLE), _OPERATORS):
         operation, _, overload = name.removeprefix("aten::").partition(".")

@@ -1,26 +1,18 @@
-"""Calls of operators on tensors of every layout, compared between a watched and an unwatched run.
-
-`python -m tests.diagnostics.watched` calls every operator of PyTorch's own test suite (OpInfo). `test_watched.py` draws
-a few calls of the operators in `tests/support/op_samples`.
-"""
+"""Calls of operators on tensors of every layout, compared between a watched and an unwatched run."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import faulthandler
-import itertools
 import os
 import re
-import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
-import click
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -368,49 +360,3 @@ def _run_unwatched(call: Call, engine: str, write: Callable[[str], object]) -> N
     with registration.use_engine(engine):
         outcome(call)
     write("end")
-
-
-# --- the whole run ---
-
-
-@click.command()
-@click.option("--samples", default=1, show_default=True, help="Calls of each operator.")
-@click.option(
-    "--part", default="0/1", show_default=True, help="K/N: each Nth operator from the Kth."
-)
-def main(samples: int, part: str) -> None:
-    """Compare watched and unwatched calls of all operators; exits with 1 if any differ."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    torch.set_num_threads(1)
-    first, step = map(int, part.split("/"))
-    begun, totals, failed = time.perf_counter(), Counter[str](), 0
-    operators = op_db[first::step]
-    for info in operators:
-        calls = _calls(info, samples)
-        for engine in registration.available_engines():
-            counts, texts = compare(calls, engine)
-            totals += counts
-            failed += len(texts)
-            for text in texts:
-                print(f"{info.name} ({engine}): {text}", flush=True)
-    minutes = (time.perf_counter() - begun) / 60
-    print(f"{len(operators)} operators in {minutes:.1f} minutes: {dict(totals)}")
-    sys.exit(failed > 0)
-
-
-def _calls(info: Any, samples: int) -> list[Call]:
-    if not info.supports_dtype(torch.float32, "cpu") or re.search("empty|resize_", info.name):
-        return []  # memory that was never written to has other values in each call
-    torch.manual_seed(0)
-    drawn = list(itertools.islice(info.sample_inputs("cpu", torch.float32), samples))
-    operators = [op for op in (info.op, info.inplace_variant) if op is not None]
-    choices = itertools.product(drawn, operators, LAYOUTS, SETTINGS, (False, True))
-    return [
-        Call(op, ((sample.input, *sample.args), sample.kwargs), layout, setting, region)
-        for sample, op, layout, setting, region in choices
-    ]
-
-
-if __name__ == "__main__":
-    main()

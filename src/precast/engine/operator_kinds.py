@@ -44,7 +44,7 @@ class Kind:
     """The properties of an operation that a trace uses; cached by `kind_of`."""
 
     __slots__ = (
-        "_wants_tensor", "base", "is_composite", "is_operation", "is_pointwise", "is_view", "may_cast", "name",
+        "_wants_tensor", "base", "is_composite", "is_operation", "is_view", "may_cast", "name",
         "selects_backend",
     )  # fmt: skip
 
@@ -64,7 +64,6 @@ class Kind:
         self.may_cast = self.base in {"_to_copy", "copy_", "_foreach_copy_"}
         self.is_composite = _torch.is_composite(func)
         self.selects_backend = _torch.selects_backend(func)
-        self.is_pointwise = torch.Tag.pointwise in getattr(func, "tags", ())
         self.is_operation = not isinstance(func, _torch.OpOverload) or _torch.is_dispatched(func)
         """False for a query of a subclass, such as its sizes, which computes nothing."""
 

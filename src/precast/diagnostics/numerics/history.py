@@ -129,7 +129,6 @@ class StepResults:
         return None
 
     def _own(self, name: str) -> nn.Module | None:
-        """Return the module of a name."""
         model = self._model()
         return None if model is None else modules_by_name(model).get(name)
 
@@ -223,7 +222,6 @@ def _went_wrong(step: StepRecord) -> bool:
 
 
 def _entry(step: StepRecord, first: NonfiniteOrigin | None) -> dict[str, Any]:
-    """Return a step as plain data."""
     return {
         "step": step.number,
         "loss": None,
@@ -237,7 +235,6 @@ def _entry(step: StepRecord, first: NonfiniteOrigin | None) -> dict[str, Any]:
 
 
 def _worst(step: StepRecord) -> list[dict[str, Any]]:
-    """Return the tensors that came nearest to the limit of their format, the worst first."""
     pairs = zip(step.slots, step.extremes, strict=True)
     worst = sorted(pairs, key=lambda pair: -_share(*pair))[:_WORST]
     return [
@@ -332,7 +329,6 @@ def _made_from(place: int, slots: Sequence[TensorSlot]) -> tuple[int, ...]:
 
 
 def _input_origin(slot: TensorSlot, slots: Sequence[TensorSlot], before: Sequence[int]) -> str:
-    """Return a phrase on the origin of an input."""
     if not slot.name:
         return "it came from outside of the model"
     last = slots[before[-1]].name if before else ""

@@ -59,8 +59,6 @@ _NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0, {})
 
 
 class _StateSample(NamedTuple):
-    """A sample of an optimizer's state in 16 bits, before a step."""
-
     name: str
     memory: Tensor
     """The state itself, which the step writes in place."""
@@ -159,7 +157,6 @@ def _may_lose(parameter: Tensor) -> bool:
 
 
 def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a copy of a parameter in float32, with its own gradient and states."""
     assert parameter.grad is not None
     copy = nn.Parameter(parameter.detach().float())
     gradient = parameter.grad.detach().to(torch.float32, copy=True)
@@ -297,34 +294,28 @@ def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
             by_shape[parameter.shape].append(name)
     tensors, others = _tensors_of_process(by_shape)
     others.update(id(p.grad) for p in parameters.values() if p.grad is not None)
-    candidates = {
-        shape: [each for each in of_shape if id(each) not in others]
-        for shape, of_shape in tensors.items()
+    tensors = [tensor for tensor in tensors if id(tensor) not in others]
+    heads = iter(on_host(map(_head, tensors)))
+    of_shape = {
+        shape: torch.stack(on_host(_head(parameters[name]) for name in by_shape[shape]))
+        for shape in {tensor.shape for tensor in tensors}
     }
-    shapes = [shape for shape, of_shape in candidates.items() if of_shape]
-    compared = [
-        [*candidates[shape], *(parameters[name] for name in by_shape[shape])] for shape in shapes
-    ]
-    heads = iter(on_host(_head(tensor) for of_shape in compared for tensor in of_shape))
-    for shape, of_shape in zip(shapes, compared, strict=True):
-        number = len(candidates[shape])
-        values = torch.stack([next(heads) for _ in of_shape])
-        nearest = torch.cdist(values[:number], values[number:])
-        for tensor, place in zip(candidates[shape], nearest.argmin(1).tolist(), strict=True):
-            yield by_shape[shape][place], tensor
+    for tensor in tensors:
+        distances = (of_shape[tensor.shape] - next(heads)).norm(dim=1)
+        yield by_shape[tensor.shape][int(distances.argmin())], tensor
 
 
 def _tensors_of_process(
     shapes: Collection[torch.Size],
-) -> tuple[dict[torch.Size, list[Tensor]], set[int]]:
+) -> tuple[list[Tensor], set[int]]:
     """Return the 16-bit tensors of some shapes, and the ids of all tensors that belong to optimizers."""
-    tensors: defaultdict[torch.Size, list[Tensor]] = defaultdict(list)
+    tensors: list[Tensor] = []
     of_optimizers: set[int] = set()
     for each in gc.get_objects():
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
             if each.dtype in SIXTEEN_BIT and each.layout is torch.strided and each.shape in shapes:
-                tensors[each.shape].append(each)
+                tensors.append(each)
         elif issubclass(kind, Optimizer):
             of_optimizers.update(map(id, parameters_of(each)))
             for state in each.state.values():
@@ -333,5 +324,4 @@ def _tensors_of_process(
 
 
 def _head(tensor: Tensor) -> Tensor:
-    """Return the first values of a sample of a tensor."""
     return _sample(tensor)[:_HEAD].float()

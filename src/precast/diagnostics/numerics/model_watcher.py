@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from precast import _torch
 from precast._internal import atomic_write, events
-from precast._internal.events import HealthEvent, NonfiniteOrigin, ScalerDiagnosis, StepEvent
+from precast._internal.events import NonfiniteOrigin, ScalerDiagnosis, StepEvent
 from precast._internal.locks import ForkSafeLock, synchronized
 from precast._internal.records import as_json
 from precast._torch.optimizer_hooks import on_optimizer_step
@@ -114,41 +114,32 @@ class ModelWatcher:
         events.witnesses.append(self)
         weakref.finalize(model, _end, weakref.ref(self), self._installed).atexit = False
 
-    # --- results, which wait for the device ---
+    # --- results, which wait for the device; call them with the mutex, after `finish_if_over` ---
 
-    @synchronized
-    def first(self) -> NonfiniteOrigin | None:
-        """Return the first tensor that became infinite or NaN, of all steps so far."""
-        self._finish_if_over()
-        return self._first_so_far()
-
-    @synchronized
-    def ring(self) -> list[dict[str, Any]]:
-        """Return the latest steps, including the current one, as plain data."""
-        self._finish_if_over()
-        return self._ring_so_far()
-
-    @synchronized
-    def counted(self) -> tuple[HealthEvent, ...]:
-        """Return the counted steps that are stored, oldest first."""
-        self._finish_if_over()
-        return self.samples.events()
-
-    @synchronized
-    def to_dict(self) -> dict[str, Any]:
+    def results(self) -> dict[str, Any]:
         """Return all results as plain data for JSON."""
-        ring = self.ring()
         return {
             "format": self._results.format(),
             "every": self.every,
             "steps": self.numbering.ended,
             "modules": self.samples.as_list(self._results.tensors),
             "first": as_json(self.first()),
-            "ring": ring,
+            "ring": self.ring(),
             "notes": self.failures.notes(
                 "call", "could not be examined, because the monitor failed"
             ),
         }
+
+    def first(self) -> NonfiniteOrigin | None:
+        """Return the first tensor that became infinite or NaN, of all steps so far."""
+        return self._results.first_or(None if self._running is None else self._running.record.first)
+
+    def ring(self) -> list[dict[str, Any]]:
+        """Return the latest steps, including the current one, as plain data."""
+        running = self._running
+        if running is not None:
+            self.numbering.fix(running.record)
+        return self._results.entries(None if running is None else running.so_far())
 
     @_callback
     def end_step(self) -> None:
@@ -159,7 +150,7 @@ class ModelWatcher:
     @_callback
     def detach(self) -> None:
         """Stop watching. The results stay; a second call does nothing."""
-        self._finish_if_over()
+        self.finish_if_over()
         self._installed.close()
         self._leave_scaler()
         if self in events.witnesses:
@@ -296,7 +287,6 @@ class ModelWatcher:
     # --- the current step, and its end ---
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
-        """Return True if an optimizer has parameters of the model."""
         model = self._model()
         if model is None or optimizer in self._mine:
             return model is not None
@@ -313,7 +303,7 @@ class ModelWatcher:
             return None
         if learns and not self._trains:
             self._begin_training()
-        self._finish_if_over()
+        self.finish_if_over()
         running = self._open()
         is_anothers = whole and not self._trains and not running.is_called_here()
         return self._new() if is_anothers else running
@@ -331,16 +321,8 @@ class ModelWatcher:
         is_early = self._early and number < self.every and number & (number - 1) == 0
         return is_early or number % self.every == 0
 
-    def _first_so_far(self) -> NonfiniteOrigin | None:
-        return self._results.first_or(None if self._running is None else self._running.record.first)
-
-    def _ring_so_far(self) -> list[dict[str, Any]]:
-        running = self._running
-        if running is not None:
-            self.numbering.fix(running.record)
-        return self._results.entries(None if running is None else running.so_far())
-
-    def _finish_if_over(self) -> None:
+    def finish_if_over(self) -> None:
+        """End the current step if an optimizer has stepped, or a scaler has skipped its step."""
         if self._over:
             self._finish(self._running)
 
@@ -371,7 +353,6 @@ class ModelWatcher:
             self._results.read()
 
     def _count(self, record: StepRecord) -> None:
-        """Read the counts of a finished step."""
         counts = record.counts()
         self.samples.add(record.number, counts)
         if events.is_observed():
@@ -385,7 +366,7 @@ class ModelWatcher:
     def _write_ring(self) -> None:
         if self._path is None:
             return
-        ring = {"first": as_json(self._first_so_far()), "ring": self._ring_so_far()}
+        ring = {"first": as_json(self.first()), "ring": self.ring()}
         try:
             atomic_write.replace(self._path, json.dumps(ring, allow_nan=False).encode())
         except OutputError as error:  # no reason to end a training; the next step tries again
@@ -393,7 +374,6 @@ class ModelWatcher:
 
 
 def _end(watcher: weakref.ref[ModelWatcher], installed: ExitStack) -> None:
-    """Remove the hooks of a model that was freed."""
     installed.close()
     alive = watcher()
     if alive is not None:

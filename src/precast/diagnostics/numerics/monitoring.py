@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from precast.errors import MonitorError
 from precast.policy.module_names import named_parameters
 
 __all__ = ["DEFAULT_EVERY", "Monitor", "monitor"]
+
+T = TypeVar("T")
 
 
 def monitor(
@@ -68,7 +71,6 @@ def monitor(
 
 
 def _check(model: Any, every: Any, keep: Any, scaler: Any) -> None:
-    """Raise a `MonitorError` for invalid arguments of `monitor`."""
     if not isinstance(model, nn.Module):
         raise MonitorError(
             f"monitor(model): expected a torch.nn.Module, got {type(model).__name__}"
@@ -97,7 +99,7 @@ class Monitor(Displayed):
     @property
     def first(self) -> NonfiniteOrigin | None:
         """The first tensor that became infinite or NaN, of all steps so far. Waits for the device."""
-        return self._watcher.first()
+        return self._read(ModelWatcher.first)
 
     @property
     def steps(self) -> int:
@@ -107,16 +109,16 @@ class Monitor(Displayed):
     @property
     def events(self) -> tuple[HealthEvent, ...]:
         """The counted steps, oldest first: at most `keep`, as observers received them. Waits for the device."""
-        return self._watcher.counted()
+        return self._read(lambda watcher: watcher.samples.events())
 
     @property
     def ring(self) -> list[dict[str, Any]]:
         """The latest steps, including the current one, as plain data. Waits for the device."""
-        return self._watcher.ring()
+        return self._read(ModelWatcher.ring)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results as plain data for JSON, as docs/health.md describes. Waits for the device."""
-        return {**self._watcher.to_dict(), "low_modules": self._low_modules}
+        return {**self._read(ModelWatcher.results), "low_modules": self._low_modules}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict()` as a JSON file, completely or not at all.
@@ -135,6 +137,11 @@ class Monitor(Displayed):
         """Stop watching. The results stay; a second call does nothing."""
         self._watcher.detach()
 
+    def _read(self, read: Callable[[ModelWatcher], T]) -> T:
+        with self._watcher.mutex.lock:
+            self._watcher.finish_if_over()
+            return read(self._watcher)
+
     def __enter__(self) -> Monitor:
         return self
 
@@ -146,7 +153,6 @@ class Monitor(Displayed):
 
 
 def _low_modules(model: nn.Module) -> list[str]:
-    """Return the names of the modules that have parameters in 16 bits."""
     owners = (
         n.rpartition(".")[0] for n, p in named_parameters(model) if p.dtype in _torch.SIXTEEN_BIT
     )

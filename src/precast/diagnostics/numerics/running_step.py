@@ -134,7 +134,6 @@ class RunningStep:
         return self.record.end()
 
     def _examine_arguments(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
-        """Record the arguments of a module that were computed between modules."""
         number = self.record.calls[name] + 1
         for tensor in tensors:
             if id(tensor) in stale:

@@ -103,7 +103,6 @@ def figures(counts: TensorCounts) -> dict[str, Any]:
 
 
 def _badness(counts: TensorCounts) -> float:
-    """Return infinity for a tensor that is not finite, else its largest magnitude."""
     return float("inf") if counts.infinite or counts.nan else counts.magnitudes.maximum
 
 

@@ -50,7 +50,6 @@ _LIMITS: Final = {
 
 
 def _key(value: float) -> int:
-    """Return the index at which a magnitude of float32 is counted."""
     bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
     return ((bits - 1) >> SHIFT) + 1
 
@@ -190,7 +189,6 @@ def _in_float32(piece: Tensor) -> Tensor:
 
 
 def _special(magnitude: Tensor, bits: Tensor, bins: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the numbers of subnormal, infinite and saturated values, of shape (3,)."""
     smallest, largest = _LIMITS[dtype]
     low, high = _KEYS_OF_LIMITS[dtype]
     counts = [bins.new_zeros(())] * 3
