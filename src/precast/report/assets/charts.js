@@ -52,7 +52,7 @@ function drawSteps(host, steps) {
   const skipped = steps.filter((step) => step.skipped);
   const [first, last] = [steps[0].step, steps[steps.length - 1].step];
   const layout = { height: 90 + 190 * panels.length, xaxis: axis({ title: { text: "Step" }, tickformat: ",d",
-    anchor: panels.length > 1 ? "y2" : "y", ...(last - first < 10 ? { dtick: 1, range: [first - 0.5, last + 0.5] } : {}) }), annotations: [] };
+    anchor: panels.length > 1 ? "y2" : "y", ...(last - first < 10 ? { dtick: 1, range: [first - 0.5, last + 0.5] } : {}) }) };
   const traces = panels.flatMap(([key, title, line, type], place) => {
     const y = place ? "y2" : "y";
     const domain = panels.length === 1 ? [0, 1] : place ? [0, 0.42] : [0.54, 1];
@@ -68,7 +68,6 @@ function drawSteps(host, steps) {
         hovertemplate: "step %{x} was skipped<br>%{customdata}<extra></extra>" },
     ];
   });
-  if (skipped.length) layout.annotations.push(firstSkip(steps, skipped[0], panels[0]));
   draw(host, traces, layout);
 }
 
@@ -78,13 +77,6 @@ function powers(values) { // ticks at powers of two, at most six
   const step = Math.max(1, Math.ceil((high - low) / 5));
   const at = Array.from({ length: Math.floor((high - low) / step) + 1 }, (_, k) => low + k * step);
   return { tickvals: at.map((exponent) => 2 ** exponent), ticktext: at.map((exponent) => `2<sup>${exponent}</sup>`) };
-}
-
-function firstSkip(steps, step, [key, , , type]) {
-  const y = lastKnown(steps, step, key);
-  const left = step.step > steps[steps.length - 1].step / 2;
-  return { x: step.step, y: type === "log" && y ? Math.log10(y) : y, text: plain(short(blame(step))), showarrow: true,
-    arrowcolor: css("bad"), ax: left ? -25 : 25, ay: -28, xanchor: left ? "right" : "left", font: { color: css("bad") } };
 }
 
 function lastKnown(steps, step, key) {
@@ -98,23 +90,6 @@ function blame(step) {
   return few(step.names) || "not finite";
 }
 
-function drawFlow(host, flow, by) {
-  host.hidden = !flow.length;
-  if (!flow.length) return;
-  const shown = { casts: number, bytes: size, seconds: duration }[by];
-  const ends = ["from", "to"].flatMap((end) => [...new Set(flow.map((link) => link[end]))].map((dtype) => [end, dtype]));
-  const place = (end, dtype) => ends.findIndex(([a, b]) => a === end && b === dtype);
-  draw(host, [{
-    type: "sankey", arrangement: "fixed",
-    node: { label: ends.map(([, dtype]) => plain(dtype)), color: ends.map(([, dtype]) => colour(dtype)), pad: 18, thickness: 18,
-      line: { width: 0 }, hovertemplate: "%{label}<extra></extra>" },
-    link: { source: flow.map((link) => place("from", link.from)), target: flow.map((link) => place("to", link.to)),
-      value: flow.map((link) => link[by]), color: flow.map((link) => `${colour(link.from)}66`),
-      customdata: flow.map((link) => plain(`${link.from} to ${link.to}: ${shown(link[by])}`)),
-      hovertemplate: "%{customdata}<extra></extra>" },
-  }], { height: 110 + 45 * ends.length, margin: { l: 10, r: 10, t: 15, b: 15 } });
-}
-
 // watched: {name, counts, low} of one kind at one step
 function drawExponents(host, watched, format) {
   host.hidden = !watched.length;
@@ -126,46 +101,22 @@ function drawExponents(host, watched, format) {
     const total = counts.reduce((a, b) => a + b, 0) || 1;
     return x.map((exponent) => (counts[exponent - begin] ?? 0) / total);
   });
-  const lines = FORMATS[format].flatMap((exponent, place) => windowLine(edge(exponent, place), place));
+  const limits = FORMATS[format].map((exponent, place) => exponent + [-1.5, -0.5, 0.5][place]); // between two columns
+  const lines = limits.map((x, place) => ({ type: "line", x0: x, x1: x, yref: "paper", y0: 0, y1: 1,
+    line: { color: css("bad"), width: 1.5, dash: place ? "solid" : "dot" } }));
   const names = shown.map(({ name }) => plain(short(name)));
-  const height = 15 * shown.length + 200;
-  const split = 1 - 90 / (height - 70);
+  const height = 15 * shown.length + 110;
   draw(host, [
     { type: "heatmap", x, y: shown.map((_, place) => place), z: part.map((row) => row.map((p) => (p ? Math.log10(p) : null))),
       zmin: -5, zmax: 0, colorscale: "Viridis", customdata: part.map((row, place) => row.map((p) => (
         `${plain(shown[place].name)}: ${share(p)}`))), hovertemplate: "2^%{x}, %{customdata}<extra></extra>", hoverongaps: false, showscale: !narrow(),
-      colorbar: { title: { text: "share of numbers", side: "right" }, thickness: 12, len: split, y: 0, yanchor: "bottom", tickvals: [-4, -2, 0],
+      colorbar: { title: { text: "share of numbers", side: "right" }, thickness: 12, tickvals: [-4, -2, 0],
         ticktext: ["0.01%", "1%", "100%"], outlinewidth: 0 } },
-    ...windows(format),
-  ], { height, xaxis: axis({ title: { text: "Binary exponent" }, range: [low - 0.5, high + 0.5], anchor: "y" }),
-    yaxis: axis({ domain: [0, split], range: [shown.length - 0.5, -0.5], tickvals: shown.map((_, place) => place), ticktext: names,
+  ], { height, xaxis: axis({ title: { text: "Binary exponent" }, range: [low - 0.5, high + 0.5] }),
+    yaxis: axis({ range: [shown.length - 0.5, -0.5], tickvals: shown.map((_, place) => place), ticktext: names,
       showgrid: false, zeroline: false, tickfont: { size: 10 } }),
-    yaxis2: axis({ domain: [split + 0.02, 1], type: "category", showgrid: false, fixedrange: true, tickfont: { size: 10 } }),
     shapes: lines });
   return shown.length;
-}
-
-function edge(exponent, place) { // between which two columns a format's limit is
-  return exponent + [-1.5, -0.5, 0.5][place];
-}
-
-function windowLine(at, place) {
-  return [{ type: "line", x0: at, x1: at, yref: "paper", y0: 0, y1: 1,
-    line: { color: css("bad"), width: 1.5, dash: place ? "solid" : "dot" } }];
-}
-
-function windows(chosen) {
-  return Object.entries(FORMATS).flatMap(([name, limits]) => {
-    const [subnormal, normal, largest] = limits.map(edge);
-    const common = { type: "scatter", mode: "lines", yaxis: "y2", opacity: name === chosen ? 1 : 0.55,
-      hovertemplate: `${name}: %{text}<extra></extra>` };
-    return [
-      { ...common, x: [subnormal, normal], y: [name, name], text: ["subnormal", "subnormal"],
-        line: { color: colour(name), width: 3 } },
-      { ...common, x: [normal, largest], y: [name, name], text: ["normal", "normal"],
-        line: { color: colour(name), width: 10 } },
-    ];
-  });
 }
 
 function worstFirst(watched, format) {

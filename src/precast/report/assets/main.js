@@ -1,4 +1,4 @@
-// Puts the parts together: which rank is shown, in which theme, at which step.
+// Puts the parts together: which rank is shown, at which step.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const documents = data.document.ranks ?? [data.document];
@@ -19,7 +19,6 @@ function show() {
   section("modules", trace?.rows.length);
   section("exponents", here().health?.modules.length);
   find("#exponents .empty").textContent = here().health ? "No step was counted." : "Numbers were not watched.";
-  section("casts", trace?.flow.length);
   skippedTable(steps.filter((step) => step.skipped));
   rowsTable(trace?.rows ?? []);
   countsTable(counts);
@@ -33,14 +32,13 @@ function show() {
 
 function charts() {
   drawSteps(chartAt("steps"), here().steps);
-  drawFlow(chartAt("flow"), here().trace?.flow ?? [], find("#flow-by").value);
   showHealth();
 }
 
 function section(id, filled) {
   for (const child of find(`#${id}`).children) {
     if (child.matches(".empty")) child.hidden = Boolean(filled);
-    else if (child.matches(".controls, .legend, .tree, .chart, .heat-note, [data-table=health], [data-table=flow]")) child.hidden = !filled;
+    else if (child.matches(".controls, .legend, .tree, .chart, .heat-note, [data-table=health]")) child.hidden = !filled;
   }
 }
 
@@ -161,9 +159,9 @@ function atStep(module, place, format) {
   const elements = module.elements[place] || 1;
   const hasFinite = module.overflow[place] + module.nan[place] < elements; // else there is no largest number
   const part = (key) => module[key][place] / elements;
-  return { name: module.name, module, counts: module.histogram.counts[place], low: module.histogram.low,
+  return { name: module.name, counts: module.histogram.counts[place], low: module.histogram.low,
     maximum: hasFinite ? module.maximum[place] : null, rms: hasFinite ? module.rms[place] : null, underflow: module.underflow_known?.[place] === false || module.underflow_zeros[place] === null ? null : part("underflow_zeros"), subnormal: part("subnormal"),
-    overflow: part("overflow"), saturated: part("saturated"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
+    overflow: part("overflow"), nan: part("nan"), zeros: part("zeros"), what: module.what_if[format] };
 }
 
 function healthTable(rows) {
@@ -173,49 +171,17 @@ function healthTable(rows) {
     caption: "What was watched at this step; the last four columns are of all watched steps: "
       + "what the format that is chosen would make of these numbers", rows, sort: null,
     columns: [text("Module", "name", { name: true }), amount("Largest finite", "maximum", scientific, { wide: true }), amount("RMS", "rms", scientific, { wide: true }),
-      amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share),
+      amount("Underflow", "underflow", share), amount("Subnormal", "subnormal", share, { wide: true }), amount("Overflow", "overflow", share), amount("Zeros", "zeros", share, { wide: true }),
       amount("NaN", "nan", share, { wide: true }), what("In format: underflow", (each) => each.underflow, share),
       what("In format: overflow", (each) => each.overflow, share), what("Best scale", (each) => each.best_scale, power),
       what("Underflow with it", (each) => each.with_best?.underflow, share)],
-    detail: (row) => [["Largest that is finite", scientific(row.maximum)], ["Zeros", share(row.zeros)], ["Subnormal", share(row.subnormal)], ["Saturated", share(row.saturated)],
-      ["NaN", share(row.nan)], ["Root mean square", scientific(row.rms)],
-      ...Object.entries(row.module.what_if).map(([format, each]) => [`In ${format}, all watched steps`, `underflow ${share(each.underflow)}, subnormal `
-        + `${share(each.subnormal)}, overflow ${share(each.overflow)}; best scale ${power(each.best_scale)}, with it underflow `
-        + `${share(each.with_best?.underflow)}, overflow ${share(each.with_best?.overflow)}`])],
   });
 }
 
-// --- the page ---
-
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  charts();
-}
-
-function download() {
-  const link = element("a", { download: "precast-report.json",
-    href: URL.createObjectURL(new Blob([JSON.stringify(data.document)], { type: "application/json" })) });
-  link.click();
-  URL.revokeObjectURL(link.href);
-}
-
-function onPaper(printed) { // in light, and as wide as paper
-  document.documentElement.dataset.theme = printed ? "light" : find("#theme").value;
-  document.querySelectorAll(".chart").forEach((chart) => { chart.style.width = printed ? "640px" : ""; });
-  charts();
-  if (printed) document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.relayout(chart, { width: 640 }));
-  else document.querySelectorAll(".js-plotly-plot").forEach((chart) => Plotly.relayout(chart, { width: null, autosize: true }));
-}
-
-find("#theme").addEventListener("change", (event) => theme(event.target.value));
-find("#save").addEventListener("click", download);
 find("#rank")?.addEventListener("change", (event) => { chosen = Number(event.target.value); show(); });
 for (const id of ["kind", "format", "step", "modules-shown"]) find(`#${id}`).addEventListener("input", showHealth);
-find("#flow-by").addEventListener("change", charts);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
 narrowly.addEventListener("change", charts); // a phone that is turned: names and colour bar as for the new width
-addEventListener("beforeprint", () => onPaper(true));
-addEventListener("afterprint", () => onPaper(false));
 if (documents.length > 1) ranksTable();
 show();
 document.documentElement.dataset.ready = "true";

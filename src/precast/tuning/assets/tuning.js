@@ -88,10 +88,6 @@ function charts() {
   drawLosses(find("[data-chart=losses]"));
 }
 
-find("#theme").addEventListener("change", (event) => {
-  document.documentElement.dataset.theme = event.target.value;
-  charts();
-});
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
 narrowly.addEventListener("change", charts);
 section("modules", data.nodes.length);
