@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from precast._internal.events import NonfiniteOrigin
 from precast._internal.records import as_json, from_json
 from precast.report import document, numbers, ranks, run_summary, schema
 from precast.report import tree as _tree
@@ -14,9 +13,7 @@ from precast.running.run_observer import RunObserver
 from tests.support.installed import uninstall_all
 
 __all__ = [
-    "between",
     "document_of",
-    "module_before",
     "numeric_findings",
     "offender",
     "ran_in",
@@ -82,14 +79,6 @@ def seen(
     if not measures:
         made["run"]["speeds"] = {}  # those of the machine that runs the tests
     return made
-
-
-def between(plain: Any, first: Any, dtype: str) -> numbers.CodeBetween | None:
-    return numbers.between(_read(plain), from_json(NonfiniteOrigin, first), dtype)
-
-
-def module_before(first: Any) -> str | None:
-    return numbers.module_before(from_json(NonfiniteOrigin, first))
 
 
 def numeric_findings(plain: Any) -> Any:

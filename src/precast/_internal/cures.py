@@ -112,7 +112,7 @@ MODULE_IN_FLOAT32: Final = Cure(
 )
 CODE_IN_FLOAT32: Final = Cure(
     "report: compute the lines in float32",
-    "code of the model itself, or around it, overflows float16 between two modules",
+    "code of the model itself, or of a module that is stored in 16 bits, overflows float16 between two modules",
     "Compute these lines in float32: put them into `with precast.disable():` and call `.float()` on what they are "
     "given; or run the whole program in bfloat16 (`dtype=torch.bfloat16`), which has float32's range.{more}",
 )

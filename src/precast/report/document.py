@@ -66,20 +66,10 @@ def blank(command: list[str], policy: str) -> RunDocument:
         torch = "not installed"
     run = RunInfo(
         command=command,
-        ended="ended",
-        code=0,
-        message=None,
-        seconds=0.0,
-        rank=None,
-        world_size=1,
         torch=torch,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        devices=[],
         policy=PolicyName(policy),
-        steps=0,
-        skipped=0,
-        traced=None,
     )
     return RunDocument(VERSION, version.__version__, _now(), run, [], [], None, None, [])
 
@@ -182,19 +172,17 @@ def _now() -> str:
 
 
 def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
-    """Raise an error for documents that do not belong to one run."""
     advice = "Merge one document for each rank of one run, and make a report for each run"
-    numbers = Counter(each["run"]["rank"] for each in ranks)
-    if None in numbers:
-        raise ReportError(f"merge: one of several documents has no rank. {advice}")
-    twice = [rank for rank, times in numbers.items() if times > 1]
-    if twice:
-        raise ReportError(f"rank {twice[0]} occurs {numbers[twice[0]]} times. {advice}")
+    for rank, times in Counter(each["run"]["rank"] for each in ranks).items():
+        if rank is None:
+            raise ReportError(f"merge: one of several documents has no rank. {advice}")
+        if times > 1:
+            raise ReportError(f"rank {rank} occurs {times} times. {advice}")
     for key in ("world_size", "command"):
         one = ranks[0]["run"][key]
-        others = [each["run"][key] for each in ranks if each["run"][key] != one]
-        if others:
-            raise ReportError(f"merge: the {key} differs: {one!r} and {others[0]!r}. {advice}")
+        other = next((each["run"][key] for each in ranks if each["run"][key] != one), one)
+        if other != one:
+            raise ReportError(f"merge: the {key} differs: {one!r} and {other!r}. {advice}")
 
 
 def _read(document: dict[str, Any]) -> list[RunDocument]:
@@ -212,7 +200,6 @@ def _read(document: dict[str, Any]) -> list[RunDocument]:
 
 
 def _refuse_uneven(module: HealthModule, path: str) -> None:
-    """Raise an error for a list without exactly one entry for each counted step."""
     steps = len(module.steps)
     for key in _PER_STEP:
         length = len(operator.attrgetter(key)(module))

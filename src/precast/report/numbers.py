@@ -1,14 +1,13 @@
 """Findings on the values of a run: overflow, underflow of gradients, and updates that round to nothing.
 
-Invariants: every number in a finding is from the document. Of the code between two modules, only operations outside of
-modules are considered, because the outputs of modules were watched.
+Invariant: every number in a finding is from the document.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
-from typing import Final, Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Final
 
 from precast._internal import cures
 from precast._internal.display import plural
@@ -24,15 +23,7 @@ from precast.report.schema import (
 )
 from precast.report.words import joined, share
 
-__all__ = [
-    "between",
-    "in_words",
-    "module_before",
-    "module_of",
-    "numeric_findings",
-    "offender",
-    "overflow",
-]
+__all__ = ["in_words", "module_of", "numeric_findings", "offender", "overflow"]
 
 _MIN_LOST_SHARE = 0.01  # a smaller share of gradients is not reported
 _NORMAL_SKIP_SHARE = (
@@ -76,21 +67,19 @@ def module_of(what: NonfiniteOrigin | HealthModule) -> str:
 
 def overflow(document: RunDocument, first: NonfiniteOrigin) -> Finding:
     """Return the finding on the first tensor that was not finite."""
-    module, format = module_of(first), _format(document, first)
-    code = None
-    if first.kind == "input" and first.name:
-        code = between(document, first, format or "float16")
-    if code is None:
-        suggestion, modules = _advice_on(document, first, module, format or "float16")
+    module, format = module_of(first), _format(document, first) or "float16"
+    code = _code_before(document, first, format)
+    if code:
+        suggestion, modules = _advice_on_code(document, first, code, format)
     else:
-        suggestion, modules = _advice_on_code(document, first, code, format or "float16")
+        suggestion, modules = _advice_on(document, first, module, format)
     return Finding(
         kind="overflow" if first.what == "inf" else "nan",
         title=first.message,
         cost=FindingCost(),
         suggestion=suggestion,
         policy=_file_with(document, modules) if modules else None,
-        where=FindingLocation(module, code and code.only("op"), code and code.only("source")),
+        where=FindingLocation(module, source=code[0].source if code else None),
     )
 
 
@@ -119,7 +108,6 @@ def _advice_on(
 
 
 def _advice_on_state(state: BrokenState, module: str) -> str:
-    """Return advice on a parameter or buffer that was not finite before the step."""
     if state.kind == "buffer":
         return cures.BAD_BUFFER(tensor=state.name)
     if state.eps is not None and state.dtype == "float16":
@@ -128,7 +116,6 @@ def _advice_on_state(state: BrokenState, module: str) -> str:
 
 
 def _advice_on_scale(document: RunDocument, module: str) -> str:
-    """Return advice on gradients that were not finite under a scaler while the losses were finite."""
     skipped = [step for step in document.steps if step.skipped]
     count = len(skipped) if document.run.skipped is None else document.run.skipped
     was_last = not document.steps or document.steps[-1].skipped
@@ -147,25 +134,23 @@ def _is_stored_low(document: RunDocument, module: str) -> bool:
 
 
 def _advice_on_code(
-    document: RunDocument, first: NonfiniteOrigin, code: CodeBetween, format: str
+    document: RunDocument, first: NonfiniteOrigin, code: list[OperationRow], format: str
 ) -> tuple[str, list[str]]:
     """Return advice and modules as `_advice_on` does, for code between modules."""
-    ran = f" {_traced(document)}, the code {_place(first)} ran in {format}: {code.lines}."
+    module = code[0].module or ""
+    owner = f"`{module}`" if module else "the model"
+    ran = f" {_traced(document)}, code of {owner} itself ran in {format}: {_lines(code)}."
     if format != "float16":
         return f"{cures.LINES_BEYOND_FLOAT32()}{ran}", []
-    ran += cures.OWN_CAST() if code.casts else ""
+    ran += cures.OWN_CAST() if any(row.op == "_to_copy" for row in code) else ""
     ran += cures.NAN_IN_FLOAT32() if first.what == "nan" else ""
-    modules = [name for name in code.owners if name]
-    are_stored_low = any(_is_stored_low(document, name) for name in modules)
-    if len(modules) == len(code.owners) and not are_stored_low:
-        names = joined(f"`{name}`" for name in modules)
-        return cures.MODULE_IN_FLOAT32(modules=names, more=ran), modules
-    # A rule for the model itself would remove all 16-bit operations, and no rule applies to the code around the model.
+    if module and not _is_stored_low(document, module):
+        return cures.MODULE_IN_FLOAT32(modules=owner, more=ran), [module]
+    # A rule for the model itself would remove all 16-bit operations.
     return cures.CODE_IN_FLOAT32(more=ran), []
 
 
 def _traced(document: RunDocument) -> str:
-    """Return the traced steps as the beginning of a sentence."""
     if document.run.traced is None:
         return "In the steps that were traced"
     first, end = document.run.traced
@@ -175,11 +160,10 @@ def _traced(document: RunDocument) -> str:
 
 
 def _advice_without_trace(document: RunDocument, first: NonfiniteOrigin) -> str:
-    """Return advice for a module whose preceding operations were not traced."""
     if not first.name:
         return cures.LOOK_AT_DATA()
     look = cures.LOOK_BEFORE(place=_place(first))
-    if module_before(first) is None:
+    if _module_before(first) is None:
         look += ", and at the data that the model is given"
     if document.trace is None and not document.run.compiled:
         # A trace that begins with step 0 starts before the model is called, and has other names of modules.
@@ -189,7 +173,7 @@ def _advice_without_trace(document: RunDocument, first: NonfiniteOrigin) -> str:
 
 
 def _place(first: NonfiniteOrigin) -> str:
-    before, module = module_before(first), first.name
+    before, module = _module_before(first), first.name
     if before is None:
         return f"before `{module}`"
     return f"between {f'two calls of `{module}`' if before == module else f'`{before}` and `{module}`'}"
@@ -211,7 +195,6 @@ def _is_scaled(document: RunDocument) -> bool:
 
 
 def _underflow(document: RunDocument) -> Iterator[Finding]:
-    """Yield findings on gradients that underflow made zero."""
     health = document.health
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
         modules = [m for m in health.modules if m.kind == kind] if health else []
@@ -230,19 +213,6 @@ def _underflow(document: RunDocument) -> Iterator[Finding]:
         )
 
 
-class _Stuck(NamedTuple):
-    """Values of one 16-bit tensor that an update did not change, in the latest counted step."""
-
-    module: HealthModule
-    """The parameter that the tensor belongs to."""
-    part: float
-    """Their share of the values that should change."""
-    since: int
-    """The first step of the latest sequence of counted steps with such values."""
-    step: int
-    """The latest counted step."""
-
-
 _STUCK_TITLES: Final = {
     "rounded away": (
         "{share} of the updates of `{name}` round to nothing{when}, because it is stored in 16 bits{others}."
@@ -259,7 +229,6 @@ _STUCK_TITLES: Final = {
 
 
 def _rounded_away(document: RunDocument) -> Iterator[Finding]:
-    """Yield findings on 16-bit parameters, optimizer states and averages whose updates round to nothing."""
     health = document.health
     modules = [m for m in (health.modules if health else []) if m.kind == "parameter"]
     states = dict.fromkeys(
@@ -271,56 +240,45 @@ def _rounded_away(document: RunDocument) -> Iterator[Finding]:
         ("average rounded away", "", [m.average_rounded_away for m in modules]),
     ]
     for kind, state, shares in series:
-        stuck = _stuck(zip(modules, shares, strict=True))
+        latest = [
+            (*_latest(module, values), module)
+            for module, values in zip(modules, shares, strict=True)
+        ]
+        stuck = [each for each in latest if each[0] >= _MIN_STUCK_SHARE]
         if not stuck:
             continue
-        worst, more = stuck[0], len(stuck) - 1
+        part, step, worst = max(stuck, key=lambda each: each[0])
+        more = len(stuck) - 1
         title = _STUCK_TITLES[kind].format(
             state=state,
-            name=worst.module.name,
-            share=share(worst.part),
-            when=_when(worst),
+            name=worst.name,
+            share=share(part),
+            when=f" in step {step}, the latest counted step",
             others=f"; the same holds for {plural(more, 'more parameter')}" if more else "",
         )
-        where = FindingLocation(module_of(worst.module))
-        yield Finding(kind, title, FindingCost(), _advice_on_stuck(kind, worst), None, where)
+        where = FindingLocation(module_of(worst))
+        advice = _advice_on_stuck(kind, part, worst)
+        yield Finding(kind, title, FindingCost(), advice, None, where)
 
 
 def _shares_of(state: str, modules: list[HealthModule]) -> list[_Shares]:
     return [[step.get(state) for step in m.states_rounded_away or []] for m in modules]
 
 
-def _stuck(shares: Iterable[tuple[HealthModule, _Shares]]) -> list[_Stuck]:
-    """Return the tensors of which most values did not change in the latest counted step, the worst first."""
-    stuck = []
-    for module, values in shares:
-        steps = zip(module.steps, values or [], strict=False)
-        pairs = [(step, value) for step, value in steps if value is not None]
-        later = list(itertools.takewhile(lambda each: each[1] >= _MIN_STUCK_SHARE, reversed(pairs)))
-        if later:
-            stuck.append(_Stuck(module, later[0][1], later[-1][0], later[0][0]))
-    return sorted(stuck, key=lambda each: -each.part)
-
-
-def _when(stuck: _Stuck) -> str:
-    if stuck.since == stuck.step:
-        return f" in step {stuck.step}, the latest counted step"
-    return f" in step {stuck.step}, and more than {share(_MIN_STUCK_SHARE)} in all counted steps from {stuck.since} on"
-
-
-def _advice_on_stuck(kind: str, worst: _Stuck) -> str:
+def _advice_on_stuck(kind: str, part: float, worst: HealthModule) -> str:
     if kind == "state rounded away":
         return cures.KEEP_STATES()
     if kind == "average rounded away":
         return cures.KEEP_AVERAGE()
-    with_kahan = _latest(worst.module.updates_rounded_away_with_kahan)
-    helps = with_kahan < worst.part / 2
+    with_kahan, _ = _latest(worst, worst.updates_rounded_away_with_kahan)
+    helps = with_kahan < part / 2
     return cures.KEEP_MASTERS() + (cures.LEARN_IN_16_BITS(share=share(with_kahan)) if helps else "")
 
 
-def _latest(shares: _Shares) -> float:
-    """Return the latest share that is not None."""
-    return next((each for each in reversed(shares or []) if each is not None), 0.0)
+def _latest(module: HealthModule, shares: _Shares) -> tuple[float, int]:
+    """Return the latest known share and its step; 0 without one."""
+    pairs = zip(shares or [], module.steps, strict=False)
+    return next(((part, step) for part, step in reversed([*pairs]) if part is not None), (0.0, 0))
 
 
 def _advice_on_underflow(document: RunDocument) -> str:
@@ -351,111 +309,52 @@ def _quoted(name: str) -> str:
     return '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-# --- the code between two modules, if steps were traced ---
+# --- the code before an input, if steps were traced ---
 
 
 _MOST_LINES = 4
 _OUTPUT = "the output of `"  # the prefix of a monitor's text for the output of a named module
-_KEEPS_FINITE = frozenset(
-    {"abs", "amax", "amin", "cat", "chunk", "clone", "copy_", "cos", "detach", "flip", "gather"}
-    | {"index", "index_select", "max", "min", "neg", "permute", "relu", "relu_", "repeat"}
-    | {"_softmax", "gelu", "softmax", "silu"}
-    | {"reshape", "roll", "sigmoid", "sign", "sin", "split", "stack", "tanh", "transpose", "view"}
-)
-"""Operations that return finite values for finite inputs, in every format."""
 
 
-class CodeBetween(NamedTuple):
-    """The operations between two modules."""
+def _code_before(document: RunDocument, first: NonfiniteOrigin, dtype: str) -> list[OperationRow]:
+    """Return the operations of the module around an input that ran before it with results of a dtype.
 
-    rows: list[OperationRow]
-    """In the order in which they were first called, never empty."""
-
-    @property
-    def owners(self) -> list[str | None]:
-        """The modules with this code: "" is the model itself, None the program around it."""
-        return list(dict.fromkeys(row.module for row in self.rows))
-
-    @property
-    def lines(self) -> str:
-        """The operations with their lines: "`mul.Tensor` and `matmul` at train.py:10 in forward"."""
-        operations: dict[str | None, dict[str, None]] = {}
-        for row in self.rows:
-            operations.setdefault(row.source, {})[f"`{row.op}`"] = None
-        texts = [
-            joined(names) + (f" at {line}" if line else "") for line, names in operations.items()
-        ]
-        more = len(texts) - _MOST_LINES
-        return "; ".join(texts[:_MOST_LINES]) + (f"; and {plural(more, 'more line')}" * (more > 0))
-
-    @property
-    def casts(self) -> bool:
-        """True if the code has explicit casts."""
-        return any(row.op == "_to_copy" for row in self.rows)
-
-    def only(self, what: Literal["op", "source"]) -> str | None:
-        """Return the operation, or the line, if there is exactly one."""
-        values = {getattr(row, what) for row in self.rows}
-        return values.pop() if len(values) == 1 else None
-
-
-def between(document: RunDocument, first: NonfiniteOrigin, dtype: str) -> CodeBetween | None:
-    """Return the operations with results of a dtype right before a module; None if they were not traced.
-
-    `first` is an input of that module that no module returned.
+    The module is the innermost one around the input and the output before it that has such operations. Empty if there
+    are none, or if `first` is no input of a module.
     """
-    module, before = first.name, module_before(first)
-    forward = [row for row in rows_of(document) if row.phase == "forward"]
-    forward.sort(key=lambda row: row.order or 0)
-    rows = [row for row in forward if dtype in row.output]
-    ends = _ends(forward, first, before)
-    if ends is None:
-        candidates = _nearest(rows, module, before)
-    else:
-        inside = {*_around(module), *(_around(before) if before else ()), None}
-        after, until = ends
-        candidates = [r for r in rows if r.module in inside and after < (r.order or 0) < until]
-    telling = [row for row in candidates if row.op.partition(".")[0] not in _KEEPS_FINITE]
-    return CodeBetween(telling or candidates) if candidates else None
+    if first.kind != "input" or not first.name:
+        return []
+    forward = sorted(
+        (row for row in rows_of(document) if row.phase == "forward" and row.order is not None),
+        key=lambda row: row.order or 0,
+    )
+    inside = f"{first.name}."
+    rows = itertools.takewhile(lambda row: not f"{row.module}.".startswith(inside), forward)
+    low, before = [row for row in rows if dtype in row.output], _module_before(first)
+    around = _around(first.name)
+    if before is not None:
+        around = [name for name in around if f"{before}.".startswith(f"{name}." if name else "")]
+    own = ([row for row in low if row.module == name] for name in reversed(around))
+    return next(filter(None, own), [])
 
 
-def module_before(first: NonfiniteOrigin) -> str | None:
+def _lines(code: list[OperationRow]) -> str:
+    """Return operations with their lines: "`mul.Tensor` and `matmul` at train.py:10 in forward"."""
+    operations: dict[str | None, dict[str, None]] = {}
+    for row in code:
+        operations.setdefault(row.source, {})[f"`{row.op}`"] = None
+    texts = [joined(names) + (f" at {line}" if line else "") for line, names in operations.items()]
+    more = len(texts) - _MOST_LINES
+    return "; ".join(texts[:_MOST_LINES]) + (f"; and {plural(more, 'more line')}" * (more > 0))
+
+
+def _module_before(first: NonfiniteOrigin) -> str | None:
     """Return the module of the last finite output before; None if it has no name."""
     of = (first.inputs[-1].of or "") if first.inputs else ""
     return of.removeprefix(_OUTPUT).rstrip("`") if of.startswith(_OUTPUT) else None
-
-
-def _ends(
-    forward: list[OperationRow], first: NonfiniteOrigin, before: str | None
-) -> tuple[int, int] | None:
-    """Return the range of the order in which the code ran.
-
-    None if a module was not traced, or for a later call of a module, because rows have the order of the first call.
-    """
-    ordered = [(row.order, row.module) for row in forward if row.order is not None]
-    own = [order for order, module in ordered if _is_in(module, first.name)]
-    if not own or " in its call " in first.message:
-        return None
-    if before is None:
-        return -1, own[0]
-    earlier = [order for order, module in ordered if _is_in(module, before) and order < own[0]]
-    return (earlier[-1], own[0]) if earlier else None
-
-
-def _nearest(rows: list[OperationRow], module: str, before: str | None) -> list[OperationRow]:
-    """Return the operations of the innermost module around both, or of the next one further out with some."""
-    both = _around(module)
-    if before is not None:
-        both = [name for name in both if name in {before, *_around(before)}]
-    own = ([row for row in rows if row.module == name] for name in reversed(both))
-    return next(filter(None, own), [])
 
 
 def _around(module: str) -> list[str]:
     """Return the modules around a module, including the model itself."""
     parts = module.split(".")
     return [".".join(parts[:length]) for length in range(len(parts))]
-
-
-def _is_in(name: str | None, module: str) -> bool:
-    return name is not None and f"{name}.".startswith(f"{module}.")

@@ -121,7 +121,6 @@ def needed() -> tuple[Any, str]:
 
 
 def _asset(name: str) -> str:
-    """Return the text of one of the report's assets."""
     return resources.files("precast.report").joinpath("assets", name).read_text("utf-8")
 
 
@@ -173,7 +172,6 @@ def _facts(document: RunDocument) -> dict[str, str]:
 
 
 def _card(remedy: Remedy) -> dict[str, Any]:
-    """Return the card of a remedy with all its findings."""
     where = remedy.worst.where
     return {
         **as_json(remedy.worst),
@@ -188,7 +186,6 @@ def _card(remedy: Remedy) -> dict[str, Any]:
 
 
 def _numbers(document: RunDocument) -> dict[str, Any]:
-    """Return a row of the table of ranks."""
     first, run, traced = offender(document), document.run, bool(rows_of(document))
     return {
         "rank": run.rank,

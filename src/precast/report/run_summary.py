@@ -154,7 +154,6 @@ _LOST_VALUES = {
 
 
 def _works(document: RunDocument, problems: list[str], costs: list[Remedy]) -> str:
-    """Return the headline of a run with mixed precision and without wrong values."""
     slow = next(_slow_dtypes(document), None)
     if slow:
         return slow
@@ -187,7 +186,6 @@ def _examined(document: RunDocument) -> str:
 
 
 def _not_mixed(document: RunDocument) -> str:
-    """Return the headline of a run in which no rule gave 16 bits."""
     lower = ran_lower(document)
     if lower == "yes":
         return "This run computes in 16 bits by its own casts: no watched operation ran by an autocast rule."
@@ -352,7 +350,6 @@ def _is_of_lint(finding: Finding) -> bool:
 
 
 def _nonfinite_state(document: RunDocument) -> Iterator[str]:
-    """Yield a sentence on parameters and buffers that were not finite at the end."""
     states = document.run.nonfinite
     if not states:
         return
@@ -363,7 +360,6 @@ def _nonfinite_state(document: RunDocument) -> Iterator[str]:
 
 
 def _nonfinite_outputs(document: RunDocument) -> Iterator[str]:
-    """Yield a sentence on evaluations that returned infinity or NaN."""
     run = document.run
     if run.nonfinite_outputs:
         first = f"; the first was the output of `{run.first_nonfinite_output}`" * bool(
@@ -376,7 +372,6 @@ def _nonfinite_outputs(document: RunDocument) -> Iterator[str]:
 
 
 def _slow_dtypes(document: RunDocument) -> Iterator[str]:
-    """Yield sentences on 16-bit dtypes of the run that are slower here than float32."""
     for dtype in slow_dtypes(document):
         ratio = document.run.speeds[dtype]
         yield (
@@ -504,13 +499,11 @@ def _advice(document: RunDocument, costs: list[Remedy]) -> Advice | None:
 
 
 def _mend_state(document: RunDocument) -> str:
-    """Return advice on parameters or buffers that are not finite."""
     is_parameter = document.run.nonfinite[0].kind == "parameter"
     return cures.BROKEN_AT_THE_END() if is_parameter else cures.RESTORE_BUFFERS()
 
 
 def _mend_slow(document: RunDocument, dtype: str) -> str:
-    """Return advice on a dtype that the machine emulates."""
     speeds = document.run.speeds
     faster = [name for name, ratio in speeds.items() if ratio > 1.25]
     instead = f"{faster[0]} (`dtype=torch.{faster[0]}`)" if faster else "float32"

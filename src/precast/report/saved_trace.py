@@ -162,7 +162,6 @@ def _cells(row: OperationRow) -> tuple[object, ...]:
 
 
 def _card_of_counts(counts: list[RuleCount]) -> Card:
-    """Return the display of a trace that only counted."""
     calls, casts = sum(count.calls for count in counts), sum(count.casts for count in counts)
     facts = [f"{plural(calls, 'call')} with a rule", plural(casts, "cast"), "only counted"]
     rows = [(c.op, c.device_type, c.rule, c.calls, c.casts) for c in counts]

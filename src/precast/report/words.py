@@ -1,9 +1,4 @@
-"""Quantities in words, for the report's sentences and tables.
-
-The library `humanize` (4.17) would replace `count` and `joined`, three lines in all. Its sizes read "512 Bytes" and
-"300.0 GiB", its 12.3 ms "12 milliseconds and 300 microseconds"; it has no shares, plurals and shortened sentences, and
-takes 10 ms to import.
-"""
+"""Quantities in words, for the report's sentences and tables."""
 
 from __future__ import annotations
 

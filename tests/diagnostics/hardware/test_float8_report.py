@@ -7,7 +7,6 @@ import torch
 
 from precast.diagnostics.hardware import float8
 from precast.diagnostics.hardware.float8 import RULES, Float8Report, float8_on
-from precast.diagnostics.hardware.machine import DtypeReport
 from precast.weights.float8.support import ProductMethod, Support, override_support, support_of
 from tests.support.processor import has_bfloat16
 
@@ -68,35 +67,14 @@ def test_a_kernel_that_is_refused_is_no_kernel_that_pays(monkeypatch: pytest.Mon
     with override_support(Support(ProductMethod.KERNEL, "compute capability 9.9")):
         found = float8_on(CPU)
     assert [speed.error for speed in found.speeds] == ["no such kernel"] * len(RULES)
-    assert (
-        "PyTorch refuses it for float8, float8_rowwise, float8_hp_grad: no such kernel"
-        in found.diagnosis
-    )
+    assert found.diagnosis.startswith("PyTorch refuses the rule float8 on cpu")
+    assert found.diagnosis.endswith("no such kernel.")
 
 
 def test_what_has_no_float8_numbers_is_not_measured() -> None:
     found = float8_on(torch.device("mps"))
     assert (found.method, found.speeds) == ("none", ())
     assert "cannot run the float8 rules" in found.diagnosis
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        ((1.0, 1.5), "float8 can save time"),
-        ((1.0, 1.0), "float8 and float8_rowwise can save time"),
-        ((3.0, 3.0), "no rule saves time at this size"),
-    ],
-)
-def test_whether_a_kernel_pays_follows_from_its_times(
-    seconds: tuple[float, float], words: str
-) -> None:
-    speeds = tuple(
-        DtypeReport("cuda:0", rule, each, 1.6)
-        for rule, each in zip(RULES[:2], seconds, strict=True)
-    )
-    report = Float8Report("cuda:0", "kernel", "compute capability 9.0", 4096, speeds)
-    assert report.diagnosis.endswith(f"; {words}.")
 
 
 @pytest.mark.gpu

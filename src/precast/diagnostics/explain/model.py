@@ -31,66 +31,27 @@ from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
 from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
-from precast.policy.module_rules import ModuleContext
 from precast.policy.policy import ModuleRule, Policy, Precision
-from precast.policy.rows import FLOAT32_RULES
 from precast.report.schema import OperationRow
 
 __all__ = ["ModelReport", "arguments", "explain_model"]
 
 _LOWER = "the region's dtype"
-_DEVICES = ("cpu", "cuda")
-_DTYPE_WORDS = {
-    "lower": _LOWER,
-    "lower_out_fp32": f"{_LOWER}, with a float32 result",
-    "keep": "its inputs' dtype",
-    "fp32_if_refused": "its inputs' dtype",
-    "promote": "the widest of its dtypes",
-    "fallthrough": "what it calls decides",
-}
-_LEGEND = (
-    "Modules of torch.nn are shown with the dtype of their operation in a region. For other modules, run the model on "
-    "an example input (--example), or use precast run."
-)
 _EXAMPLE_LEGEND = (
     "Each module is shown with the operations that the example ran in it, by the dtype of their results. The model ran "
     "in evaluation mode, without gradients and without PyTorch's fused transformer kernels."
 )
 _MOST_NAMES = 4  # operations of one dtype, or modules of one pattern, that a line names
-_OPERATIONS: dict[type[nn.Module], str] = {
-    nn.Linear: "linear",
-    nn.Conv1d: "conv1d",
-    nn.Conv2d: "conv2d",
-    nn.Conv3d: "conv3d",
-    nn.LayerNorm: "layer_norm",
-    nn.GroupNorm: "group_norm",
-    nn.BatchNorm1d: "batch_norm",
-    nn.BatchNorm2d: "batch_norm",
-    nn.BatchNorm3d: "batch_norm",
-    nn.Embedding: "embedding",
-    nn.GELU: "gelu",
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Softmax: "softmax.int",
-    nn.LogSoftmax: "log_softmax.int",
-    nn.CrossEntropyLoss: "cross_entropy_loss",
-}
-"""The operation that modules of exactly these types call."""
-
-
 _Ran = dict[str, dict[str, list[str]]]
 """Maps a module's name to dtypes, and each dtype to the operations with such results, those with a rule first."""
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A plan, with the number of parameters in each module, and the dtype of the operations of PyTorch's modules."""
+    """A plan, with the number of parameters in each module and, with an example, the operations of each module."""
 
     plan: Plan
     parameters: dict[str, int]
-    operations: dict[str, dict[str, dict[str, str]]]
-    """Maps a module's name to its operation, to device types, to the dtype in a region, for modules of `torch.nn`'s own
-    types; the operations of others are unknown without a run."""
     ran: _Ran | None
     """The operations of an example in each module; None without an example."""
 
@@ -109,10 +70,10 @@ class ModelReport:
         parameters = f"{self.parameters['']:,} parameters, counted below at each module"
         head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
-        legend = Text(_LEGEND if self.ran is None else _EXAMPLE_LEGEND)
+        legend = [] if self.ran is None else [Text(_EXAMPLE_LEGEND)]
         matches = [Text(_match_line(*item)) for item in self.plan.matches.items() if item[1]]
         blocks: list[list[RenderableType]] = [
-            [Text(head), legend],
+            [Text(head), *legend],
             [_branch(root)],
             [*matches],
             [*complaints],
@@ -138,7 +99,6 @@ class ModelReport:
             "type": module.kind,
             "parameters": self.parameters[module.name],
             "precision": module.inside.precision,
-            "operations": self.operations.get(module.name, {}),
             **({} if self.ran is None else {"ran": self.ran.get(module.name, {})}),
             "ops": {key: str(entry.rule) for key, entry in module.inside.ops.items()},
             "pattern": module.pattern,
@@ -161,26 +121,8 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
         )
         for name, module in modules.items()
     }
-    planned = plan(model, policy)
-    insides = {module.name: module.inside for module in planned.modules}
-    operations = {
-        name: {
-            op: {device: _dtype_in_region(policy, insides[name], op, device) for device in _DEVICES}
-        }
-        for name, module in modules.items()
-        if name in insides and (op := _OPERATIONS.get(type(module)))
-    }
     ran = _ran_in(model, policy, *examples) if examples else None
-    return ModelReport(planned, counts, operations, ran)
-
-
-def _dtype_in_region(policy: Policy, inside: ModuleContext, op: str, device: str) -> str:
-    """Return the dtype of an operation in a region on a device type, in words."""
-    if not inside.enabled:
-        return "float32"
-    rule = str(policy.replace(ops=inside.ops).resolve(op, device).rule)
-    words = "float32" if rule in FLOAT32_RULES else _DTYPE_WORDS.get(rule, rule)
-    return words.replace(_LOWER, str(inside.dtype)) if inside.dtype else words
+    return ModelReport(plan(model, policy), counts, ran)
 
 
 # --- the tree ---
@@ -236,7 +178,7 @@ def _line(node: _ModuleNode) -> Text:
     line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
     if parameters:
         each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
-        line.append(f" {_short_count(parameters)}{each}", "not bold dim")
+        line.append(f" {parameters:,}{each}", "not bold dim")
     line.append(_operations_text(node.row, is_leaf=not node.children), "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
@@ -247,26 +189,19 @@ def _line(node: _ModuleNode) -> Text:
 
 
 def _operations_text(row: dict[str, Any], *, is_leaf: bool) -> str:
-    """Return the dtypes of the module's operations; with an example, those of the run."""
-    if "ran" not in row:
-        operations = row["operations"].items()
-        return "".join(f" ({op} in {_by_device(devices)})" for op, devices in operations)
-    if row["ran"]:
-        return f" ({'; '.join(f'{_operation_names(ops)} in {dtype}' for dtype, ops in row['ran'].items())})"
-    is_empty = row["parameters"] and is_leaf
+    """Return the module's operations in an example, by dtype; empty without an example."""
+    ran = row.get("ran")
+    if ran:
+        return (
+            f" ({'; '.join(f'{_operation_names(ops)} in {dtype}' for dtype, ops in ran.items())})"
+        )
+    is_empty = ran is not None and row["parameters"] and is_leaf
     return " (no floating-point operation in the example)" if is_empty else ""
 
 
 def _operation_names(ops: list[str]) -> str:
     more = f" and {len(ops) - _MOST_NAMES} more" if len(ops) > _MOST_NAMES else ""
     return ", ".join(ops[:_MOST_NAMES]) + more
-
-
-def _by_device(devices: dict[str, str]) -> str:
-    """Return one dtype, or `float32 on cuda, ...` if devices differ."""
-    if len(set(devices.values())) == 1:
-        return next(iter(devices.values()))
-    return ", ".join(f"{dtype} on {device}" for device, dtype in devices.items())
 
 
 def _rule_text(rule: ModuleRule) -> str:
@@ -277,13 +212,6 @@ def _match_line(pattern: str, names: tuple[str, ...]) -> str:
     shown = ", ".join(name or "the model" for name in names[:_MOST_NAMES])
     more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
     return f"{pattern!r} matches {plural(len(names), 'module')}: {shown}{more}"
-
-
-def _short_count(count: int) -> str:
-    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:.3g}{letter}"
-    return str(count)
 
 
 # --- the operations of an example ---

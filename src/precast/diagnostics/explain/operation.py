@@ -1,33 +1,23 @@
-"""The rule of a policy for one operation, those of other policies, and an example (`precast explain OP`).
+"""The rule of a policy for one operation, and those of the presets (`precast explain OP`).
 
-Invariants: nothing is printed here; PyTorch's rule is that of the policy `torch`, which tests compare with PyTorch's
-own kernels; an example is shown only after a run, with its actual result.
+Nothing is printed here. PyTorch's rule is that of the policy `torch`, which tests compare with PyTorch's own kernels.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
-import torch
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from precast import _torch
-from precast.autocast_mode.region import autocast
 from precast.errors import PolicyError
-from precast.policy import preset_files
 from precast.policy.policy import DEVICE_TYPES, Policy, Resolution, Rule
 from precast.policy.rows import canonical, covered_overloads, exact_key, short, split
 
 __all__ = ["OperationReport", "explain_operation"]
-
-_WIDTH: Final = 76  # of a line
-_SHAPES: Final = ((2, 2), (1, 2, 2), (1, 1, 4, 4), (2,), (1, 1, 2, 4, 4))
 
 
 @dataclass(frozen=True)
@@ -44,8 +34,6 @@ class OperationReport:
     """Maps a device type to overloads, or to the operation if all overloads are equal, and these to rule and reason."""
     presets: dict[str, dict[str, dict[str, str]]]
     """Maps a preset to device types, overloads or the operation as in `devices`, and rules."""
-    example: tuple[str, str]
-    """Some lines of Python, with `torch` and `precast` imported, and their output."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -59,7 +47,6 @@ class OperationReport:
             },
             "pytorch": self.presets["torch"],
             "presets": self.presets,
-            "example": {"code": self.example[0], "prints": self.example[1]},
         }
 
     def render(self) -> RenderableType:
@@ -73,9 +60,6 @@ class OperationReport:
                 lines += [rule.append(str(resolution.rule), "bold"), reason]
         lines += [Text(), Text("By preset and device")]
         lines += [Padding(Text(line), (0, 0, 0, 2)) for line in self._by_preset()]
-        code, prints = self.example
-        lines += [Text(), Text("Example")]
-        lines += [Text(f"  {line}") for line in (*code.splitlines(), f"# prints {prints}")]
         return Group(*lines)
 
     def _by_preset(self) -> Iterator[str]:
@@ -103,9 +87,7 @@ def explain_operation(
     resolutions = {device: _resolutions(operation, policy, device, module) for device in devices}
     torch_first = sorted(Policy.presets(), key=lambda name: (name != "torch", name))
     presets = {name: _rules(operation, Policy.load(name)) for name in torch_first}
-    return OperationReport(
-        policy.name, operation, module, resolutions, presets, _example(operation, policy, devices)
-    )
+    return OperationReport(policy.name, operation, module, resolutions, presets)
 
 
 def _resolutions(
@@ -134,7 +116,7 @@ def _rules(operation: str, policy: Policy) -> dict[str, dict[str, str]]:
 
 
 def _grouped(devices: dict[str, dict[str, str]]) -> str:
-    """`fp32 on cuda, mps; keep elsewhere`."""
+    """Return the rules in words: "fp32 on cuda, mps; keep elsewhere"."""
     where: dict[str, list[str]] = {}
     for device, rules in devices.items():
         several = len(rules) > 1
@@ -142,83 +124,3 @@ def _grouped(devices: dict[str, dict[str, str]]) -> str:
         where.setdefault(text, []).append(device)
     parts = [f"{text} on {', '.join(names)}" for text, names in where.items()]
     return "; ".join([*parts, "keep elsewhere" if parts else "keep everywhere"])
-
-
-# --- the example ---
-
-
-def _example(operation: str, policy: Policy, devices: tuple[str, ...]) -> tuple[str, str]:
-    """Return a call of the operation in a region, if one runs on this machine; else PyTorch's rule."""
-    with_rule = _rules(operation, policy)
-    like = next((device for device in devices if device in with_rule), devices[0])
-    name, resolution = next(iter(_resolutions(operation, policy, like, None).items()))
-    if preset_files.is_preset(policy.name) and resolution.rule is not Rule.BANNED:
-        chosen = policy if like == "cpu" else policy.retarget("cpu", like=like)
-        for x, call in _calls(name, resolution.rule):
-            dtype = _ran(x, call, chosen)
-            if dtype is not None:
-                return _program(policy, like, x, call), dtype
-    pytorchs = _resolutions(operation, Policy.load("torch"), like, None)
-    name = next(iter(pytorchs))
-    code = f'policy = precast.Policy.load("torch")\nprint(policy.resolve("{name}", "{like}").rule)'
-    return code, str(pytorchs[name].rule)
-
-
-def _program(policy: Policy, like: str, x: str, call: str) -> str:
-    lines, named = [f"x = {x}"], "" if policy.name == "default" else f', policy="{policy.name}"'
-    if like != "cpu":
-        loaded = f'precast.Policy.load("{policy.name}")'
-        lines.append(f'policy = {loaded}.retarget("cpu", like="{like}")')
-        named = ", policy=policy"
-    region, call = f'with precast.autocast("cpu"{named}):', f"print({call}.dtype)"
-    short_enough = len(region) + len(call) < _WIDTH
-    return "\n".join([*lines, f"{region} {call}" if short_enough else f"{region}\n    {call}"])
-
-
-def _calls(name: str, rule: Rule) -> Iterator[tuple[str, str]]:
-    """Yield tensors of several shapes, and calls of the public function or operator that may accept them."""
-    key, overload = split(canonical(name))
-    schemas = _torch.operator_overloads(key)
-    schema = schemas.get("" if overload in {None, "default"} else str(overload))
-    schema = schema or next(iter(schemas.values()), None)
-    plain = short(key)
-    if schema is None or plain.startswith("_") or plain.endswith("_") or "::" in plain:
-        return
-    arguments = [a for a in schema.arguments if not a.has_default_value() and not a.is_out]
-    dtype = "" if rule in {Rule.LOWER, Rule.PROMOTE} else ", dtype=torch.bfloat16"
-    for function in _spelled(plain):
-        for shape in _SHAPES:
-            texts = [_argument(a, shape, rule, i) for i, a in enumerate(arguments)]
-            if None not in texts:
-                sizes = ", ".join(map(str, shape))
-                yield f"torch.ones({sizes}{dtype})", f"{function}({', '.join(map(str, texts))})"
-
-
-def _spelled(name: str) -> Iterator[str]:
-    """Yield the possible Python names of an operation."""
-    for module in (torch, torch.nn.functional):
-        if hasattr(module, name):
-            yield f"{module.__name__}.{name}"
-    for home in ("linalg", "fft"):
-        if name.startswith(f"{home}_"):
-            yield f"torch.{home}.{name.removeprefix(f'{home}_')}"
-    yield f"torch.ops.aten.{name}"
-
-
-def _argument(argument: Any, shape: tuple[int, ...], rule: Rule, place: int) -> str | None:
-    """Return the text of an argument: `x` for a tensor; for promotion, later tensors have another dtype."""
-    other = "x.bfloat16()" if rule is Rule.PROMOTE else "x"
-    values = {"Tensor": other if place else "x", "List[Tensor]": f"[x, {other}]"}
-    values |= {"Optional[Tensor]": values["Tensor"], "List[int]": f"[{shape[-1]}]", "bool": "False"}
-    values |= {"int": "0" if argument.name == "dim" else "1", "number": "1", "float": "1.0"}
-    return values.get(str(argument.type))
-
-
-def _ran(x: str, call: str, policy: Policy) -> str | None:
-    """Return the dtype of a call's result in a region; None if it fails."""
-    with contextlib.suppress(Exception), warnings.catch_warnings(), autocast("cpu", policy=policy):
-        warnings.simplefilter("ignore")
-        result = eval(call, {"torch": torch, "x": eval(x, {"torch": torch})})
-        if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
-            return str(result.dtype)
-    return None

@@ -34,8 +34,6 @@ RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
 """The measured rules; `float8_pow2` takes as long as `float8`."""
 _SIDES: Final = {"cpu": 256, "accelerator": 4096}
 _ROUNDS: Final = 7
-_MIN_SPEEDUP: Final = 1.1
-"""The smallest speed of the layer relative to bfloat16 for which a rule saves time."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +56,19 @@ class Float8Report:
         """A sentence on the use of the rules on this device."""
         if self.method == "none":
             return f"{self.device} cannot run the float8 rules: {self.reason}."
+        failed = next((speed for speed in self.speeds if speed.error is not None), None)
+        if failed is not None:
+            return f"PyTorch refuses the rule {failed.dtype} on {self.device} ({self.reason}): {failed.error}."
+        ratios = ", ".join(
+            f"{s.dtype} {times(s.ratio)}" for s in self.speeds if s.ratio is not None
+        )
+        layer = f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
         if self.method == ProductMethod.EMULATED.value:
             return (
-                f"{self.device} emulates float8, as {self.reason}: {self._measured}. The rules show here what a model "
-                "loses, and save no time."
+                f"{self.device} emulates float8, as {self.reason}: {layer}. The rules show here what a model loses, "
+                "and save no time."
             )
-        failed = [speed for speed in self.speeds if speed.error is not None]
-        if failed:
-            rules = ", ".join(speed.dtype for speed in failed)
-            return (
-                f"{self.device} should have a float8 kernel ({self.reason}), and PyTorch refuses it for {rules}: "
-                f"{failed[0].error}."
-            )
-        fast = [s.dtype for s in self.speeds if s.ratio is not None and s.ratio >= _MIN_SPEEDUP]
-        worth = f"{' and '.join(fast)} can save time" if fast else "no rule saves time at this size"
-        return f"{self.device} has a float8 kernel ({self.reason}): {self._measured}; {worth}."
+        return f"{self.device} has a float8 kernel ({self.reason}): {layer}."
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; times are in seconds, ratios are relative to bfloat16's speed."""
@@ -84,12 +80,6 @@ class Float8Report:
             "speeds": [asdict(speed) | {"ratio": speed.ratio} for speed in self.speeds],
             "diagnosis": self.diagnosis,
         }
-
-    @property
-    def _measured(self) -> str:
-        measured = [(s.dtype, s.ratio) for s in self.speeds if s.ratio is not None]
-        ratios = ", ".join(f"{rule} {times(ratio)}" for rule, ratio in measured)
-        return f"a linear layer of {self.side}x{self.side} runs at {ratios} of bfloat16's speed"
 
 
 def float8_on(device: torch.device) -> Float8Report:

@@ -110,7 +110,6 @@ def _outer_source(frame: FrameType | None) -> str | None:
 
 
 def _outermost_module(frame: FrameType | None) -> nn.Module | None:
-    """Return the module that the program called directly."""
     module = None
     while frame is not None:
         if frame.f_code is _torch.MODULE_CALL:
@@ -156,8 +155,6 @@ def _short_path(file: str) -> str:
 
 
 class _ThreadRegions(threading.local):
-    """The regions of this thread since recording began."""
-
     def __init__(self) -> None:
         self.open: list[tuple[str, str]] = []
         """The device type of each open region, and the line that entered it."""

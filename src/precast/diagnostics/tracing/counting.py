@@ -81,7 +81,6 @@ class RuleCounter(OperationListener):
         return policy, count, casts.get(rule)
 
     def _count_lower_casts(self, op: Operation, args: tuple[Any, ...]) -> int:
-        """Return the number of arguments that the rule `lower` casts, without cached ones."""
         lower = op.lower_dtype()
         return sum(
             tensor.dtype is not lower

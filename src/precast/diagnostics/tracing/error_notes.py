@@ -75,7 +75,6 @@ def add_note(
 
 
 def _origins(links: Iterable[Origin | None]) -> Iterator[str]:
-    """Yield the operation that decided each dtype."""
     texts = set()
     for link in links:
         steps = chain(link)
@@ -85,7 +84,6 @@ def _origins(links: Iterable[Origin | None]) -> Iterator[str]:
 
 
 def _remedy(op: str, failed_call: FailedCall) -> Iterator[str]:
-    """Yield the lines of the first advice under which the call runs."""
     device, policy = failed_call.device, failed_call.policy
     if not failed_call.is_in_region:
         if failed_call.works_in_region(policy):

@@ -80,8 +80,6 @@ def _by_cost(finding: Finding) -> tuple[bool, float, int]:
 
 @dataclass(frozen=True)
 class _FindingSearch:
-    """The search for the findings of one trace."""
-
     rows: list[OperationRow]
     totals: TraceTotals
     patterns: CastPatterns
@@ -289,7 +287,6 @@ class _FindingSearch:
     # --- costs and savings ---
 
     def _measured(self, some: Sequence[CastCosts]) -> FindingCost:
-        """Return the cost of casts, with its spread over the steps."""
         by_step: Counter[int] = Counter()
         for each in some:
             by_step.update(each.by_step)
@@ -306,7 +303,6 @@ class _FindingSearch:
     def _saved(
         self, saving: TrialSaving, some: Sequence[Float32Island] | Sequence[OperationRow]
     ) -> FindingCost:
-        """Return the saving of a trial, for all calls of the trace."""
         calls = sum(each.calls for each in some)
         low, middle, high = (self._share(seconds * calls) for seconds in saving)
         sizes = [each.bytes for each in some if isinstance(each, CastCosts)]
@@ -369,7 +365,6 @@ def _ruled_name(op: str) -> str:
 
 
 def _key(op: str) -> str:
-    """Return the name of an operation as a key in a policy file."""
     return op if op.isidentifier() else f'"{op}"'
 
 
@@ -377,7 +372,6 @@ _NO_ROW: Final = re.compile("no row|no rule", re.IGNORECASE)
 
 
 def _range(saving: TrialSaving) -> str:
-    """Return the saving of a call in words."""
     return f"{duration(saving.low)} to {duration(saving.high)}"
 
 

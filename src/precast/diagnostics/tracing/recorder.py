@@ -60,8 +60,6 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _RuleApplication(NamedTuple):
-    """A rule that is being applied to an operation."""
-
     op: Operation
     policy: Policy
     record: TracedCall
@@ -226,7 +224,6 @@ class TraceRecorder(OperationListener):
         seconds: float,
         inside: Sequence[Cast],
     ) -> None:
-        """Record an operation without a rule in its own row."""
         kind = kind_of(func)
         place, reason = self._place()
         tensors, outputs = tensors_of(*call), tensors_of((out,), {})

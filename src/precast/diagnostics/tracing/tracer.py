@@ -121,7 +121,6 @@ class Trace(SavedTrace):
         return Explanation(dtype_of(tensor), chain(self._recorder.lineage.of(tensor)))
 
     def _recorded(self) -> TraceData:
-        """Return everything recorded so far."""
         recorder, tally = self._recorder, self._recorder.tally
         rows = sorted(tally.rows.values(), key=lambda row: -row.seconds)
         names = {row.module for row in rows if row.module is not None}

@@ -42,8 +42,6 @@ _MOST_SECONDS: Final = 0.5
 
 
 class _TensorLayout(NamedTuple):
-    """The description of a tensor, from which a similar one is created."""
-
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
