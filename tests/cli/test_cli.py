@@ -203,14 +203,6 @@ def test_a_missing_extra_is_named_before_anything_is_trained(
     assert "pip install matplotlib" in one_message(result)
 
 
-@pytest.mark.usefixtures("untrained")
-def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    result = precast_("demo", "--device", "cpu", "--out", str(tmp_path / "file" / "p.png"))
-    assert result.exit_code == 1
-    assert "cannot make the folder" in one_message(result)
-
-
 def test_training_that_breaks_is_shown_and_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -43,7 +43,7 @@ def test_where_it_is_not_installed_the_error_says_how_to_get_it() -> None:
     done = CliRunner().invoke(main, ["check", "--diff", "src"])
     assert done.exit_code == 1
     assert "`precast check` is a command of precast-lint" in done.output
-    assert "pip install ./lint" in done.output
+    assert "pip install . ./lint" in done.output
 
 
 @pytest.mark.usefixtures("without_precast_lint")
@@ -64,5 +64,4 @@ def test_a_command_of_another_version_is_one_error_and_spoils_no_other(
     assert CliRunner().invoke(main, ["--help"]).exit_code == 0
     done = CliRunner().invoke(main, ["check", "--diff", "src"])
     assert done.exit_code == 1
-    assert "has no attribute 'gone'" in done.output
     assert "pip install . ./lint" in done.output

@@ -13,8 +13,8 @@ import precast
 from precast.engine import product_kernels
 from precast.policy.policy import Policy
 from precast.tuning import training
-from precast.tuning.float32_results import choose_results, results_in_float32
 from precast.tuning.options import TuningOptions
+from precast.tuning.products import choose_results, results_in_float32
 from precast.tuning.recorder import record
 from precast.tuning.setups import Setup
 from precast.tuning.sites import OperationSite, TunedProgram

@@ -18,16 +18,16 @@ import precast
 from precast.engine import float8_kernels
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule
-from precast.tuning import float8_products, training
+from precast.tuning import products, training
 from precast.tuning.costs import CallCost
-from precast.tuning.float8_products import (
+from precast.tuning.options import TuningOptions, checked_candidates
+from precast.tuning.products import (
     Float8Product,
     ProductChoice,
     choose_products,
     products_of,
     with_products,
 )
-from precast.tuning.options import TuningOptions, checked_candidates
 from precast.tuning.recorder import record
 from precast.tuning.setups import Setup, Workload
 from precast.tuning.sites import OperationSite, TunedProgram
@@ -126,7 +126,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             for s in sites
         ]
 
-    monkeypatch.setattr(float8_products, "measure_products", planted)
+    monkeypatch.setattr(products, "measure_products", planted)
     return slow
 
 

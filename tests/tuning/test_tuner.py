@@ -150,7 +150,7 @@ def test_each_row_of_what_costs_least_says_why() -> None:
     assert found.name == "tuned"
     rows = [line for line in found.text.splitlines() if "rule = " in line]
     assert rows
-    assert all("bfloat16 keeps " in row or "bfloat16 would " in row for row in rows)
+    assert all("bfloat16 keeps " in row for row in rows)
 
 
 def test_two_dtypes_are_both_tried() -> None:
@@ -350,11 +350,6 @@ def test_an_interrupt_before_anything_is_known() -> None:
         ({"candidates": ()}, r"candidates is \(\)"),
         ({"model": nn.ReLU()}, "no parameter of the model requires a gradient"),
         ({"model": Wide().requires_grad_(False)}, "no parameter of the model requires a gradient"),
-        ({"optimizer": torch.optim.LBFGS}, "LBFGS calls a closure"),
-        ({"optimizer": lambda parameters: 1 / 0}, r"optimizer\(parameters\) failed: ZeroDivision"),
-        ({"optimizer": lambda parameters: None}, r"optimizer\(parameters\) failed: Attribute"),
-        ({"model": Wide().to("meta")}, "has no values yet"),
-        ({"model": nn.LazyLinear(4)}, "the model's weight has no values yet"),
         ({"candidates": (torch.float64,)}, "candidates: torch.float64 is unknown"),
     ],
 )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import click
 
 from precast.cli.exit_codes import ExitCode
-from precast.cli.options import dtype_option, json_option, policy_option
+from precast.cli.options import dtype_option, file_option, json_option, policy_option
 
 __all__ = ["explain_difference", "explain_file", "export"]
 
@@ -32,7 +32,7 @@ _FORMATS: Final = ("program", "aoti", "onnx")
 )
 @policy_option("default")
 @dtype_option
-@click.option("--out", type=click.Path(path_type=Path), help="The file to write.")
+@file_option("--out", text="The file to write.")
 @click.option(
     "--to",
     "form",
@@ -78,25 +78,25 @@ def export(
     form = form or ("onnx" if out.suffix == ".onnx" else "program")
     from rich.console import Console
 
+    from precast.diagnostics.explain.model import arguments
     from precast.policy.policy import as_policy
-    from precast.shipping import exported_check, exported_file
+    from precast.shipping import exported_check, exported_file, exported_reading
     from precast.shipping.exported import export as export_
 
     exported_file.check_replaceable(out)
     chosen = as_policy(policy)
-    network, args, kwargs = _model_and_example(model, example)
+    network, inputs = _model_and_example(model, example)
+    args, kwargs = arguments(inputs)
     began = time.perf_counter()
     console = Console(file=sys.stderr)  # `sys.stderr` is replaced while PyTorch exports
     with console.status("exporting") as status:
-        program = export_(
-            network.eval(),
-            args,
-            kwargs,
-            policy=chosen,
-            dtype=dtype,
-            strict=strict,
-            check=check,
-        )
+        settings: dict[str, Any] = {
+            "policy": chosen,
+            "dtype": dtype,
+            "strict": strict,
+            "check": check,
+        }
+        program = export_(network.eval(), args, kwargs, **settings)
         status.update(f"writing {out}")
         if form == "onnx":
             from precast.shipping.exported_onnx import write_onnx
@@ -108,12 +108,11 @@ def export(
             write_package(program, out)
         else:
             exported_file.write(program, out, chosen)
+        checked = exported_check.FileCheck(None, "--no-check was given")
         if check:
             status.update(f"running {out}")
             checked = exported_check.check_file(program, out, form, args, kwargs)
-        else:
-            checked = exported_check.FileCheck(None, "--no-check was given")
-    sizes = _sizes(program)
+    sizes = exported_reading.contents(program).weight_bytes
     result = {
         "path": str(out),
         "to": form,
@@ -147,32 +146,20 @@ def explain_difference(first: Path, second: Path, as_json: bool) -> None:
     sys.exit(ExitCode.NO if differences else ExitCode.YES)
 
 
-def _model_and_example(
-    model: str, example: str | None
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _model_and_example(model: str, example: str | None) -> tuple[Any, Any]:
     from precast.cli.python_objects import load_example, load_object
-    from precast.diagnostics.explain.model import arguments
 
     try:
         network = load_object(model)
-        if isinstance(network, tuple) and len(network) == 2 and example is None:
-            network, inputs = network
-        elif example is None:
-            raise ValueError(
-                f"{model} returns a model without an example: return both, or name an example with --example"
-            )
-        else:
-            inputs = load_example(example)
+        if example is not None:
+            return network, load_example(example)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    args, kwargs = arguments(inputs)
-    return network, args, kwargs
-
-
-def _sizes(program: Any) -> dict[str, int]:
-    from precast.shipping.exported_reading import contents
-
-    return contents(program).weight_bytes
+    if isinstance(network, tuple) and len(network) == 2:
+        return network
+    raise click.UsageError(
+        f"{model} returns a model without an example: return both, or name an example with --example"
+    )
 
 
 def explain_file(path: Path, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from precast.cli import (
     build_command,
     compare_command,
     export_command,
-    other_commands,
     run_command,
     try_command,
     tune_command,
@@ -29,6 +28,7 @@ from precast.cli.exit_codes import ExitCode
 from precast.cli.options import (
     device_option,
     dtype_option,
+    file_option,
     json_option,
     policy_option,
     seed_option,
@@ -39,17 +39,30 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """The commands, with those of other distributions; a `PrecastError` is one message on stderr and no traceback."""
+    """The commands, with those of other distributions; a `PrecastError` is one message on stderr and no traceback.
+
+    Another distribution names its commands in the entry point group `precast.commands`: that of precast-lint is
+    `precast check`. Nothing of it is imported before its command, or the help text, is requested.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted({*super().list_commands(ctx), *other_commands.names()})
+        return sorted({*super().list_commands(ctx), *(point.name for point in _entry_points())})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return super().get_command(ctx, cmd_name) or other_commands.find(cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        for point in _entry_points() if command is None else ():
+            with suppress(ImportError, AttributeError):  # of another version
+                command = point.load() if point.name == cmd_name else command
+        return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
         if not name.startswith("-") and self.get_command(ctx, name) is None:
+            if name == "check":
+                raise click.ClickException(
+                    "`precast check` is a command of precast-lint, which is not installed or does not fit this "
+                    "precast. Install both from one clone of precast: pip install . ./lint"
+                )
             raise click.UsageError(f"no command {name!r}{_suggestion(args, self, ctx)}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -76,6 +89,12 @@ class _Commands(click.Group):
             # Click would exit with code 1. Python must die of the signal; the traceback has been printed.
             sys.excepthook = lambda *_: None
             raise KeyboardInterrupt from None
+
+
+def _entry_points() -> Any:
+    from importlib.metadata import entry_points
+
+    return entry_points(group="precast.commands")
 
 
 def _suggestion(args: list[str], group: click.Group, ctx: click.Context) -> str:
@@ -146,7 +165,8 @@ def demo(
     with _usage_errors():
         task, dtype_, default_steps = example.demo_task(device, dtype, size)
     steps = steps or default_steps
-    _check_output(out)
+    if refusal := atomic_write.refusal(out, "--out"):
+        raise click.UsageError(refusal)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         progress_task = bar.add_task("float32 and mixed precision, alternately", total=steps)
@@ -194,11 +214,7 @@ def doctor(as_json: bool) -> None:
 @policy_option("default")
 @device_option("cpu and cuda, for an operation")
 @click.option("--module", help="Name of the module in which the operation runs.")
-@click.option(
-    "--exported",
-    type=click.Path(path_type=Path),
-    help="A file of `precast export`: show its operations and dtypes.",
-)
+@file_option("--exported", text="A file of `precast export`: show its operations and dtypes.")
 @click.option(
     "--diff",
     nargs=2,
@@ -230,26 +246,27 @@ def explain(
     effect on dtypes and memory; or the operations and weights that have other dtypes in two files of
     `precast export`. The exit code is then 0 if nothing differs, else 1.
     """
-    if diff is not None:
-        if any((operation, exported, model, example, device, module)):
+    others = [operation, model, example, device, module]
+    if (any(others) and (diff or exported)) or (diff and exported):
+        raise click.UsageError(
+            "--diff and --exported cannot be combined with other options than --json."
+        )
+    if not (diff or exported):
+        if (operation is None) == (model is None):
             raise click.UsageError(
-                "--diff takes two policies or two files of `precast export`, and no option but --json."
+                "Name an operation, as in `precast explain softmax`, or a --model."
             )
+        if model is not None and (device or module):
+            raise click.UsageError("--device and --module go with an operation, not with --model.")
+        if model is None and example is not None:
+            raise click.UsageError("--example is an input of a model: it goes with --model.")
+    _require_torch()
+    if diff is not None:
         _explain_difference(*diff, as_json)
         return
     if exported is not None:
-        if operation is not None or model is not None or example is not None or device or module:
-            raise click.UsageError("--exported cannot be combined with other options than --json.")
-        _require_torch()
         export_command.explain_file(exported, as_json)
         return
-    if (operation is None) == (model is None):
-        raise click.UsageError("Name an operation, as in `precast explain softmax`, or a --model.")
-    if model is not None and (device or module):
-        raise click.UsageError("--device and --module go with an operation, not with --model.")
-    if example is not None and model is None:
-        raise click.UsageError("--example is an input of a model: it goes with --model.")
-    _require_torch()
     from rich.console import Console
 
     from precast.cli import python_objects
@@ -275,11 +292,13 @@ def explain(
 
 def _explain_difference(before: str, after: str, as_json: bool) -> None:
     """Print the differences of two policies, or of two exported programs, and exit with 0 if there are none, else 1."""
-    _require_torch()
-    are_programs = {_is_program(name) for name in (before, after)}
-    if are_programs == {True}:
+    import zipfile
+
+    # A file of `precast export` has a zip format; a missing one is known by its name.
+    programs = {name.endswith(".pt2") or zipfile.is_zipfile(name) for name in (before, after)}
+    if programs == {True}:
         export_command.explain_difference(Path(before), Path(after), as_json)
-    if True in are_programs:
+    if True in programs:
         raise click.UsageError(
             f"--diff: {before} and {after} are a policy and an exported program. Name two of a kind."
         )
@@ -295,28 +314,9 @@ def _explain_difference(before: str, after: str, as_json: bool) -> None:
     sys.exit(ExitCode.NO if difference else ExitCode.YES)
 
 
-def _is_program(name: str) -> bool:
-    """Return True for a file of `precast export`, recognized by its name or its zip format."""
-    import zipfile
-
-    return name.endswith(".pt2") or zipfile.is_zipfile(name)
-
-
 def _require_torch() -> None:
     """Raise an error for a PyTorch that is too old, before other imports fail."""
     from precast import _torch  # noqa: F401
-
-
-def _check_output(path: Path) -> None:
-    """Make the folder of `path`, and raise an error for a file that cannot be replaced, before minutes of training."""
-    from precast._internal import atomic_write
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise click.ClickException(f"cannot make the folder {path.parent}: {error}") from error
-    if refusal := atomic_write.refusal(path, "--out"):
-        raise click.UsageError(refusal)
 
 
 def _print_json(value: dict[str, Any]) -> None:

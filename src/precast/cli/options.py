@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import click
@@ -12,6 +13,7 @@ from precast.policy.values import canonical_dtype
 __all__ = [
     "device_option",
     "dtype_option",
+    "file_option",
     "json_option",
     "policy_option",
     "script_arguments",
@@ -20,6 +22,11 @@ __all__ = [
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _LARGEST_SEED: Final = 2**63 - 1
+
+
+def file_option(*names: str, text: str) -> Callable[[_Command], _Command]:
+    """Return an option that names a file."""
+    return click.option(*names, type=click.Path(path_type=Path), metavar="FILE", help=text)
 
 
 def json_option(command: _Command) -> _Command:

@@ -15,12 +15,7 @@ __all__ = ["load_example", "load_model", "load_named", "load_object"]
 
 
 def load_model(where: str) -> nn.Module:
-    """Return the model of `package.module:factory`; the factory may be a class, or a model itself.
-
-    Raises:
-        ValueError: the object does not exist.
-        PrecastError: it fails, or returns another object.
-    """
+    """Return the model of `package.module:factory`; the factory may be a class, or a model itself."""
     model = load_object(where)
     if not isinstance(model, nn.Module):
         raise PrecastError(f"{where}: expected a torch.nn.Module, got {type(model).__name__}")
@@ -28,26 +23,15 @@ def load_model(where: str) -> nn.Module:
 
 
 def load_object(where: str) -> Any:
-    """Return the result of `package.module:factory`; a model itself is not called.
-
-    Raises:
-        ValueError: the object does not exist.
-        PrecastError: it fails.
-    """
+    """Return the result of `package.module:factory`; a model itself is not called."""
     form = "MODULE:FACTORY, as in my_package.models:build"
     return load_named(where, "the model", form, lambda target: not isinstance(target, nn.Module))
 
 
 def load_example(where: str) -> Any:
-    """Return the example input `package.module:name`: a value, or the result of a function.
-
-    Raises:
-        ValueError: the object does not exist.
-        PrecastError: it fails.
-    """
-    return load_named(
-        where, "the example", "MODULE:NAME, as in my_package.models:example", callable
-    )
+    """Return the example input `package.module:name`: a value, or the result of a function, as `load_named`."""
+    form = "MODULE:NAME, as in my_package.models:example"
+    return load_named(where, "the example", form, callable)
 
 
 def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
@@ -78,11 +62,10 @@ def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"there is no module {error.name!r} to import") from error
-        raise PrecastError(f"importing {name} failed: {error}") from error
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise ValueError(f"there is no module {missing!r} to import") from error
         raise PrecastError(f"importing {name} failed: {type(error).__name__}: {error}") from error
 
 
@@ -90,18 +73,16 @@ def _attribute(module: Any, path: str, where: str) -> Any:
     target = module
     for name in path.split("."):
         if not hasattr(target, name):
-            raise ValueError(
-                f"{where}: there is no {name!r} in {getattr(target, '__name__', target)}"
-            )
+            place = getattr(target, "__name__", target)
+            raise ValueError(f"{where}: there is no {name!r} in {place}")
         target = getattr(target, name)
     return target
 
 
 def _call(factory: Any, where: str) -> Any:
     if not callable(factory):
-        raise ValueError(
-            f"{where} is of type {type(factory).__name__}; name a function that makes a model"
-        )
+        kind = type(factory).__name__
+        raise ValueError(f"{where} is of type {kind}; name a function that makes a model")
     try:
         return factory()
     except Exception as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from precast.cli.options import policy_option, script_arguments
+from precast.cli.options import file_option, policy_option, script_arguments
 from precast.errors import MissingExtraError, PolicyError
 
 __all__ = ["check_policy", "run"]
@@ -33,20 +33,8 @@ def _steps(text: str) -> tuple[int, int]:
 )
 @script_arguments
 @policy_option("torch")
-@click.option(
-    "--report",
-    "page",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help=f"Output file of the report.  [default: {_DEFAULT}]",
-)
-@click.option(
-    "--json",
-    "as_json",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the report's data as JSON.",
-)
+@file_option("--report", "page", text=f"Output file of the report.  [default: {_DEFAULT}]")
+@file_option("--json", "as_json", text="Also write the report's data as JSON.")
 @click.option(
     "--steps",
     type=_steps,
@@ -55,11 +43,9 @@ def _steps(text: str) -> tuple[int, int]:
     show_default=True,
     help="Trace steps A to B-1 in detail (zero-based).",
 )
-@click.option(
+@file_option(
     "--record",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also record the run for `precast compare`, each step of it unless --steps is given.",
+    text="Also record the run for `precast compare`, each step of it unless --steps is given.",
 )
 @click.option(
     "--level",

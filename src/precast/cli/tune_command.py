@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 from precast.cli.exit_codes import ExitCode
-from precast.cli.options import json_option, seed_option
+from precast.cli.options import file_option, json_option, seed_option
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -62,11 +62,6 @@ def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
     return click.option(name, default=default, show_default=True, help=text)
 
 
-def _file_option(name: str, variable: str, text: str) -> Callable[[Any], Any]:
-    kind = click.Path(dir_okay=False, path_type=Path)
-    return click.option(name, variable, type=kind, metavar="FILE", help=text)
-
-
 @click.command(cls=_Tune, short_help="Find the best policy for a model on this machine.")
 @click.argument("model", metavar="MODULE:FACTORY", required=False)
 @_object_option("--data", "The batches: a list, a data loader, or a function that returns one.")
@@ -102,8 +97,8 @@ def _file_option(name: str, variable: str, text: str) -> Callable[[Any], Any]:
     show_default=True,
     help="Policy file; the evidence is written next to it.",
 )
-@_file_option("--report", "page", "Output file of the report.  [default: next to --out]")
-@_file_option("--check", "checked", "Measure this policy again, in 1m, and search nothing.")
+@file_option("--report", "page", text="Output file of the report.  [default: next to --out]")
+@file_option("--check", "checked", text="Measure this policy again, in 1m, and search nothing.")
 @json_option
 def tune(
     *,
@@ -202,7 +197,7 @@ def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json
     from precast._internal.display import terminal_width, wrapped
     from precast.policy.policy import Policy, as_policy
     from precast.tuning import checking
-    from precast.tuning.evidence import figures_of, table_lines
+    from precast.tuning.result import figures_of, table_lines
     from precast.tuning.setups import workload_of
 
     policy = Policy.load(path)

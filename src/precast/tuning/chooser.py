@@ -15,47 +15,28 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final, NamedTuple
 
 import torch
 
 from precast._internal.display import dtype_name, milliseconds, plural
-from precast._internal.missing import missing_extra
 from precast.policy.policy import Rule
 from precast.policy.rows import FLOAT32_RULES
 from precast.tuning.costs import ProgramCosts
-from precast.tuning.options import Objective
+from precast.tuning.options import Objective, import_scipy
 from precast.tuning.policy_rows import PolicyRow
-from precast.tuning.sites import (
-    DtypeChoice,
-    OperationSite,
-    TensorEdge,
-    TunedProgram,
-)
+from precast.tuning.sites import DtypeChoice, OperationSite, TensorEdge, TunedProgram
 from precast.tuning.tasks import PrecisionErrors
 from precast.tuning.words import INFERENCE, TRAINING
 
-__all__ = ["Chosen", "RowReasons", "choose", "error_text"]
+__all__ = ["choose", "error_text", "reason_of"]
 
 _F32: Final = torch.float32
-_SECONDS: Final = 60.0
 _ROW_PENALTY: Final = 1e-3
 """The share of the cost of a step that an operation has to save to be worth a row; less with many operations."""
 _TOTAL_ROW_PENALTY: Final = 0.1
 """The share that rows for all operations together have to save."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A choice, and the seconds or bytes a step that each operation in float32 alone would save in 16 bits.
-
-    A price is below 0 where casts would cost more than the operation saves.
-    """
-
-    choice: DtypeChoice
-    prices: Mapping[OperationSite, float] = field(default_factory=dict)
 
 
 def choose(
@@ -66,38 +47,30 @@ def choose(
     objective: Objective = "time",
     loss: float = math.inf,
     gradient: float = math.inf,
-    seconds: float = _SECONDS,
-) -> Chosen:
+    seconds: float = 60.0,
+) -> DtypeChoice:
     """Return the choice that costs least by the objective.
 
     `loss` and `gradient` are squares of the relative errors that all operations in 16 bits together may add. After
     `seconds` the best choice so far is taken.
     """
-    linear = _linear_costs(program, costs, objective)
-    terms = list(_terms(program, costs, objective))
-    model = _IntegerProgram(program, linear, terms)
+    model = _IntegerProgram(program, _linear_costs(program, costs, objective))
+    for term in _terms(program, costs, objective):
+        model.add(term)
     model.hold([site for site in program.sites if site.barred])
     model.hold([site for site, each in errors.items() if each.barred])
     model.tie()
     model.limit({site: each.loss for site, each in errors.items()}, loss)
     model.limit({site: each.gradient for site, each in errors.items()}, gradient)
-    choice = program.choose(model.solve(seconds))
-    return Chosen(choice, _prices(program, linear, terms, choice))
+    return program.choose(model.solve(seconds))
 
 
-@dataclass(frozen=True, eq=False)
-class _Term:
+class _Term(NamedTuple):
     """A cost that is paid if one of `low` runs in 16 bits and one of `wide` in float32; an empty one does not count."""
 
     cost: float
-    low: Sequence[OperationSite] = ()
-    wide: Sequence[OperationSite] = ()
-
-    def under(self, choice: DtypeChoice) -> float:
-        """Return the cost under a choice."""
-        has_low = not self.low or any(choice[site] is not _F32 for site in self.low)
-        has_wide = not self.wide or any(choice[site] is _F32 for site in self.wide)
-        return self.cost * (has_low and has_wide)
+    low: Collection[OperationSite] = ()
+    wide: Collection[OperationSite] = ()
 
 
 def _linear_costs(
@@ -148,44 +121,26 @@ def _terms(program: TunedProgram, costs: ProgramCosts, objective: Objective) -> 
             yield _Term(cast(largest, down=True), consumers)
 
 
-def _prices(
-    program: TunedProgram,
-    linear: Mapping[OperationSite, float],
-    terms: Sequence[_Term],
-    choice: DtypeChoice,
-) -> dict[OperationSite, float]:
-    """Return the cost that each operation in float32 would save if it alone ran in 16 bits."""
-    terms_of: dict[OperationSite, list[_Term]] = {site: [] for site in program.sites}
-    for term in terms:
-        for site in (*term.low, *term.wide):
-            terms_of[site].append(term)
-    prices = {}
-    for site in program.sites:
-        is_fixed = site.barred or any(edge.is_written for edge in program.inputs(site))
-        if choice[site] is _F32 and not is_fixed:
-            alone = {**choice, site: program.low}
-            saved = sum(term.under(choice) - term.under(alone) for term in terms_of[site])
-            prices[site] = saved - linear[site]
-    return prices
-
-
 class _IntegerProgram:
     """The variables, costs and constraints of the integer program."""
 
-    def __init__(
-        self,
-        program: TunedProgram,
-        linear: Mapping[OperationSite, float],
-        terms: Sequence[_Term],
-    ) -> None:
+    def __init__(self, program: TunedProgram, linear: Mapping[OperationSite, float]) -> None:
         self._program = program
         self._x = {site: i for i, site in enumerate(program.sites)}
         self._cost = [linear[site] for site in program.sites]
         self._constraints: list[tuple[dict[int, float], float, float]] = []
         """The coefficients of each constraint, and the least and the most that they may add up to."""
-        for term in terms:
-            if term.cost > 0:
-                self._add(term)
+
+    def add(self, term: _Term) -> None:
+        """Add a variable that is at least 1 if the term is paid; a term without a cost has no effect."""
+        if term.cost <= 0:
+            return
+        paid = len(self._cost)
+        self._cost.append(term.cost)
+        lows = [{self._x[site]: -1.0} for site in term.low] or [{}]
+        wides = [{self._x[site]: 1.0} for site in term.wide] or [{}]
+        for low, wide in itertools.product(lows, wides):
+            self._constrain({paid: 1.0} | low | wide, least=float(not low))
 
     def hold(self, sites: Collection[OperationSite]) -> None:
         """Keep operations in float32, except those that write to a tensor from outside: they have its dtype."""
@@ -218,7 +173,7 @@ class _IntegerProgram:
         """Return the operations that run in 16 bits; none if the time ends before any solution."""
         if not self._x:
             return []
-        numpy, optimize, sparse = _import_scipy()
+        optimize, sparse = import_scipy("optimize"), import_scipy("sparse")
         count = len(self._cost)
         scale = max(map(abs, self._cost), default=0.0) or 1.0
         rows = [row for row, _, _ in self._constraints]
@@ -241,17 +196,7 @@ class _IntegerProgram:
         )
         if solution.x is None:
             return []
-        low = numpy.round(solution.x[: len(self._x)])
-        return [site for site, i in self._x.items() if low[i]]
-
-    def _add(self, term: _Term) -> None:
-        """Add a variable that is at least 1 if the term is paid."""
-        paid = len(self._cost)
-        self._cost.append(term.cost)
-        lows = [{self._x[site]: -1.0} for site in term.low] or [{}]
-        wides = [{self._x[site]: 1.0} for site in term.wide] or [{}]
-        for low, wide in itertools.product(lows, wides):
-            self._constrain({paid: 1.0} | low | wide, least=float(not low))
+        return [site for site, i in self._x.items() if solution.x[i] > 0.5]
 
     def _relate(self, site: OperationSite, edge: TensorEdge, *, least: float) -> None:
         """Make the variable of an operation at most its producer's; with `least=0`, equal to it."""
@@ -268,79 +213,37 @@ class _IntegerProgram:
         self._constraints.append((row, least, most))
 
 
-def _import_scipy() -> tuple[Any, Any, Any]:
-    try:
-        import numpy
-        from scipy import optimize, sparse
-    except ModuleNotFoundError as error:
-        raise missing_extra("precast.tune", "scipy", "tune") from error
-    return numpy, optimize, sparse
-
-
-_Kind = Literal["in 16 bits", "unable", "too wrong", "dear"]
-
-
-@dataclass(frozen=True)
-class RowReasons:
-    """The reasons of the rows of a choice."""
-
-    program: TunedProgram
-    costs: ProgramCosts
-    errors: Mapping[OperationSite, PrecisionErrors]
-    chosen: Chosen
-    objective: Objective
-
-    def __call__(self, row: PolicyRow) -> str:
-        """Return the reason of a row: a clause for its operations of each kind, with their number."""
-        groups: dict[_Kind, list[OperationSite]] = {}
-        for site in sorted(row.sites, key=lambda site: self._kind(site) != "in 16 bits"):
-            groups.setdefault(self._kind(site), []).append(site)
-        clauses = ((self._clause(kind, sites), len(sites)) for kind, sites in groups.items())
-        texts = (
-            f"{text} ({plural(count, 'place')})" if count > 1 else text
-            for text, count in clauses
-            if text
-        )
-        return "; ".join(texts)
-
-    def _kind(self, site: OperationSite) -> _Kind:
-        errors = self.errors.get(site)
-        if self.chosen.choice[site] is self.program.low:
-            return "in 16 bits"
-        if site.barred:
-            return "unable"
-        if errors is not None and (errors.barred or self.chosen.prices.get(site, 0.0) > 0):
-            return "too wrong"
-        return "dear"
-
-    def _clause(self, kind: _Kind, sites: Sequence[OperationSite]) -> str:
-        low, objective, is_inference = self.program.low, self.objective, self.program.is_inference
-        name, words = dtype_name(low), INFERENCE if is_inference else TRAINING
-        prices = [self.chosen.prices.get(site, 0.0) for site in sites]
-        if kind == "in 16 bits":
-            if not any(len(self.costs.sites.get(site, {})) == 2 for site in sites):
-                return ""
-            verb = "takes" if objective == "time" else words.needs
-            narrow, wide = (
-                self._amount(sum(self.costs.amount(site, dtype, objective) for site in sites))
-                for dtype in (low, torch.float32)
-            )
-            return f"{name} {verb} {narrow} a {words.run}, float32 {wide}"
-        if kind == "unable":
-            return f"{name}: {sites[0].barred}"
-        if kind == "too wrong":
-            errors = [self.errors[site] for site in sites]
-            worst = max(errors, key=lambda each: (bool(each.barred), each.gradient))
-            saved = sum(price for price in prices if price > 0)
-            price = f", and would save {self._amount(saved)} a {words.run}" if saved else ""
-            return f"{name} {error_text(worst, is_inference=is_inference)}{price}"
-        if sum(prices) < 0:
-            with_casts = ", with its casts" if objective == "time" else ""
-            return f"{name} would cost {self._amount(-sum(prices))} more a {words.run}{with_casts}"
-        return "in float32 because its neighbours are"
-
-    def _amount(self, amount: float) -> str:
-        return milliseconds(amount) if self.objective == "time" else f"{amount / 2**10:,.3g} KiB"
+def reason_of(
+    row: PolicyRow,
+    program: TunedProgram,
+    costs: ProgramCosts,
+    errors: Mapping[OperationSite, PrecisionErrors],
+    choice: DtypeChoice,
+    *,
+    objective: Objective,
+) -> str:
+    """Return the reason of a row: the effect of 16 bits on its operations in float32, and the costs in both dtypes."""
+    low, words = dtype_name(program.low), INFERENCE if program.is_inference else TRAINING
+    wide = [site for site in row.sites if choice[site] is _F32]
+    clauses = []
+    if barred := next((site.barred for site in wide if site.barred), ""):
+        clauses.append(f"{low}: {barred}")
+    elif known := [errors[site] for site in wide if site in errors]:
+        worst = max(known, key=lambda each: (bool(each.barred), each.gradient))
+        clauses.append(f"{low} {error_text(worst, is_inference=program.is_inference)}")
+    measured = [site for site in row.sites if len(costs.sites.get(site, {})) == 2]
+    if measured:
+        verb = "takes" if objective == "time" else words.needs
+        amounts = [
+            sum(costs.amount(site, dtype, objective) for site in measured)
+            for dtype in (program.low, _F32)
+        ]
+        texts = [
+            milliseconds(a) if objective == "time" else f"{a / 2**10:,.3g} KiB" for a in amounts
+        ]
+        clauses.append(f"{low} {verb} {texts[0]} a {words.run}, float32 {texts[1]}")
+    text = "; ".join(clauses)
+    return f"{text} ({plural(len(row.sites), 'place')})" if text and len(row.sites) > 1 else text
 
 
 def error_text(errors: PrecisionErrors, *, is_inference: bool = False) -> str:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.pytree import map_tensors, tensors_in
 from precast._torch import saved_for_backward, storage_sizes
 from precast.tuning.options import Objective
 from precast.tuning.sites import (
@@ -34,7 +35,6 @@ from precast.tuning.sites import (
     TensorArgument,
     TunedProgram,
     is_castable,
-    tensors_in_order,
     written_arguments,
 )
 
@@ -175,7 +175,16 @@ def measure_calls(
             trials = {
                 key: _CallTrial(call, variant, program.device) for key, variant in variants.items()
             }
-            costs[call] = _time_trials(trials, rounds, deadline, program.is_inference)
+            trials = {key: trial for key, trial in trials.items() if trial.works()}
+            passes = {(key, True): trial.forward for key, trial in trials.items()}
+            passes |= {(key, False): trial.backward for key, trial in trials.items()}
+            seconds = time_in_turns(passes, rounds, deadline)
+            costs[call] = {
+                key: CallCost(
+                    seconds[key, True], seconds[key, False], trial.kept_bytes(program.is_inference)
+                )
+                for key, trial in trials.items()
+            }
     totals = {site: _sum_of_calls(site, costs) for site in sites}
     skipped = sum(any(call not in costs for call in site.calls) for site in sites)
     return {site: total for site, total in totals.items() if total}, skipped
@@ -217,21 +226,6 @@ def _sum_of_calls(
     }
 
 
-def _time_trials(
-    trials: Mapping[Any, _CallTrial], rounds: int, deadline: float, is_inference: bool
-) -> dict[Any, CallCost]:
-    """Return the costs of the trials that work, which are timed in turns."""
-    trials = {key: trial for key, trial in trials.items() if trial.works()}
-    functions: dict[tuple[object, bool], Callable[[], float]] = {}
-    for key, trial in trials.items():
-        functions |= {(key, True): trial.forward, (key, False): trial.backward}
-    seconds = time_in_turns(functions, rounds, deadline)
-    return {
-        key: CallCost(seconds[key, True], seconds[key, False], trial.kept_bytes(is_inference))
-        for key, trial in trials.items()
-    }
-
-
 class _CallTrial:
     """One call on random tensors."""
 
@@ -248,7 +242,7 @@ class _CallTrial:
             return variant.dtype if is_free else argument.dtype
 
         self._args, self._kwargs = call.random_arguments(dtype_of, generator)
-        tensors = tensors_in_order(self._args, self._kwargs)
+        tensors = tensors_in((self._args, self._kwargs))
         self._leaves = [tensor for tensor in tensors if tensor.requires_grad]
         pairs = zip(tensors, call.tensors, strict=True)
         self._weights = [tensor for tensor, argument in pairs if argument.is_weight]
@@ -289,25 +283,20 @@ class _CallTrial:
             with saved_for_backward(self._weights) as saved:
                 self._results(args, kwargs)
             return sum(storage.nbytes() for storage in saved.values())
-        inputs = storage_sizes(tensors_in_order(args, kwargs))
+        inputs = storage_sizes(tensors_in((args, kwargs)))
         results = storage_sizes(self._results(args, kwargs))
         return sum(size for storage, size in results.items() if storage not in inputs)
 
     def _results(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         with self._region:
-            return tensors_in_order((self._function(*args, **kwargs),), {})
+            return tensors_in(self._function(*args, **kwargs))
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, or copies of them where the operation writes to them."""
         if not self._writes:
             return self._args, self._kwargs
-        return _cloned(self._args), {name: _cloned(value) for name, value in self._kwargs.items()}
-
-
-def _cloned(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
-    return tuple(map(_cloned, value)) if isinstance(value, tuple) else value
+        args, kwargs = map_tensors((self._args, self._kwargs), torch.clone)
+        return args, kwargs
 
 
 def time_in_turns(

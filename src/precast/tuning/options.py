@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from precast._internal.display import dtype_name
+from precast._internal.missing import missing_extra
 from precast.autocast_mode.arguments import dtype_of
 from precast.errors import TuningError
 from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_RULES, PRODUCT_OPERATIONS
 from precast.policy.values import nearest
 
-__all__ = ["Objective", "TuningOptions", "TuningProgress", "check_arguments", "checked_candidates"]
+__all__ = ["Objective", "TuningOptions", "TuningProgress", "check_arguments"]
+__all__ += ["checked_candidates", "import_scipy"]
 
 Objective = Literal["time", "memory"]
 
@@ -67,35 +70,34 @@ def check_arguments(
     model: object,
     functions: Mapping[str, object],
     objective: object,
-    tolerance: object,
-    budget: object,
+    tolerance: Any,
+    budget: Any,
 ) -> None:
     """Check the arguments of `tune`; `functions` are its `step`, `optimizer` and `metric`, or None."""
-    is_inference = functions["step"] is None
+    if not isinstance(model, nn.Module):
+        raise _refusal("model", model, "a torch.nn.Module")
     for name, function in functions.items():
-        _check(function is None or callable(function), name, function, "a function")
-    _check(isinstance(model, nn.Module), "model", model, "a torch.nn.Module")
-    if is_inference and functions["optimizer"] is not None:
+        if not (function is None or callable(function)):
+            raise _refusal(name, function, "a function")
+    if objective not in ("time", "memory"):
+        raise _refusal("objective", objective, '"time" or "memory"')
+    if not (isinstance(tolerance, int | float) and 0 < tolerance < 1):
+        raise _refusal("tolerance", tolerance, "a number between 0 and 1, such as 0.01")
+    if not (isinstance(budget, int | float) and 0 < budget < math.inf):
+        raise _refusal("budget", budget, "a number of seconds above 0")
+    if functions["step"] is None and functions["optimizer"] is not None:
         raise TuningError(
             "optimizer needs step: pass the step of the training, or leave out optimizer for inference"
         )
-    if is_inference and functions["metric"] is None:
+    if functions["step"] is None and functions["metric"] is None:
         raise TuningError(
             "step is None: pass step(model, batch), which returns the loss; for inference, pass "
             "options=TuningOptions(metric=...)"
         )
-    _check(objective in ("time", "memory"), "objective", objective, '"time" or "memory"')
-    is_share = isinstance(tolerance, int | float) and 0 < tolerance < 1
-    _check(is_share, "tolerance", tolerance, "a number between 0 and 1, such as 0.01")
-    is_time = isinstance(budget, int | float) and 0 < budget < math.inf
-    _check(is_time, "budget", budget, "a number of seconds above 0")
 
 
-def _check(is_right: bool, name: str, value: object, expected: str) -> None:
-    if not is_right:
-        is_plain = isinstance(value, int | float | str)
-        shown = repr(value) if is_plain else f"of type {type(value).__name__}"
-        raise TuningError(f"{name} is {shown}; it has to be {expected}")
+def _refusal(name: str, value: object, expected: str) -> TuningError:
+    return TuningError(f"{name} is {value!r}; it has to be {expected}")
 
 
 def checked_candidates(
@@ -103,7 +105,8 @@ def checked_candidates(
 ) -> list[torch.dtype | str]:
     """Return the candidates as dtypes and rules for products, each once."""
     allowed = ["bfloat16", "float16", *map(str, PRODUCT_OPERATIONS)]
-    names = [] if isinstance(candidates, str) else [_spelled(each) for each in candidates]
+    texts = [] if isinstance(candidates, str) else candidates
+    names = [dtype_of(each.strip() if isinstance(each, str) else each) for each in texts]
     if not names:
         raise TuningError(
             f"candidates is {candidates!r}; it has to be a sequence of {', '.join(map(repr, allowed))}"
@@ -120,8 +123,10 @@ def checked_candidates(
     return list(dict.fromkeys(names))
 
 
-def _spelled(candidate: torch.dtype | str) -> torch.dtype | str:
-    spelled: torch.dtype | str = dtype_of(
-        candidate.strip() if isinstance(candidate, str) else candidate
-    )
-    return spelled
+def import_scipy(name: str) -> Any:
+    """Return a module of SciPy, which is loaded when a search needs it."""
+    try:
+        import scipy  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise missing_extra("precast.tune", "scipy", "tune") from error
+    return importlib.import_module(f"scipy.{name}")

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from precast.report.page import page_of
-from precast.tuning.evidence import TuningEvidence, as_values, setup_cells
 from precast.tuning.proof import Proof
+from precast.tuning.result import TuningEvidence, as_values, setup_cells
 from precast.tuning.words import words_for
 
 __all__ = ["html"]
@@ -37,11 +37,11 @@ def html(evidence: TuningEvidence, policy: str) -> str:
         policy: the text of the policy's file.
     """
     settings, proof = evidence.settings, evidence.proof
-    words, figures = words_for(settings.task), [*proof.figures.values()] if proof else []
+    figures = [*proof.figures.values()] if proof else []
     data = {
         "objective": settings.objective,
         "tolerance": settings.tolerance,
-        "words": asdict(words),
+        "words": asdict(words_for(settings.task)),
         "points": [*_points(evidence, proof)] if proof else [],
         "curves": [
             {"name": e.name, "mean": [*map(statistics.fmean, zip(*e.curves, strict=False))]}
@@ -55,18 +55,19 @@ def html(evidence: TuningEvidence, policy: str) -> str:
         ],
     }
     return page_of(
-        _own_asset("page.html.jinja"),
+        _asset("page.html.jinja"),
         as_values(data),
-        script=_own_asset("tuning.js"),
-        style=_own_asset("style.css"),
+        script=_asset("tuning.js"),
+        style=_asset("style.css"),
         title=f"{evidence.model} - precast tune",
         version=evidence.precast,
         evidence=evidence,
-        words=words,
+        words=words_for(settings.task),
         is_training=settings.task == "training",
-        facts=[(name, value) for name, value in _facts(evidence).items() if value],
-        rows=[setup_cells(proof, each) for each in figures] if proof else [],
+        facts=_facts(evidence),
+        rows=setup_cells(proof) if proof else [],
         policy=policy,
+        drawn=data,
     )
 
 
@@ -96,14 +97,9 @@ def _nodes(evidence: TuningEvidence) -> list[dict[str, Any]]:
     nodes = []
     for node in evidence.traced:
         inside = [site for site in sites if _is_inside(site.module, node.name)]
-        nodes.append(
-            {
-                **asdict(node),
-                "gradient": math.sqrt(math.fsum(site.gradient for site in inside)),
-                "barred": [f"{site.op}: {site.barred}" for site in inside if site.barred],
-                "measured": bool(inside),
-            }
-        )
+        error = math.sqrt(math.fsum(site.gradient for site in inside)) if inside else None
+        barred = [f"{site.op}: {site.barred}" for site in inside if site.barred]
+        nodes.append({**asdict(node), "gradient": error, "barred": barred})
     return nodes
 
 
@@ -114,24 +110,22 @@ def _is_inside(module: str | None, name: str) -> bool:
 
 
 def _facts(evidence: TuningEvidence) -> dict[str, str]:
-    settings = evidence.settings
-    proof = evidence.proof
-    return {
-        "Model": evidence.model,
-        "Parameters": f"{evidence.parameters:,}",
-        "Task": settings.task,
-        "Objective": settings.objective,
+    settings, proof = evidence.settings, evidence.proof
+    facts = {
+        "Model": f"{evidence.model}, {evidence.parameters:,} parameters",
+        "Task": f"{settings.objective} of {settings.task}",
         "Tolerance": f"{100 * settings.tolerance:.3g}%",
         "Region": evidence.dtype,
-        "Proof": "" if proof is None else words_for(settings.task).extent(proof.seeds, proof.steps),
-        "Ended": "" if proof is None else _ENDED[proof.ended],
         "Took": f"{evidence.seconds:.0f} s of {settings.budget:.0f} s",
         "Seed": str(settings.seed),
         "Machine": evidence.machine,
         "PyTorch": evidence.torch,
-        "Date": evidence.date[:16].replace("T", " "),
     }
+    if proof is not None:
+        facts["Proof"] = words_for(settings.task).extent(proof.seeds, proof.steps)
+        facts["Ended"] = _ENDED[proof.ended]
+    return facts
 
 
-def _own_asset(name: str) -> str:
+def _asset(name: str) -> str:
     return resources.files("precast.tuning").joinpath("assets", name).read_text("utf-8")

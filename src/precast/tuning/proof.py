@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from precast._internal.display import dtype_name
-from precast._internal.missing import missing_extra
 from precast.errors import TuningError
+from precast.tuning.options import import_scipy
 from precast.tuning.setups import FLOAT32, Setup
 from precast.tuning.tasks import ModelTrial, TuningTask
 
@@ -73,7 +73,7 @@ def _without_ends(numbers: Sequence[float]) -> Interval:
 @functools.cache
 def _standard_errors(looks: int, count: int) -> float:
     """Return half of the width of the interval of a mean, in standard errors."""
-    return float(_special().stdtrit(count - 1, 1 - (1 - CONFIDENCE) / looks / 2))
+    return float(import_scipy("special").stdtrit(count - 1, 1 - (1 - CONFIDENCE) / looks / 2))
 
 
 @functools.cache
@@ -81,18 +81,9 @@ def _rank(looks: int, count: int) -> int:
     """Return the rank of the numbers, from below and from above, between which the median lies; 0 if none suffices."""
     missed = (1 - CONFIDENCE) / looks
     rank = 0
-    while rank < count / 2 and _special().bdtr(rank, count, 0.5) <= missed / 2:
+    while rank < count / 2 and import_scipy("special").bdtr(rank, count, 0.5) <= missed / 2:
         rank += 1
     return rank
-
-
-def _special() -> Any:
-    """Return SciPy's special functions, which load in a tenth of the time of its statistics."""
-    try:
-        from scipy import special
-    except ModuleNotFoundError:
-        raise missing_extra("precast.tune", "scipy", "tune") from None
-    return special
 
 
 ComparisonOutcome = Literal["better", "equal", "worse", "cannot tell"]

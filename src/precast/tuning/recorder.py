@@ -1,6 +1,9 @@
 """Recording of one training step, or one run, of a model as a program of operations.
 
 Invariants:
+- an operation inside one that has an autocast kernel belongs to that one, because a rule acts on the outer one;
+- operations of the backward pass are left out, apart from those that a checkpoint repeats;
+- a module's name is the first of its names; modules that are not the model's do not count;
 - copies of the model run, first in float32; the model, its gradients and PyTorch's random state do not change;
 - a tensor's producer is found by its memory. So a view leads to the operation that wrote its numbers, and the argument
   of an operation in place keeps its producer. No tensor is kept, and an entry for memory ends when it is freed;
@@ -12,8 +15,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,13 +25,19 @@ from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.display import dtype_name
+from precast._internal.pytree import tensors_in
+from precast._torch import storage_of, storage_sizes
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.tracing.listening import listen
-from precast.policy.module_names import named_parameters
+from precast.diagnostics.failures import Failures
+from precast.diagnostics.tracing.call_sites import frame_above
+from precast.diagnostics.tracing.listening import OperationListener, listen
+from precast.engine.operation import Operation
+from precast.engine.operator_kinds import Cast, kind_of
+from precast.policy.module_names import modules_by_name, name_of_each, named_parameters
+from precast.policy.module_plan import is_called, outwards
 from precast.policy.policy import Policy, Rule, expanded_rules
-from precast.policy.rows import Entry
-from precast.tuning.listener import ObservedCall, SiteListener
+from precast.policy.rows import Entry, short, split
 from precast.tuning.policy_rows import explicit_policy
 from precast.tuning.setups import copy_model
 from precast.tuning.sites import (
@@ -39,7 +49,6 @@ from precast.tuning.sites import (
     first_floating,
     is_castable,
     record_call,
-    tensors_in_order,
     written_arguments,
 )
 
@@ -97,7 +106,7 @@ def record(
     return program
 
 
-def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
+def _run(model: nn.Module, step: Step, listener: _ProgramRecorder) -> None:
     """Run the forward pass inside of the open region, and the backward pass outside of it."""
     with torch.random.fork_rng(), listen(listener):
         tensor = first_floating(step(model))
@@ -106,23 +115,11 @@ def _run(model: nn.Module, step: Step, listener: SiteListener) -> None:
                 torch.autograd.backward(tensor, torch.ones_like(tensor))
 
 
-class _DtypeListener(SiteListener):
-    """Records the dtypes of the first result of each operation."""
-
-    dtypes: dict[OperationSite, set[torch.dtype]]
-
-    def after(self, call: ObservedCall, out: Any) -> None:
-        first = first_floating(out)
-        if first is not None and not call.is_view:
-            self.dtypes.setdefault(call.site, set()).add(first.dtype)
-
-
 def _unable_sites(
     model: nn.Module, step: Step, program: TunedProgram, base: Policy, ruled: Collection[str]
 ) -> dict[OperationSite, str]:
     """Return the operations that cannot run in 16 bits at their places in the program, with the reasons."""
-    listener = _DtypeListener(model, program.device, ruled)
-    listener.dtypes = {}
+    listener = _ProgramRecorder(model, program.device, ruled)
     choice = program.choose(program.sites)
     policy = explicit_policy(choice, program, base)
     region = autocast(program.device, dtype=program.low, policy=policy)
@@ -153,30 +150,157 @@ class _CallCounts:
     repeated: int = 0
 
 
-class _ProgramRecorder(SiteListener):
-    """Records the operations of a step in float32."""
+class _ObservedCall(NamedTuple):
+    """One call of an operation.
+
+    Attributes:
+        module: the name of the module that runs it; None where no module of the model does.
+        overload: the dispatcher's name, such as `aten::softmax.int`.
+        is_pinned: True if rules for modules around may not reach it.
+        is_repeated: True if a checkpoint repeats it.
+        is_view: True if its results share its arguments' memory.
+    """
+
+    module: str | None
+    overload: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_pinned: bool
+    is_repeated: bool
+    is_view: bool = False
+
+    @property
+    def site(self) -> OperationSite:
+        """The operation of the module, by its name in a policy's row, such as `softmax` for `aten::softmax.int`."""
+        return OperationSite(self.module, short(split(self.overload)[0]))
+
+
+class _ModuleStack:
+    """Finds the module of a model that runs a frame."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = modules_by_name(model)
+        self.names: Final = tuple(named)
+        self._first_names = {id(module): name for name, module in name_of_each(model)}
+        counts = Counter(map(id, named.values()))
+        self._with_two_names = {key for key, count in counts.items() if count > 1}
+        self._around = {
+            name: [n for n in outwards(name) if n in named and is_called(named[n])]
+            for name in named
+        }
+
+    def module_of(self, frame: FrameType | None) -> tuple[str | None, bool]:
+        """Return the module that runs a frame, and True if rules for modules around may not reach it."""
+        running: list[str] = []
+        is_shared = False
+        while frame is not None:
+            if frame.f_code is _torch.MODULE_CALL:
+                key = id(frame.f_locals["self"])
+                name = self._first_names.get(key)
+                if name is not None and (not running or running[-1] != name):
+                    running.append(name)
+                    is_shared |= key in self._with_two_names
+            frame = frame.f_back
+        if not running:
+            return None, False
+        return running[0], is_shared or running[1:] != self._around[running[0]]
+
+
+class _ProgramRecorder(OperationListener):
+    """Records the operations of a step that kernels and a dispatch mode report.
+
+    All policies that the process has used decide which operations have kernels at the autocast keys. So that the same
+    sites are recorded in any process, an operation counts as a whole only if it is in `ruled`, by the dispatcher's
+    name.
+    """
 
     def __init__(self, model: nn.Module, device: str, ruled: Collection[str]) -> None:
-        super().__init__(model, device, ruled)
+        self.modules = _ModuleStack(model)
+        self.device = device
+        self.failures = Failures()
+        self.failed_call: _ObservedCall | None = None
+        """The first operation that has raised an error."""
+        self.dtypes: dict[OperationSite, set[torch.dtype]] = {}
+        """The dtypes of the first result of each operation."""
+        self._ruled = ruled
+        self._kernels: list[_ObservedCall | None] = []
+        """The call of each kernel that runs; None if it is not reported."""
+        self._open = 0
+        """The number of reported kernels that run, and of records, whose operations are not the program's."""
         self._calls: dict[OperationSite, dict[CallRecord, _CallCounts]] = {}
         self._pinned: set[OperationSite] = set()
         self._writes: set[OperationSite] = set()
         self._makers: dict[int, tuple[weakref.ref[Any], OperationSite]] = {}
         """The operation that wrote the numbers of a storage, by its id."""
-        storages = [(_storage(parameter), name) for name, parameter in named_parameters(model)]
+        storages = [(storage_of(parameter), name) for name, parameter in named_parameters(model)]
         self._weights = {id(each): (each, name) for each, name in storages if each is not None}
         self._sources: list[TensorEdge] = []
 
-    def before(self, call: ObservedCall) -> None:
+    @property
+    def depth(self) -> int:
+        return self._open
+
+    def casting_here(self) -> list[str]:
+        return [] if self._open or _torch.current_node() is not None else [self.device]
+
+    def begin(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle the start of a kernel at an autocast key, which another policy may have put there."""
+        call = None
+        if op.name in self._ruled and not self._open:
+            call = self._observe(op.name, args, kwargs)
+        if call is not None:
+            self._before(call)
+            self._open += 1
+        self._kernels.append(call)
+
+    def end(self, result: Any) -> None:
+        if call := self._kernels.pop():
+            try:
+                self._after(call, result)
+            finally:
+                self._open -= 1
+
+    def fail(self, _error: BaseException) -> None:
+        if call := self._kernels.pop():
+            self._open -= 1
+            self.failed_call = self.failed_call or call
+
+    def saw(self, func: Any, call: Any, out: Any, _seconds: float, _inside: Sequence[Cast]) -> None:
+        observed = None if self._open else self._observe(_dispatcher_name(func), *call)
+        if observed is not None:
+            observed = observed._replace(is_view=kind_of(func).is_view)
+            self._before(observed)
+            self._open += 1
+            try:
+                self._after(observed, out)
+            finally:
+                self._open -= 1
+
+    def failed(self, func: Any, call: Any, _error: BaseException) -> None:
+        if not self._open and self.failed_call is None:
+            self.failed_call = self._observe(_dispatcher_name(func), *call)
+
+    def _observe(
+        self, overload: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _ObservedCall | None:
+        module, is_pinned = self.modules.module_of(frame_above(1))
+        in_backward = _torch.current_node() is not None
+        if in_backward and module is None:
+            return None
+        return _ObservedCall(module, overload, args, kwargs, is_pinned, in_backward)
+
+    def _before(self, call: _ObservedCall) -> None:
         """Record the origins of the arguments, which an operation in place may change."""
         self._sources = [] if call.is_view else self._sources_of(call)
 
-    def after(self, call: ObservedCall, out: Any) -> None:
-        """Record a call and its results."""
+    def _after(self, call: _ObservedCall, out: Any) -> None:
+        first = first_floating(out)
+        if first is not None and not call.is_view:
+            self.dtypes.setdefault(call.site, set()).add(first.dtype)
         sources, site = self._sources, call.site
-        tensors = tensors_in_order(call.args, call.kwargs)
+        tensors = tensors_in((call.args, call.kwargs))
         castable = [tensor for tensor in tensors if is_castable(tensor.dtype)]
-        results = [t for t in tensors_in_order((out,), {}) if is_castable(t.dtype)]
+        results = [t for t in tensors_in(out) if is_castable(t.dtype)]
         if not (sources and castable and results) or site.op in _CHANGES_VIEW:
             return
         if site.op in _PASSES_ON:
@@ -186,7 +310,7 @@ class _ProgramRecorder(SiteListener):
             return
         inputs = {id(tensor) for tensor in tensors}
         writes = any(source.is_written for source in sources)
-        if not writes and _memory(results) <= _memory(castable):
+        if not writes and storage_sizes(results).keys() <= storage_sizes(castable).keys():
             return  # a view that is not declared as one, such as `_unsafe_view`
         if writes and not any(id(result) in inputs for result in results):
             self._writes.add(site)
@@ -238,7 +362,7 @@ class _ProgramRecorder(SiteListener):
         )
 
     def _add_call(
-        self, call: ObservedCall, tensors: list[Tensor], sources: list[TensorEdge]
+        self, call: _ObservedCall, tensors: list[Tensor], sources: list[TensorEdge]
     ) -> None:
         if call.is_pinned and not call.is_repeated:
             self._pinned.add(call.site)
@@ -269,9 +393,9 @@ class _ProgramRecorder(SiteListener):
             needs_grad=tensor.requires_grad and torch.is_grad_enabled(),
         )
 
-    def _sources_of(self, call: ObservedCall) -> list[TensorEdge]:
+    def _sources_of(self, call: _ObservedCall) -> list[TensorEdge]:
         arguments = written_arguments(call.overload, call.args, call.kwargs)
-        targets = {id(tensor) for tensor in tensors_in_order(arguments, {})}
+        targets = {id(tensor) for tensor in tensors_in(arguments)}
         return [
             TensorEdge(
                 maker := self._maker(tensor),
@@ -282,20 +406,20 @@ class _ProgramRecorder(SiteListener):
                 is_written=id(tensor) in targets,
                 needs_grad=tensor.requires_grad and torch.is_grad_enabled(),
             )
-            for tensor in tensors_in_order(call.args, call.kwargs)
+            for tensor in tensors_in((call.args, call.kwargs))
         ]
 
     def _weight(self, tensor: Tensor) -> str:
-        _, name = self._weights.get(id(_storage(tensor)), (None, ""))
+        _, name = self._weights.get(id(storage_of(tensor)), (None, ""))
         return name
 
     def _maker(self, tensor: Tensor) -> OperationSite | None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         entry = self._makers.get(id(storage))
         return entry[1] if entry is not None and entry[0]() is storage else None
 
     def _set_maker(self, tensor: Tensor, maker: OperationSite) -> None:
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None:
             self._makers[id(storage)] = weakref.ref(storage), maker
 
@@ -341,14 +465,9 @@ def _range(tensor: Tensor) -> tuple[float, float]:
         return float(low), float(high)
 
 
-def _memory(tensors: list[Tensor]) -> set[int]:
-    return {id(_storage(tensor)) for tensor in tensors}
-
-
-def _storage(tensor: Tensor) -> Any:
-    if not _torch.is_plain(type(tensor)) or tensor.layout is not torch.strided:
-        return None
-    return tensor.untyped_storage()
+def _dispatcher_name(func: Any) -> str:
+    """Return the dispatcher's name: `aten.softmax.int` -> `aten::softmax.int`; the default overload has no suffix."""
+    return str(func).replace(".", "::", 1).removesuffix(".default")
 
 
 # --- effects of 16-bit arguments ---
@@ -399,7 +518,7 @@ def _try_call(
         lambda i, argument: low if i in lowered else argument.dtype,
         torch.Generator(device).manual_seed(0),
     )
-    tensors = tensors_in_order(args, kwargs)
+    tensors = tensors_in((args, kwargs))
     before = [tensor.detach().clone() for tensor in tensors]
     try:
         with torch.no_grad(), torch.random.fork_rng([]):
@@ -407,7 +526,7 @@ def _try_call(
     except Exception as error:  # an operation may raise anything
         return str(error).partition("\n")[0][:_LONGEST] or type(error).__name__, None, False
     first = first_floating(result)
-    returned = {id(tensor) for tensor in tensors_in_order((result,), {})}
+    returned = {id(tensor) for tensor in tensors_in(result)}
     writes = any(
         id(tensor) not in returned and not torch.equal(tensor.nan_to_num(), old.nan_to_num())
         for tensor, old in zip(tensors, before, strict=True)

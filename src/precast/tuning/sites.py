@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast._internal.pytree import tensors_in
 from precast.policy.policy import Rule
 
 __all__ = ["TENSOR", "CallRecord", "DtypeChoice", "OperationSite", "TensorArgument", "TensorEdge"]
-__all__ += ["TunedProgram", "first_floating", "is_castable", "record_call"]
-__all__ += ["tensors_in_order", "written_arguments"]
+__all__ += ["TunedProgram", "first_floating", "is_castable", "record_call", "written_arguments"]
 
 _F32: Final = torch.float32
 TENSOR: Final = "<tensor>"
@@ -236,19 +236,6 @@ def record_call(
     return CallRecord(overload, *values, tuple(tensors))
 
 
-def tensors_in_order(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors of a call in the order of its arguments, also those in lists."""
-
-    def tensors(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            for each in value:
-                yield from tensors(each)
-
-    return list(tensors((*args, *kwargs.values())))
-
-
 def written_arguments(
     overload: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
@@ -262,8 +249,7 @@ def written_arguments(
 
 def first_floating(result: Any) -> Tensor | None:
     """Return the first tensor of a result that rules could have cast."""
-    tensors = tensors_in_order((result,), {})
-    return next((tensor for tensor in tensors if is_castable(tensor.dtype)), None)
+    return next((each for each in tensors_in(result) if is_castable(each.dtype)), None)
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -275,19 +261,17 @@ def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
 def _random_tensor(
     argument: TensorArgument, dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    shape, strides = argument.shape, argument.strides
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    size = 0 if 0 in shape else last + 1
-    numbers = _random_numbers(size, argument, generator).to(dtype)
-    tensor = numbers.as_strided(shape, strides).detach()
+    """Return a tensor with numbers in the recorded range, so that indices stay inside of what they index."""
+    pairs = zip(argument.shape, argument.strides, strict=True)
+    size = 0 if 0 in argument.shape else 1 + sum((size - 1) * stride for size, stride in pairs)
+    low, high, device = argument.low, argument.high, generator.device
+    if argument.dtype is torch.bool:
+        numbers = torch.rand(size, generator=generator, device=device) < 0.5
+    elif argument.dtype.is_floating_point or argument.dtype.is_complex:
+        numbers = torch.rand(size, generator=generator, device=device) * (high - low) + low
+    else:
+        numbers = torch.randint(
+            int(low), int(high) + 1, (size,), generator=generator, device=device
+        )
+    tensor = numbers.to(dtype).as_strided(argument.shape, argument.strides).detach()
     return tensor.requires_grad_(argument.needs_grad and tensor.is_floating_point())
-
-
-def _random_numbers(size: int, argument: TensorArgument, generator: torch.Generator) -> Tensor:
-    """Return numbers within the recorded range, so that indices stay inside of what they index."""
-    low, high, dtype, device = argument.low, argument.high, argument.dtype, generator.device
-    if dtype is torch.bool:
-        return torch.rand(size, generator=generator, device=device) < 0.5
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(size, generator=generator, device=device) * (high - low) + low
-    return torch.randint(int(low), int(high) + 1, (size,), generator=generator, device=device)

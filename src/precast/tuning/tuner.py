@@ -32,11 +32,8 @@ from precast._internal.display import dtype_name
 from precast.errors import TuningError
 from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
 from precast.policy.rows import FLOAT8_RULES
-from precast.tuning.chooser import RowReasons, choose
+from precast.tuning.chooser import choose, reason_of
 from precast.tuning.costs import ProgramCosts, measure_costs
-from precast.tuning.evidence import SearchSettings, TuningEvidence
-from precast.tuning.float8_products import choose_products, products_of
-from precast.tuning.float32_results import choose_results
 from precast.tuning.inference import InferenceTask
 from precast.tuning.judging import Judge
 from precast.tuning.options import (
@@ -46,9 +43,10 @@ from precast.tuning.options import (
     check_arguments,
     checked_candidates,
 )
-from precast.tuning.policy_rows import policy_of
-from precast.tuning.proof import Proof, prove
-from precast.tuning.result import TuningResult, evidence_of
+from precast.tuning.policy_rows import PolicyRow, policy_of
+from precast.tuning.products import choose_products, choose_results, products_of
+from precast.tuning.proof import prove
+from precast.tuning.result import SearchSettings, TuningEvidence, TuningResult, evidence_of
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, workload_of
 from precast.tuning.sites import DtypeChoice, TunedProgram
@@ -220,6 +218,8 @@ class _PolicySearch:
         self._task = task
         self._base = base
         self._settings = settings
+        self._allowed = {"loss": settings.tolerance, "gradient": task.allowed_change}
+        """The relative errors that a policy may have."""
         self._progress = progress
         model = task.workload.model
         self._evidence = TuningEvidence(
@@ -243,64 +243,57 @@ class _PolicySearch:
             evidence.traced = self._task.traced(best)
         self._tell("done", evidence.because)
         policy = Policy("float32", {}, "promote") if best.policy is None else best.policy
-        policy = policy.replace(measured=evidence.where_measured())
+        policy = evidence.measured_policy(policy)
         return TuningResult(policy, best.dtype, evidence.because, evidence)
 
     def _search(self, candidates: Sequence[torch.dtype | str]) -> None:
+        task, budget, settings, evidence = self._task, self._budget, self._settings, self._evidence
         dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
         rules = [str(each) for each in candidates if isinstance(each, str)]
-        self._tell("record", f"a {self._task.words.run} in float32")
-        self._budget.measure_step(_FEWEST_SETUPS)
+        self._tell("record", f"a {task.words.run} in float32")
+        budget.measure_step(_FEWEST_SETUPS)
         setups = self._setups(dtypes or [torch.bfloat16], rules)
-        count = next((n for n in range(len(setups), 0, -1) if self._budget.steps_for(n + 1)), 0)
-        evidence, tried = self._evidence, setups[:count]
-        evidence.untried = [setup.name for setup in setups[count:]]
-        if count == 0:
+        count = next((n for n in range(len(setups), 0, -1) if budget.steps_for(n + 1)), 0)
+        tried, untried = setups[:count], [setup.name for setup in setups[count:]]
+        if not tried:
             evidence.because = "measuring errors and costs left no time to compare anything"
-            evidence.undecided, evidence.untried = evidence.untried, []
+            evidence.undecided = untried
             evidence.would_decide = [self._sufficient_budget(_FEWEST_SETUPS)]
             return
+        evidence.untried = untried
         evidence.proof = proof = prove(
-            self._task,
+            task,
             tried,
-            steps=self._budget.steps_for(count + 1) or self._task.steps[0],
-            tolerance=self._settings.tolerance,
-            deadline=self._budget.share(1.0),
-            timed=self._settings.objective == "time",
+            steps=budget.steps_for(count + 1) or task.steps[0],
+            tolerance=settings.tolerance,
+            deadline=budget.share(1.0),
+            timed=settings.objective == "time",
             progress=partial(self._tell, "prove"),
         )
-        judge = Judge(self._settings.objective, proof, self._task)
-        bases = {setup.name for setup in tried if setup.policy is self._base}
-        self._best, text = judge.best(tried, bases)
-        evidence.because = "; ".join(self._reasons(proof, tried, text))
+        judge = Judge(settings.objective, proof, task)
+        self._best, text = judge.best(tried, {s.name for s in tried if s.policy is self._base})
+        reasons = [text] if text else []
+        names = {setup.name for setup in setups}
+        reasons += [p.because for p in evidence.products if f"tuned with {p.rule}" not in names]
+        if untried:
+            reasons.append(f"there was no time to try {', '.join(untried)}")
+        if proof.ended in _ENDED:
+            reasons.append(_ENDED[proof.ended])
+        evidence.because = "; ".join(reasons)
         evidence.interrupted = proof.ended == "interrupted"
         if self._best is FLOAT32 and not evidence.interrupted:
-            names = judge.undecided(tried)
-            evidence.undecided = [*names, *evidence.untried]
-            evidence.would_decide = list(judge.deciding_changes(names))
-            if evidence.untried:
+            undecided = judge.undecided(tried)
+            evidence.undecided = [*undecided, *untried]
+            evidence.would_decide = list(judge.deciding_changes(undecided))
+            if untried:
                 evidence.would_decide.append(self._sufficient_budget(len(setups) + 1))
 
     def _sufficient_budget(self, setups: int) -> str:
         return f"a budget of {duration_text(self._budget.sufficient(setups))} or more"
 
-    def _reasons(self, proof: Proof, tried: Sequence[Setup], text: str) -> Iterator[str]:
-        """Yield the clauses of the reason for the answer."""
-        evidence = self._evidence
-        if text:
-            yield text
-        names = {setup.name for setup in tried} | {*evidence.untried}
-        for choice in evidence.products:
-            if f"tuned with {choice.rule}" not in names:
-                yield choice.because
-        if evidence.untried:
-            yield f"there was no time to try {', '.join(evidence.untried)}"
-        if proof.ended in _ENDED:
-            yield _ENDED[proof.ended]
-
     def _setups(self, dtypes: Sequence[torch.dtype], rules: Sequence[str]) -> list[Setup]:
         """Return the setups of the base policy, the chosen ones, and last those of presets."""
-        task, settings, share = self._task, self._settings, (_ERRORS + _COSTS) / len(dtypes)
+        task, share = self._task, (_ERRORS + _COSTS) / len(dtypes)
         setups: list[Setup] = []
         presets: list[Setup] = []
         for number, dtype in enumerate(dtypes, 1):
@@ -310,8 +303,7 @@ class _PolicySearch:
                 task.meter,
                 program,
                 self._base,
-                loss=settings.tolerance,
-                gradient=task.allowed_change,
+                **self._allowed,
                 deadline=self._budget.share(number * share - _COSTS / len(dtypes)),
                 progress=partial(self._tell, "errors"),
             )
@@ -330,9 +322,7 @@ class _PolicySearch:
             if _rules_for(policy, program) != _rules_for(self._base, program):
                 setups.append(Setup(f"tuned{suffix}", policy, dtype, silent))
             if number == 1:
-                setups += [*self._float8_setups(program, setups, rules)]
-                if Rule.LOWER_OUT_FP32 in rules:
-                    setups += self._with_float32_results(program, choice, policy)
+                setups += self._with_products(program, setups, choice, policy, rules)
         return setups + presets
 
     def _choose(
@@ -342,63 +332,61 @@ class _PolicySearch:
 
         Errors that were measured in groups may add up to more where all operations run together in 16 bits.
         """
-        settings = self._settings
-        loss, gradient = settings.tolerance**2, self._task.allowed_change**2
+        objective = self._settings.objective
+        loss, gradient = (each**2 for each in self._allowed.values())
         for share in _SHARES:
-            chosen = choose(
+            choice = choose(
                 program,
                 costs,
                 errors.sites,
-                objective=settings.objective,
+                objective=objective,
                 loss=loss * share**2,
                 gradient=gradient * share**2,
-                seconds=max(1.0, _CHOICE * settings.budget),
+                seconds=max(1.0, _CHOICE * self._settings.budget),
             )
-            reasons = RowReasons(program, costs, errors.sites, chosen, settings.objective)
-            policy = policy_of(chosen.choice, program, self._base, reason=reasons)
+
+            def reason(row: PolicyRow, choice: DtypeChoice = choice) -> str:
+                return reason_of(row, program, costs, errors.sites, choice, objective=objective)
+
+            policy = policy_of(choice, program, self._base, reason=reason)
             together = self._task.meter.errors(Setup("tuned", policy, program.low))
             if together.fits(loss, gradient):
                 break
-        return chosen.choice, policy, together.silent
+        return choice, policy, together.silent
 
-    def _float8_setups(
-        self, program: TunedProgram, in_16_bits: Sequence[Setup], rules: Sequence[str]
-    ) -> Iterator[Setup]:
-        """Yield the last 16-bit setup that has products, with some of them under each float8 rule."""
+    def _with_products(
+        self,
+        program: TunedProgram,
+        in_16_bits: Sequence[Setup],
+        choice: DtypeChoice,
+        policy: Policy,
+        rules: Sequence[str],
+    ) -> list[Setup]:
+        """Return the setups with some products under each rule for products.
+
+        Float8 rules change the last 16-bit setup that has products, and `lower_out_fp32` the chosen policy.
+        """
+        meter, settings = self._task.meter, self._settings
         with_products = [s for s in in_16_bits if s.policy and products_of(program, s.policy)]
         around = [*in_16_bits, *with_products][-1]
+        setups = []
         for rule in rules:
-            if rule not in FLOAT8_RULES:
-                continue
             self._tell("costs", f"products in {rule}")
-            setup, choice = choose_products(
-                self._task.meter,
-                program,
-                around,
-                rule,
-                objective=self._settings.objective,
-                loss=self._settings.tolerance,
-                gradient=self._task.allowed_change,
-                deadline=time.monotonic() + _PRODUCTS * self._settings.budget,
-            )
-            self._evidence.products.append(choice)
-            if setup is not None:
-                yield setup
-
-    def _with_float32_results(
-        self, program: TunedProgram, choice: DtypeChoice, policy: Policy
-    ) -> list[Setup]:
-        """Return the chosen policy with float32 results of 16-bit products; nothing if that loses too much."""
-        setup, products = choose_results(
-            self._task.meter,
-            program,
-            choice,
-            policy,
-            loss=self._settings.tolerance,
-            gradient=self._task.allowed_change,
-        )
-        self._evidence.products.append(products)
-        return [] if setup is None else [setup]
+            if rule in FLOAT8_RULES:
+                setup, products = choose_products(
+                    meter,
+                    program,
+                    around,
+                    rule,
+                    objective=settings.objective,
+                    deadline=time.monotonic() + _PRODUCTS * settings.budget,
+                    **self._allowed,
+                )
+            else:
+                setup, products = choose_results(meter, program, choice, policy, **self._allowed)
+            self._evidence.products.append(products)
+            setups += [setup] if setup is not None else []
+        return setups
 
     def _tell(self, stage: Any, text: str) -> None:
         if self._progress is not None:

@@ -4,32 +4,18 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const find = (selector) => document.querySelector(selector);
 const SETUPS = ["#3b82c4", "#e69f00", "#12a37f", "#cc79a7", "#8c6bb1", "#d55e00", "#8b949e"];
 const LEGEND = { orientation: "h", y: 1.14, traceorder: "normal" };
-const named = [...new Set([...data.curves.map((curve) => curve.name), ...data.points.map((point) => point.name)])];
+const named = data.curves.map((curve) => curve.name);
 
 function paint(name) {
-  return SETUPS[Math.max(0, named.indexOf(name)) % SETUPS.length];
+  return SETUPS[named.indexOf(name) % SETUPS.length];
 }
 
 function percent(part) {
   if (part == null) return "overflows";
-  if (part === 0) return "0";
-  return part < 1e-4 ? "under 0.01%" : `${(100 * part).toPrecision(2)}%`;
-}
-
-function capital(word) {
-  return word[0].toUpperCase() + word.slice(1);
-}
-
-function section(id, filled) {
-  for (const child of find(`#${id}`).children) {
-    if (child.matches(".empty")) child.hidden = Boolean(filled);
-    else if (child.matches(".legend, .tree, .chart, .note")) child.hidden = !filled;
-  }
+  return part && part < 1e-4 ? "under 0.01%" : `${+(100 * part).toPrecision(2)}%`;
 }
 
 function drawTried(host) {
-  section("tried", data.points.length);
-  if (!data.points.length) return;
   const isMemory = data.objective === "memory";
   const unit = isMemory ? 2 ** 20 : 1e-3;
   const bars = (ends, scale) => ({ type: "data", symmetric: false, array: [(ends[2] - ends[1]) / scale],
@@ -39,34 +25,26 @@ function drawTried(host) {
     marker: { color: paint(point.name), size: point.is_answer ? 15 : 10, symbol: point.is_answer ? "star" : "circle" },
     error_x: { ...bars(point.cost, unit), color: paint(point.name), visible: !isMemory },
     error_y: { ...bars(point.loss, 0.01), color: paint(point.name) },
-    hovertemplate: `${plain(point.name)}<br>${isMemory ? size(point.cost[1]) : duration(point.cost[1])}<br>${data.words.value} ${
-      (100 * point.loss[0]).toFixed(2)}% to ${(100 * point.loss[2]).toFixed(2)}%<extra></extra>`,
   }));
+  const line = { type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * data.tolerance, y1: 100 * data.tolerance };
   draw(host, traces, {
     height: 380, margin: { l: 60, r: 15, t: 25, b: 50 }, showlegend: true, legend: LEGEND,
     xaxis: axis({ title: { text: isMemory ? `${data.words.memory} (MiB)` : `time of a ${data.words.run} (ms)` }, rangemode: "tozero" }),
     yaxis: axis({ title: { text: `${data.words.value} against float32` }, ticksuffix: "%" }),
-    shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: 100 * data.tolerance, y1: 100 * data.tolerance,
-      line: { color: css("bad"), width: 1, dash: "dash" } }],
-    annotations: [{ xref: "paper", x: 0, xanchor: "left", y: 100 * data.tolerance, yanchor: "bottom", showarrow: false, text: "tolerance",
-      font: { color: css("bad") } }],
+    shapes: [{ ...line, line: { color: css("bad"), width: 1, dash: "dash" }, label: { text: "tolerance", font: { color: css("bad") } } }],
   });
 }
 
 function drawLosses(host) {
-  section("losses", data.curves.length);
-  if (!data.curves.length) return;
-  const place = data.words.place;
-  draw(host, data.curves.map((curve) => ({ type: "scatter", mode: "lines", name: plain(curve.name), y: curve.mean,
-    x: curve.mean.map((_, step) => step + 1), line: { color: paint(curve.name), width: 2 },
-    hovertemplate: `${place} %{x}: %{y:.4g}<extra>${plain(curve.name)}</extra>` })),
-  { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: place } }),
+  const traces = data.curves.map((curve) => ({ type: "scatter", mode: "lines", name: plain(curve.name), x0: 1, y: curve.mean,
+    line: { color: paint(curve.name), width: 2 } }));
+  draw(host, traces, { height: 360, showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: data.words.place } }),
     yaxis: axis({ title: { text: data.words.value } }) });
 }
 
 function errors() {
-  const shown = (row, key) => (row.barred && row[key] === null ? "overflows" : percent(row[key] === null ? null : Math.sqrt(row[key])));
-  const column = (name, key) => ({ title: name, number: true, value: (row) => row[key] ?? Infinity, show: (row) => shown(row, key) });
+  const column = (title, key) => ({ title, number: true, value: (row) => row[key] ?? Infinity,
+    show: (row) => percent(row[key] === null ? null : Math.sqrt(row[key])) });
   new Table(find("[data-table=sites]"), {
     caption: `What 16 bits do to the ${data.words.value} and to ${data.words.changed}, each operation of each module; where a group was measured, its share`,
     rows: data.sites, sort: 3, empty: "Nothing was measured.",
@@ -74,7 +52,7 @@ function errors() {
       { title: "Module", name: true, value: (row) => row.module ?? "", show: (row) => row.module || (row.module === null ? "-" : "the model") },
       { title: "Operation", value: (row) => row.op, show: (row) => row.op },
       { title: "Dtype", wide: true, value: (row) => row.dtype, show: (row) => chip(row.dtype) },
-      column(capital(data.words.changed), "gradient"), column(capital(data.words.value), "loss"),
+      column(`Error of ${data.words.changed}`, "gradient"), column(`Error of the ${data.words.value}`, "loss"),
       { title: "Excluded", wide: true, value: (row) => row.barred, show: (row) => row.barred || "-" },
     ],
     search: (row) => [row.module ?? "", row.op, row.barred, row.dtype],
@@ -84,15 +62,16 @@ function errors() {
 }
 
 function charts() {
-  drawTried(find("[data-chart=tried]"));
-  drawLosses(find("[data-chart=losses]"));
+  if (data.points.length) drawTried(find("[data-chart=tried]"));
+  if (data.curves.length) drawLosses(find("[data-chart=losses]"));
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
 narrowly.addEventListener("change", charts);
-section("modules", data.nodes.length);
-drawTree(find(".tree"), data.nodes, [["Error", (node) => (node.measured ? percent(node.gradient) : "-"), (node) => node.barred.join("; ")]]);
-drawLegend(find(".legend"), data.nodes);
+if (data.nodes.length) {
+  drawTree(find(".tree"), data.nodes, [["Error", (node) => (node.gradient === null ? "-" : percent(node.gradient)), (node) => node.barred.join("; ")]]);
+  drawLegend(find(".legend"), data.nodes);
+}
 errors();
 charts();
 document.documentElement.dataset.ready = "true";

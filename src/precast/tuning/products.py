@@ -1,7 +1,8 @@
-"""Choice of the matrix products of a 16-bit policy that run in 8 bits: those that save something and lose little.
+"""Choice of matrix products that run in 8 bits, or in 16 bits with a float32 result.
 
-A product under a float8 rule has 16-bit inputs and outputs, as in 16 bits. So nothing around it changes, and the
-products are chosen last, from a policy in 16 bits.
+Neither rule changes the dtype of another operation, so these products are chosen last, from a policy in 16 bits. Those
+in 8 bits save something and lose little. Those with a float32 result (`lower_out_fp32`) are output heads and routers: a
+loss, a softmax or a norm follows, which computes in float32.
 
 Invariants:
 - both costs of a product are measured in regions, in turns, with a float32 weight that is cast or quantized each time;
@@ -26,16 +27,16 @@ from precast.autocast_mode.region import autocast
 from precast.errors import PrecastWarning
 from precast.policy.module_rules import decide
 from precast.policy.policy import Policy, Rule, pattern_index
-from precast.policy.rows import FLOAT8_OPERATIONS, canonical
+from precast.policy.rows import FLOAT8_OPERATIONS, PRODUCT_OPERATIONS, canonical
 from precast.tuning.costs import CallCost, CallVariant, measure_calls
 from precast.tuning.options import Objective
 from precast.tuning.setups import Setup
-from precast.tuning.sites import OperationSite, TunedProgram
+from precast.tuning.sites import DtypeChoice, OperationSite, TunedProgram
 from precast.tuning.tasks import ErrorMeter
 from precast.weights.float8.support import support_of
 
-__all__ = ["Float8Product", "ProductChoice", "choose_products", "products_of"]
-__all__ += ["reachable_products", "with_products"]
+__all__ = ["Float8Product", "ProductChoice", "choose_products", "choose_results", "products_of"]
+__all__ += ["results_in_float32", "with_products"]
 
 _MOST_RUNS: Final = 32
 """The most products whose errors are measured alone."""
@@ -68,6 +69,46 @@ class ProductChoice:
     rule: str
     because: str
     products: list[Float8Product] = field(default_factory=list)
+
+
+def choose_results(
+    meter: ErrorMeter,
+    program: TunedProgram,
+    choice: DtypeChoice,
+    policy: Policy,
+    *,
+    loss: float,
+    gradient: float,
+) -> tuple[Setup | None, ProductChoice]:
+    """Return the setup of a policy with float32 results of 16-bit products; None if that loses too much.
+
+    If all of them together lose too much, those that the choice has in float32 stay there. `loss` and `gradient` are
+    the relative errors that the policy may have, beside float32.
+    """
+    rule = Rule.LOWER_OUT_FP32
+    products = results_in_float32(program, choice)
+    if not products:
+        because = (
+            "is for products of modules whose results are used in float32 alone, and there are none"
+        )
+        return None, ProductChoice(rule, f"{rule} {because}")
+    for sites in (products, [site for site in products if choice[site] is program.low]):
+        changed = with_products(policy, sites, rule)
+        setup = Setup(changed.name, changed, program.low)
+        errors = meter.errors(setup)
+        if sites and errors.fits(loss**2, gradient**2):
+            because = f"{len(sites)} products have the rule {rule}"
+            return replace(setup, silent=errors.silent), ProductChoice(rule, because)
+    return None, ProductChoice(rule, f"{rule} loses more than is allowed")
+
+
+def results_in_float32(program: TunedProgram, choice: DtypeChoice) -> list[OperationSite]:
+    """Return the products whose results are used in float32 alone under a choice, or returned by the program."""
+    used_low = {
+        edge.producer for edge in program.edges if choice[edge.consumer] is not torch.float32
+    }
+    operations = PRODUCT_OPERATIONS[Rule.LOWER_OUT_FP32]
+    return [site for site in reachable_products(program, operations) if site not in used_low]
 
 
 def choose_products(
@@ -144,13 +185,13 @@ def reachable_products(
         if (
             canonical(site.op) in operations
             and not (site.barred or site.pinned or site.module is None)
-            and sum(op == site.op and _is_inside(at, site.module) for op, at in places) == 1
+            and sum(op == site.op and at.startswith(_prefix(site)) for op, at in places) == 1
         ):
             yield site
 
 
-def _is_inside(place: str, module: str) -> bool:
-    return not module or place.startswith(f"{module}.")
+def _prefix(site: OperationSite) -> str:
+    return f"{site.module}." if site.module else ""
 
 
 def measure_products(
@@ -194,18 +235,12 @@ def _no_gain_text(
     """Return why no product runs in 8 bits."""
     if not products:
         return f"{rule} is for products of matrices that modules run in 16 bits, and there are none"
-    verb = (
-        "take {:.2f} times the time"
-        if objective == "time"
-        else "keep for backward {:.2f} times the memory"
-    )
-    in_8_bits, in_16_bits = (
-        math.fsum(cost.amount(objective) for cost in costs)
-        for costs in zip(*((p.in_8_bits, p.in_16_bits) for p in products), strict=True)
-    )
-    ratio = verb.format(in_8_bits / max(in_16_bits, 1e-12))
+    in_8_bits = math.fsum(product.in_8_bits.amount(objective) for product in products)
+    in_16_bits = math.fsum(product.in_16_bits.amount(objective) for product in products)
+    ratio = f"{in_8_bits / max(in_16_bits, 1e-12):.2f} times the"
+    needs = f"take {ratio} time" if objective == "time" else f"keep for backward {ratio} memory"
     support = support_of(torch.device(program.device))
     return (
-        f"{rule} saves nothing here: its products {ratio} of {dtype_name(program.low)} "
+        f"{rule} saves nothing here: its products {needs} of {dtype_name(program.low)} "
         f"({support.method.value}: {support.reason})"
     )
