@@ -22,7 +22,7 @@ INSTALL := pip install --quiet --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo examples demo-distributed doctor test test-reference test-project lint format types docs docs-draft docs-serve \
-	docs-examples ci bench attack test-clients sanitize wheel test-package test-versions conformance conformance-nightly conformance-exported bench-clients gpu clean
+	docs-examples ci bench attack test-clients sanitize wheel test-package test-versions conformance conformance-nightly bench-clients gpu clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -97,9 +97,6 @@ conformance-nightly: $(NATIVE)  ## ten thousand random programs of each kind, an
 	PRECAST_WRITE_PROGRAMS=10000 $(PYTEST) tests/weights/test_random_writes.py
 	PRECAST_FAKE_DEVICES=all $(PYTEST) tests/conformance/test_fake_devices.py
 	PRECAST_PLANTED_FAULTS=200 $(PYTEST) tests/diagnostics/comparison/test_planted.py tests/tuning/test_setting_comparison.py
-
-conformance-exported: $(NATIVE)  ## 500 random programs, exported, and compared with themselves in a region
-	$(BIN)/python -m tools.exported_programs
 
 lint: $(STAMP)  ## format check, lint, the order of imports
 	$(BIN)/ruff format --check .

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: every measurement, as tables on the terminal and as one JSON file."""
+"""`python -m benchmarks`: every measurement, as tables in Markdown and as one JSON file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from benchmarks import (
     shared_process,
     targets,
 )
-from benchmarks.tables import about, print_rows
+from benchmarks.machine import about
 from precast.engine import registration
 
 Rows = Iterator[dict[str, Any]]
@@ -181,7 +181,7 @@ def _whole(rounds: int, only: tuple[str, ...], device: str, threads: int, output
 @main.command("render")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def _render(file: Path) -> None:
-    """Write the tables and the chart of FILE's models into docs/performance.md."""
+    """Write the tables and the chart of FILE into docs/figures.md."""
     for written in page.write(json.loads(file.read_text(encoding="utf-8"))):
         click.echo(f"wrote {written}")
 
@@ -224,7 +224,7 @@ def _measure(suites: Suites, output: Output) -> None:
     }  # its load before it was ours; its threads as they were set
     if not output.as_lines:
         rows += targets.judged(machine, rows)
-        print_rows(machine, rows)
+        click.echo(page.render({"machine": machine, "rows": rows}))
     if output.path is not None:
         output.path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
         click.echo(f"wrote {output.path}", err=output.as_lines)

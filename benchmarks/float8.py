@@ -1,47 +1,37 @@
-"""From which shapes the float8 rules pay on a GPU: a layer's forward and backward beside bfloat16, eager and compiled.
+"""Time of the float8 rules on a GPU: a layer's forward and backward beside bfloat16, eager and compiled.
 
 Invariants:
-- a ratio is taken within a round, in which all variants take turns; what is quoted is the median of the rounds;
-- a rule pays from a size on only if it is faster there in nine rounds of ten, and at every larger size as well. So the
-  largest shape is measured first: what there was no time for is smaller;
-- without a kernel for float8 products nothing is measured, and the file says why: an emulation's time tells nothing;
-- torchao is measured where it is installed, with the same shapes, as its recipes `tensorwise` and `rowwise`; the file
-  says its version, or that it is missing;
-- what cannot run is a row with its error, and takes no other row with it; the file has all rows that there are so far.
+- A ratio is taken within a round, in which all variants take turns; the median of the rounds is reported.
+- On a GPU without a kernel for float8 products nothing is measured: the time of an emulation tells nothing.
+- The largest shape is measured first.
+- torchao is measured where it is installed, with the same shapes, as its recipes `tensorwise` and `rowwise`.
+- What cannot run is a row with its error, and takes no other row with it.
 
-`python -m benchmarks.float8 --json FILE` writes what it measured, for `make gpu`. `--device cpu --emulated
---shape 32x64x48` tries it out where there is no kernel.
+`python -m benchmarks.cuda float8 --rows FILE` measures the layers of language models.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import itertools
-import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import click
 import torch
 from torch import Tensor, nn
 
 import precast
-from benchmarks.tables import about
-from precast._internal.atomic_write import replace
 from precast.diagnostics.hardware.machine import interleaved_seconds, synchronize
 from precast.weights.float8.support import ProductMethod, support_of
 
-__all__ = ["LLAMA", "Shape", "measured", "pays_from", "reason_to_skip", "run", "said", "variants"]
+__all__ = ["LLAMA", "RULES", "Shape", "run"]
 
 BFLOAT16: Final = "bfloat16"
 RULES: Final = ("float8", "float8_rowwise", "float8_hp_grad")
 TORCHAO: Final = {"torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
 _ROUNDS: Final = 20
-_SURE: Final = 0.9
-"""Of the rounds have to be faster."""
 
 
 class Shape(NamedTuple):
@@ -72,24 +62,21 @@ LLAMA: Final = tuple(
 Step = Callable[[], object]
 
 
-def reason_to_skip(device: torch.device) -> str | None:
-    """Why nothing can be learnt on a device; None where something can."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "there is no CUDA device"
-    support = support_of(device)
-    if support.method is ProductMethod.KERNEL:
-        return None
-    return f"{device} emulates float8, whose time tells nothing: {support.reason}"
-
-
 def run(
     device: torch.device,
-    shapes: Iterable[Shape] = LLAMA,
+    shapes: Iterable[Shape],
     *,
     rounds: int = _ROUNDS,
     compiles: Sequence[bool] = (False, True),
 ) -> Iterator[dict[str, Any]]:
-    """One row for each way to run, shape and variant but bfloat16, with its ratio to that; or one with "error"."""
+    """One row for each way to run, shape and variant but bfloat16, with its ratio to that; or one with "error".
+
+    Raises:
+        RuntimeError: The device is a GPU that emulates float8.
+    """
+    support = support_of(device)
+    if device.type == "cuda" and support.method is not ProductMethod.KERNEL:
+        raise RuntimeError(f"float8 is emulated, whose time tells nothing: {support.reason}")
     largest_first = sorted(shapes, key=lambda shape: shape.size, reverse=True)
     for compiled, shape in itertools.product(compiles, largest_first):
         # Each shape is compiled for itself, and what was compiled for others counts toward no limit.
@@ -100,7 +87,7 @@ def run(
             yield {**about_it, "kind": name, "error": error}
         for name, its in seconds.items():
             if name != BFLOAT16:
-                yield {**about_it, "kind": name, **measured(its, seconds[BFLOAT16])}
+                yield {**about_it, "kind": name, **_figures(its, seconds[BFLOAT16])}
 
 
 def _seconds(
@@ -173,7 +160,7 @@ def _torchao_version() -> str | None:
         return None
 
 
-def measured(its: Sequence[float], bfloat16: Sequence[float]) -> dict[str, float]:
+def _figures(its: Sequence[float], bfloat16: Sequence[float]) -> dict[str, float]:
     """A variant's time in milliseconds, and its ratio to bfloat16 in each round."""
     ratios = [a / b for a, b in zip(its, bfloat16, strict=True)]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -183,49 +170,7 @@ def measured(its: Sequence[float], bfloat16: Sequence[float]) -> dict[str, float
         "ratio": statistics.median(ratios),
         "ratio_low": low,
         "ratio_high": high,
-        "faster": sum(ratio < 1 for ratio in ratios) / len(ratios),
     }
-
-
-def pays_from(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each variant, eager and compiled: the smallest shape from which on it is faster than bfloat16, of how many.
-
-    It is null where the largest shape is not faster, or was an error.
-    """
-    groups: dict[tuple[str, bool], list[tuple[Shape, bool]]] = {}
-    for row in rows:
-        if row["kind"] == BFLOAT16:  # its errors are those of all others
-            continue
-        shape = Shape(row["tokens"], row["inputs"], row["outputs"])
-        is_faster = "error" not in row and row["faster"] >= _SURE
-        groups.setdefault((row["kind"], row["compiled"]), []).append((shape, is_faster))
-    found = []
-    for (kind, compiled), its in groups.items():
-        by_size = sorted(its, key=lambda each: each[0].size, reverse=True)
-        paying = [shape for shape, _ in itertools.takewhile(lambda each: each[1], by_size)]
-        smallest = paying[-1]._asdict() if paying else None
-        found.append({"kind": kind, "compiled": compiled, "from": smallest, "shapes": len(its)})
-    return found
-
-
-def said(document: Mapping[str, Any]) -> str:
-    """What came out, in one line."""
-    if "skipped" in document:
-        return f"skipped: {document['skipped']}"
-    words = []
-    for each in document["pays_from"]:
-        way = "compiled" if each["compiled"] else "eager"
-        where = "at no size" if each["from"] is None else f"from {Shape(**each['from'])}"
-        words.append(f"{each['kind']} ({way}) {where} of {each['shapes']}")
-    text = "faster than bfloat16: " + ("; ".join(words) or "nothing was measured")
-    errors = sum("error" in row for row in document["rows"])
-    if errors:
-        text += f"; {errors} rows are errors"
-    if document.get("torchao") is None:
-        text += "; torchao is not installed"
-    if "ended" in document:
-        text += f"; ended early: {document['ended']}"
-    return f"emulated, which tells nothing: {text}" if document.get("emulated") else text
 
 
 def _under(
@@ -274,78 +219,3 @@ def _step(forward: Callable[[Tensor], Tensor], shape: Shape, device: torch.devic
         forward(x).backward(gradient)
 
     return step
-
-
-def _shape(_context: click.Context, _option: click.Parameter, values: Sequence[str]) -> list[Shape]:
-    try:
-        return [Shape(*map(int, value.split("x", 2))) for value in values]
-    except (TypeError, ValueError):
-        raise click.BadParameter(
-            "a shape is three numbers, tokens, inputs and outputs, such as 4096x4096x14336"
-        ) from None
-
-
-@click.command()
-@click.option("--json", "path", type=click.Path(path_type=Path), help="The file that is written.")
-@click.option("--device", default="cuda", show_default=True)
-@click.option("--rounds", default=_ROUNDS, show_default=True, type=click.IntRange(min=2))
-@click.option(
-    "--shape",
-    "shapes",
-    multiple=True,
-    callback=_shape,
-    help="In place of the layers of language models: TOKENSxINPUTSxOUTPUTS; may be repeated.",
-)
-@click.option("--way", type=click.Choice(["eager", "compiled"]), help="One of both ways to run.")
-@click.option(
-    "--emulated",
-    is_flag=True,
-    help="Measure also where there is no kernel, to try this program out.",
-)
-def main(
-    *,
-    path: Path | None,
-    device: str,
-    rounds: int,
-    shapes: list[Shape],
-    way: str | None,
-    emulated: bool,
-) -> None:
-    """Measure from which shapes the float8 rules pay."""
-    where = torch.device(device)
-    reason = reason_to_skip(where)
-    if reason is not None and not (emulated and where.type != "cuda"):
-        document: dict[str, Any] = {"machine": about(), "skipped": reason}
-        _write(path, document)
-    else:
-        compiles = (False, True) if way is None else (way == "compiled",)
-        document = {
-            "machine": about(),
-            "torchao": _torchao_version(),
-            "emulated": reason is not None,
-        }
-        _measure(document, path, run(where, shapes or LLAMA, rounds=rounds, compiles=compiles))
-    click.echo(said(document))
-
-
-def _measure(document: dict[str, Any], path: Path | None, rows: Iterator[dict[str, Any]]) -> None:
-    """Fills a document, and writes it at each row: who is killed has it too."""
-    document |= {"rows": [], "pays_from": []}
-    try:
-        for row in rows:
-            document["rows"].append(row)
-            document["pays_from"] = pays_from(document["rows"])
-            _write(path, document)
-            click.echo(json.dumps(row), err=True)
-    except (Exception, KeyboardInterrupt) as error:  # what was measured until then is kept
-        document["ended"] = repr(error).partition("\n")[0]
-    _write(path, document)
-
-
-def _write(path: Path | None, document: Mapping[str, Any]) -> None:
-    if path is not None:
-        replace(path, json.dumps(document, indent=1).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main()

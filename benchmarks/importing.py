@@ -16,8 +16,8 @@ from pathlib import Path
 
 import click
 
+from benchmarks.machine import about
 from benchmarks.sections import put
-from benchmarks.tables import about
 
 __all__ = ["CASES", "TARGETS", "cost"]
 

@@ -22,9 +22,9 @@ import click
 import torch
 
 from benchmarks import variants
+from benchmarks.machine import about
 from benchmarks.networks import mlp
 from benchmarks.sections import put
-from benchmarks.tables import about
 
 __all__ = ["KINDS", "WORKS", "counted"]
 

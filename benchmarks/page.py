@@ -5,8 +5,10 @@ The generated part of the page stands between two comments; what is around it is
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,52 +51,55 @@ def render(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         if row.get("case") != "all":
             by_name[row["benchmark"]].append(row)
-    rows = by_name["models"]
     machine = data["machine"]
-    return "\n".join(
-        [
-            "",
-            _machine(machine),
-            *_failed(data["rows"]),
-            "",
-            "## Targets",
-            "",
-            *_targets(by_name["targets"]),
-            "",
-            "## A call",
-            "",
-            "Microseconds of `torch.autocast`, with no kernel of precast on the dispatcher, and what precast adds.",
-            "",
-            *_calls(by_name["overhead"], machine.get("engine")),
-            "",
-            "`linear` with a cached weight, where there is more of something; the ratio is to the first.",
-            "",
-            *_calls_growth(by_name["growth"]),
-            *_memory(by_name["memory"]),
-            "",
-            *_first_calls(by_name["shared process"]),
-            *_clients(by_name["clients"]),
-            "## Whole networks",
-            "",
-            "![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)",
-            "",
-            "### Time",
-            "",
-            f"Milliseconds of `{BASELINE}`, and ratios to it (interquartile range).",
-            "",
-            *_times(rows),
-            *_left_out(rows),
-            "",
-            "### Memory and casts of one step",
-            "",
-            "Peak of tensor memory in MiB, then the number of casts, with the MiB that they write in brackets. Without",
-            "`attach`, precast makes the casts of `torch.autocast`. Generation has the peaks of inference.",
-            "",
-            *_needs(rows),
-            "",
-            *_watching(by_name["observing"]),
-        ]
+    sections = (
+        _section("## Targets", _targets, by_name["targets"]),
+        _section(_CALLS, partial(_calls, engine=machine.get("engine")), by_name["overhead"]),
+        _section(_GROWTH, _calls_growth, by_name["growth"]),
+        _section(_MEMORY, _memory, by_name["memory"]),
+        _section(_SHARED_PROCESS, _first_calls, by_name["shared process"]),
+        _section(_CLIENTS, _clients, [row for row in by_name["clients"] if "ratio" in row]),
+        _section(_NETWORKS, _times, by_name["models"]),
+        _section(_NEEDS, _needs, by_name["models"]),
+        _section(_WATCHING, _watching, by_name["observing"]),
     )
+    head = "", _machine(machine), *_failed(data["rows"]), ""
+    return "\n".join(itertools.chain(head, *sections))
+
+
+_CALLS = """## A call
+
+Microseconds of `torch.autocast`, with no kernel of precast on the dispatcher, and what precast adds."""
+_GROWTH = (
+    "`linear` with a cached weight, where there is more of something; the ratio is to the first."
+)
+_MEMORY = "Bytes by which the process grew over many regions, each of which casts a weight:"
+_SHARED_PROCESS = "The first call of an attached model after other work in its process, as a ratio to the next call:"
+_CLIENTS = """## Programs of other libraries
+
+Models of transformers, with nothing but `precast.install()`, as ratios to the first `torch.autocast`."""
+_NETWORKS = f"""## Whole networks
+
+![Time of each variant as a ratio to torch.autocast; left is faster](images/models.png)
+
+### Time
+
+Milliseconds of `{BASELINE}`, and ratios to it (interquartile range)."""
+_NEEDS = """### Memory and casts of one step
+
+Peak of tensor memory in MiB, then the number of casts, with the MiB that they write in brackets. Without
+`attach`, precast makes the casts of `torch.autocast`. Generation has the peaks of inference."""
+_WATCHING = """## A step that is watched
+
+A training step of the decoder with AdamW; ratios to the plain step. "ended" is after a trace has ended."""
+
+
+def _section(
+    head: str, lines: Callable[[Sequence[Row]], Iterable[str]], rows: Sequence[Row]
+) -> Iterator[str]:
+    """The head and the lines of some rows; nothing if there are none."""
+    if rows:
+        yield from (head, "", *lines(rows), "")
 
 
 def _machine(machine: Row) -> str:
@@ -145,30 +150,19 @@ def _calls_growth(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _memory(rows: Sequence[Row]) -> Iterator[str]:
-    if rows:
-        yield ""
-        yield "Bytes by which the process grew over many regions, each of which casts a weight:"
-        yield ""
     for row in rows:
         grown = "unknown" if row["grown_bytes"] is None else f"{row['grown_bytes']:+,}"
         yield f"- {row['regions']:,} of {row['case']}, {row['engine']} engine: {grown}"
 
 
 def _first_calls(rows: Sequence[Row]) -> Iterator[str]:
-    if rows:
-        yield "The first call of an attached model after other work in its process, as a ratio to the next call:"
-        yield ""
-        yield _line(["attached", "after", "of the next call", "casts"])
-        yield "|---|---|---|---|"
-        for row in rows:
-            yield _line([row["kind"], row["case"], f"{row['of_next']:.2f}", f"{row['casts']:g}"])
-        yield ""
+    yield _line(["attached", "after", "of the next call", "casts"])
+    yield "|---|---|---|---|"
+    for row in rows:
+        yield _line([row["kind"], row["case"], f"{row['of_next']:.2f}", f"{row['casts']:g}"])
 
 
 def _targets(rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        yield "None was judged."
-        return
     yield f"{summary(rows)}. Not met, with the spread in brackets:"
     yield ""
     yield "| work | case | | measured | at most |"
@@ -184,18 +178,10 @@ def _targets(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _clients(rows: Sequence[Row]) -> Iterator[str]:
-    if not any("ratio" in row for row in rows):
-        return
-    shown = list(dict.fromkeys(row["kind"] for row in rows if "ratio" in row))
-    yield "## Programs of other libraries"
-    yield ""
-    yield "Models of transformers, with nothing but `precast.install()`, as ratios to the first `torch.autocast`."
-    yield ""
+    shown = list(dict.fromkeys(row["kind"] for row in rows))
     yield _line(["size", "model", "work", *shown])
     yield "|---|---|---|" + "---|" * len(shown)
-    for size, case, work in dict.fromkeys(
-        (r["size"], r["case"], r["work"]) for r in rows if "ratio" in r
-    ):
+    for size, case, work in dict.fromkeys((r["size"], r["case"], r["work"]) for r in rows):
         found = {
             r["kind"]: r
             for r in rows
@@ -204,7 +190,6 @@ def _clients(rows: Sequence[Row]) -> Iterator[str]:
         cells = [_figure(found.get(kind), "ratio") for kind in shown]
         cells[shown.index(BASELINE)] = f"{found[BASELINE]['median_ms']:.2f} ms"
         yield _line([size, case, work, *cells])
-    yield ""
 
 
 def _times(rows: Sequence[Row]) -> Iterator[str]:
@@ -216,6 +201,7 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
             time = f"{base['median_ms']:.2f}"
             figures = (_figure(found.get(kind), "ratio") for kind in others)
             yield _line([network, work, time, *figures])
+    yield from _left_out(rows)
 
 
 def _needs(rows: Sequence[Row]) -> Iterator[str]:
@@ -229,19 +215,12 @@ def _needs(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _watching(rows: Sequence[Row]) -> Iterator[str]:
-    if not rows:
-        return
-    yield "## A step that is watched"
-    yield ""
-    yield 'A training step of the decoder with AdamW; ratios to the plain step. "ended" is after a trace has ended.'
-    yield ""
     yield _line(["network", "step", "ms", "ratio (spread)", "at most"])
     yield "|---|---|---|---|---|"
     for row in rows:
         target = "" if row["target"] is None else f"{row['target']:.2f}"
         time = "" if row["median_ms"] is None else f"{row['median_ms']:.1f}"
         yield _line([row["case"], row["kind"], time, _figure(row, "ratio"), target])
-    yield ""
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, dict[str, Row]]]:

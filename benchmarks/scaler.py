@@ -8,7 +8,7 @@ every run.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,12 @@ import precast
 from benchmarks import networks
 from benchmarks.cuda_graphs import counted_waits
 from benchmarks.interleave import Variant, compare
+from benchmarks.machine import about
 from benchmarks.networks import Network
 from benchmarks.sections import put
-from benchmarks.tables import about
 from precast.diagnostics.hardware.machine import synchronize
 
-__all__ = ["Search", "cost", "rows_on", "searches", "waits", "waits_of"]
+__all__ = ["Search", "rows_on", "searches", "waits_of"]
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaler.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.scaler --write -->\n", "<!-- end of figures -->"
@@ -69,18 +69,6 @@ class Steps:
             parameter.grad = gradient
         self._scaler.step(self._optimizer)
         self._scaler.update()
-
-
-def cost() -> list[list[str]]:
-    """A row for each optimizer: ratio of a step under precast's scaler to one under PyTorch's."""
-    return [
-        [
-            f"{row['case']}, {row['parameters']} parameters",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_iqr']:.2f}",
-        ]
-        for row in rows_on(_CPU)
-    ]
 
 
 def rows_on(
@@ -130,18 +118,6 @@ def waits_of(work: Callable[[], object], device: torch.device) -> int:
     with counted_waits() as waits:
         work()
     return waits[0]
-
-
-def waits(*, steps: int = 100) -> list[list[str]]:
-    """A row for each optimizer: values read in a step without overflow."""
-    rows = []
-    for name, optimizer in _OPTIMIZERS.items():
-        counts = []
-        for make in _SCALERS.values():
-            work = Steps(make("cpu", 1.0), optimizer, 3, 2)
-            counts.append(f"{sum(waits_of(work, _CPU) for _ in range(steps)) / steps:g}")
-        rows.append([name, *counts])
-    return rows
 
 
 class Search:
@@ -197,17 +173,23 @@ def _networks() -> Iterator[tuple[str, Network]]:
     yield "convolutional, width 8", networks.convolutional(8, 4, 16)
 
 
-_HEADS = {
-    "cost": ["a step", "ratio to torch's scaler (median)", "spread"],
-    "waits": ["optimizer", "torch: waits a step", "precast: waits a step"],
-    "searches": [
-        *("network in float16", "plateau", "2^16: skipped", "2^16: steps until within 2x"),
-        *('"auto": skipped', '"auto": steps until within 2x'),
-    ],
-}
+_STEPS_HEAD = [
+    *("a step", "ratio to torch's scaler (median)", "spread"),
+    *("torch: waits a step", "precast: waits a step"),
+]
+_SEARCHES_HEAD = [
+    *("network in float16", "plateau", "2^16: skipped", "2^16: steps until within 2x"),
+    *('"auto": skipped', '"auto": steps until within 2x'),
+]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
+    figures = f"{row['ratio']:.2f}", f"{row['ratio_iqr']:.2f}"
+    case = f"{row['case']}, {row['parameters']} parameters"
+    return [case, *figures, str(row["waits_torch"]), str(row["waits_precast"])]
+
+
+def _table(head: list[str], rows: Iterable[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -218,12 +200,11 @@ def main(write: bool) -> None:
     """Measure precast's gradient scaler beside PyTorch's."""
     torch.set_num_threads(1)
     machine = about()
-    rows = {"cost": cost(), "waits": waits(), "searches": list(searches())}
     where = (
         f"Measured with PyTorch {machine['torch']} on {machine['cpu']}, one thread, load "
         f"{machine['load']}, on {machine['date']}.\n"
     )
-    tables = [_table(_HEADS[name], rows[name]) for name in rows]
+    tables = _table(_STEPS_HEAD, map(_cells, rows_on(_CPU))), _table(_SEARCHES_HEAD, searches())
     text = "\n".join([where, *tables])
     click.echo(text)
     if write:

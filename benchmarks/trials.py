@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.importing import PAGE
+from benchmarks.machine import about
 from benchmarks.sections import put
-from benchmarks.tables import about
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialPlan
 

@@ -35,7 +35,7 @@ from precast._internal import torch_versions
 from precast.cli import build
 from precast.errors import PrecastError
 from precast.weights.native import library_file
-from tools.versions import found_by_pip, numbers
+from tools.versions import found_by_pip, numbers, say
 
 __all__ = ["in_package", "main", "newest_of_each", "platform_tag", "unpack"]
 
@@ -183,11 +183,6 @@ def _glibc_with(glibcxx: tuple[int, ...]) -> tuple[int, ...]:
         if glibcxx <= newest:
             return glibc
     raise SystemExit(f"no manylinux is known to have GLIBCXX_{'.'.join(map(str, glibcxx))}")
-
-
-def say(what: str) -> None:
-    """A line of progress."""
-    print(what, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ __all__ = [
     "numbers",
     "oldest_and_newest",
     "read_report",
+    "say",
 ]
 
 ROOT = Path(__file__).parent.parent

@@ -26,8 +26,8 @@ from benchmarks import (
 )
 from benchmarks.__main__ import main
 from benchmarks.interleave import Variant, compare
+from benchmarks.machine import about
 from benchmarks.networks import Network
-from benchmarks.tables import about, print_rows
 from benchmarks.targets import MET, NOT_JUDGED, NOT_MET, TARGETS, judged
 from benchmarks.variants import (
     ACCUMULATION,
@@ -288,7 +288,7 @@ def test_first_calls_after_other_work_cast_nothing(monkeypatch: pytest.MonkeyPat
     for row in rows:
         assert row["casts"] == 0, row
         assert min(row["first_us"], row["next_us"], row["of_next"]) > 0
-    print_rows(about(), rows)
+    assert "| 3 weights, 1 attached | nothing |" in page.render({"machine": about(), "rows": rows})
 
 
 CALLS = [

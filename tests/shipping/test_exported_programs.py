@@ -1,7 +1,7 @@
 """Random programs of the conformance tests, exported, give the bits that they give in a region, or are refused by name.
 
 A run of the tests draws its programs from a seed that it prints: the same seed in `PRECAST_PROGRAMS_SEED` draws them
-again. More of them run with `python -m tools.exported_programs`.
+again.
 """
 
 from __future__ import annotations
