@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks import float8
 from benchmarks.float8 import RULES, Shape, run
+from precast.weights.float8.support import ProductMethod
 
 CPU = torch.device("cpu")
 SMALL = (Shape(16, 32, 48), Shape(32, 64, 64))
@@ -23,7 +25,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def test_a_gpu_that_emulates_float8_is_not_measured() -> None:
+def test_a_gpu_that_emulates_float8_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulated = SimpleNamespace(method=ProductMethod.EMULATED, reason="it is too old")
+    monkeypatch.setattr(float8, "support_of", lambda _: emulated)
     with pytest.raises(RuntimeError, match="emulated, whose time tells nothing"):
         next(run(torch.device("cuda"), SMALL))
 
