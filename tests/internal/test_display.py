@@ -149,23 +149,6 @@ def test_a_trace_that_counts_says_so() -> None:
     assert {"linear", "lower", "3"} <= set(shown(trace).texts)
 
 
-def test_an_explanation_and_a_difference_of_traces() -> None:
-    x, weight = torch.ones(2, 2), torch.ones(2, 2)
-    traces = []
-    for policy in ("default", precast.Policy.load("default").replace(ops={"mm": "fp32"})):
-        with precast.trace() as trace, precast.autocast("cpu", policy=policy):
-            y = torch.mm(x, weight)
-            explained = trace.explain(y)
-        traces.append(trace)
-    assert repr(explained) == "<Explanation: float32, 1 step>"
-    assert {"mm", "fp32"} <= set(shown(explained).texts)
-    assert repr(traces[0].explain(torch.ones(2))) == "<Explanation: float32, not followed>"
-    difference = traces[0].diff(traces[1])
-    assert repr(difference).startswith("<TraceDifference: ")
-    assert "mm" in shown(difference).texts
-    assert repr(traces[0].diff(traces[0])) == "<TraceDifference: 0 operations changed, +0 casts>"
-
-
 def test_a_monitor_names_the_first_offender_and_its_largest_tensors() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1, bias=False))
     with torch.no_grad():

@@ -236,8 +236,7 @@ def explain(
 ) -> None:
     """Show the effect of a policy on one OPERATION, or on each module of a model.
 
-    For an operation: its rule and the reason, and what the presets and PyTorch do on each device.
-    For a model: the precision of each module, the rule that decides it,
+    For an operation: its rule and the reason. For a model: the precision of each module, the rule that decides it,
     and the rules that match nothing. With an --example the model is run on it once, and what each
     module ran is shown. The example is the model's argument, a tuple of its arguments, or a dict
     of its keyword arguments.

@@ -182,15 +182,9 @@ class ChangedOperation:
     before: OperationRow | None
     after: OperationRow | None
 
-    def __str__(self) -> str:
-        where = "".join(f" {text}" for text in (self.module, self.source) if text)
-        return (
-            f"{self.op}{where} ({self.phase}): {_describe(self.before)} -> {_describe(self.after)}"
-        )
 
-
-@dataclass(slots=True, repr=False)
-class TraceDifference(Displayed):
+@dataclass(slots=True)
+class TraceDifference:
     """The difference between two traces."""
 
     rows: list[ChangedOperation]
@@ -201,21 +195,6 @@ class TraceDifference(Displayed):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         return dataclasses.asdict(self)
-
-    def _card(self) -> Card:
-        facts = [f"{plural(len(self.rows), 'operation')} changed", f"{self.totals.casts:+,} casts"]
-        rows = [
-            (each.module, each.op, each.phase, _describe(each.before), _describe(each.after))
-            for each in self.rows
-        ]
-        return Card(
-            "TraceDifference", facts, ("module", "operation", "phase", "before", "after"), rows
-        )
-
-    def __str__(self) -> str:
-        t = self.totals
-        sums = f"{t.casts:+,} casts, {t.cast_bytes:+,} bytes, {t.seconds:+.3g} s"
-        return "\n".join([sums, *map(str, self.rows)])
 
 
 def _difference(first: TraceData, second: TraceData) -> TraceDifference:
@@ -258,13 +237,6 @@ def _compared(row: OperationRow | None) -> Any:
     return row.rule, row.inputs, row.output, row.casts / max(1, row.calls)
 
 
-def _describe(row: OperationRow | None) -> str:
-    if row is None:
-        return "nothing"
-    rule = row.rule or "no rule"
-    return f"{rule}, {'+'.join(row.output) or 'nothing'}, {row.casts} casts in {row.calls} calls"
-
-
 # --- the dtype of a tensor ---
 
 
@@ -288,22 +260,13 @@ class LineageStep:
         return f"{self.op} ({dtypes}){where}: {rule}, {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class Explanation(Displayed):
+@dataclass(frozen=True, slots=True)
+class Explanation:
     """The derivation of a tensor's dtype; as text, a line for each step."""
 
     dtype: str
     steps: list[LineageStep]
     """The latest step first. The last one decided: a rule, a cast, or the first recorded operation."""
-
-    def _card(self) -> Card:
-        facts = [self.dtype, plural(len(self.steps), "step") if self.steps else "not followed"]
-        rows = [
-            (s.op, s.module, s.source, ", ".join(s.inputs), s.output, s.rule, s.reason)
-            for s in self.steps
-        ]
-        columns = ("operation", "module", "source", "inputs", "output", "rule", "reason")
-        return Card("Explanation", facts, columns, rows)
 
     def __str__(self) -> str:
         if not self.steps:

@@ -235,12 +235,6 @@ softmax on cpu: keep
 softmax on cuda: fp32_set_dtype
   computed in float32 through the operation's own dtype argument (torch.toml:
   [ops.cuda] softmax)
-
-By preset and device
-  torch (PyTorch's own): fp32_set_dtype on cuda, xpu, mtia, maia; fp32 on mps;
-  keep elsewhere
-  default: the same
-  lean: the same
 """
 
 BMM = """\
@@ -249,24 +243,12 @@ bmm.default on cpu: lower
 bmm.dtype on cpu: keep
   no row for bmm.dtype on cpu in the policy 'default': runs as it does outside a
   region
-
-By preset and device
-  torch (PyTorch's own): bmm.default lower on cpu, cuda, mps, xpu, mtia, maia;
-  keep elsewhere
-  default: the same
-  lean: the same
 """
 
 BANNED = """\
 binary_cross_entropy on cuda: banned
   a probability that 16 bits round to 0 or 1 gives an infinite loss: use
   binary_cross_entropy_with_logits (torch.toml: [ops.cuda] binary_cross_entropy)
-
-By preset and device
-  torch (PyTorch's own): fp32 on cpu; banned on cuda, xpu, mtia, maia; keep
-  elsewhere
-  default: fp32 on cpu, cuda, xpu, mtia, maia; promote on mps; keep elsewhere
-  lean: fp32 on cpu, cuda, xpu, mtia, maia; promote on mps; keep elsewhere
 """
 
 
@@ -282,16 +264,6 @@ def test_all_about_an_operation_fits_80_columns(arguments: tuple[str, ...], text
     result = explain(*arguments)
     assert plain(result.stdout) == text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_an_operation_as_json_says_what_pytorch_and_the_presets_do() -> None:
-    found = json.loads(explain("layer_norm", "--policy", "lean", "--json").stdout)
-    assert found["devices"]["cuda"]["layer_norm"]["rule"] == "promote"
-    assert found["pytorch"] == found["presets"]["torch"]
-    assert found["pytorch"]["cuda"] == {"layer_norm": "fp32"}
-    assert "cpu" not in found["pytorch"]
-    assert found["presets"]["lean"]["cuda"] == {"layer_norm": "promote"}
-    assert set(found["presets"]) == {"torch", "default", "lean"}
 
 
 def test_an_operation_in_a_module() -> None:

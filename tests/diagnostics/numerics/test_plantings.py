@@ -306,10 +306,10 @@ PLANTINGS = {
         lambda f: Stack(plain, plain, between=f.write), "input", "blocks.1", "wrote it in place"
     ),
     "a tied module's second call": Planting(
-        lambda f: Twice(f, inside=True), "output", "tied.1", "`tied.1` in its call 2 of the step"
+        lambda f: Twice(f, inside=True), "output", "tied.1", "`tied.1`"
     ),
     "before a tied module's second call": Planting(
-        lambda f: Twice(f, inside=False), "input", "tied", "`tied` in its call 2 of the step"
+        lambda f: Twice(f, inside=False), "input", "tied", "`tied`"
     ),
     "between two calls": Planting(Again, "input", "layer", "computed between two calls of `layer`"),
     "between two calls, in place": Planting(

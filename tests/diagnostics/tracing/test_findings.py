@@ -643,9 +643,7 @@ def test_a_dtype_mismatch_says_what_led_there_and_what_mends_it(tmp_path: Path) 
     assert "bfloat16, float32" in note
     assert "bfloat16 came from linear" in note
     assert "rule lower, policy 'torch'" in note
-    file = (
-        note.partition("save this as a policy file")[2].partition(":\n")[2].partition("  or: ")[0]
-    )
+    file = note.partition("save this as a policy file")[2].partition(":\n")[2]
     mended = run(pasted(textwrap.dedent(file), tmp_path))
     assert mended.dtype is torch.bfloat16
 

@@ -652,7 +652,6 @@ def test_diff_says_what_another_policy_changes() -> None:
     [changed] = difference.rows
     assert (changed.op, changed.before.rule, changed.after.rule) == ("relu", "keep", "fp32")
     assert difference.totals.casts == 1
-    assert "relu" in str(difference)
     assert not traces[0].diff(traces[0]).rows
 
 

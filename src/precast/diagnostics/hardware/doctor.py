@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
-from precast.diagnostics.hardware.float8 import Float8Report, float8_on
+from precast.diagnostics.hardware.float8 import measure_rules
 from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure, times
 
 __all__ = [
@@ -58,12 +58,12 @@ class MachineDiagnosis:
     torch: str
     python: str
     devices: dict[str, str]
-    """Maps the name of each device in PyTorch to a description."""
+    """Maps the name of each device in PyTorch to its processor."""
     reports: tuple[DtypeReport, ...]
     recommendation: Recommendation
     engine: EngineReport
-    float8: tuple[Float8Report, ...] = ()
-    """The reports on the float8 rules, one for each measured device."""
+    float8: tuple[str, ...] = ()
+    """A sentence on the float8 rules for each measured device."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON; times are in seconds, ratios are relative to float32's speed."""
@@ -74,7 +74,7 @@ class MachineDiagnosis:
             "dtypes": [report.to_dict() for report in self.reports],
             "recommendation": asdict(self.recommendation),
             "engine": asdict(self.engine),
-            "float8": [report.to_dict() for report in self.float8],
+            "float8": list(self.float8),
         }
 
 
@@ -84,15 +84,18 @@ def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnos
     Args:
         progress: called with the name of the next measurement, such as "bfloat16 on cpu".
     """
-    reports, float8_reports = [], []
+    reports: list[DtypeReport] = []
+    float8 = []
     for device in (torch.device("cpu"), *_accelerators()[:1]):
         for dtype in dtypes_of(device):
             progress(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
         progress(f"the float8 rules on {device}")
-        float8_reports.append(float8_on(device))
-    progress("the engine")
-    devices = {"cpu": _cpu()} | {str(each): _gpu(each) for each in _accelerators()}
+        text, rules = measure_rules(device)
+        float8.append(text)
+        reports += rules
+    cpu = f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads"
+    devices = {"cpu": cpu} | {str(each): processor(each) for each in _accelerators()}
     return MachineDiagnosis(
         torch.__version__,
         platform.python_version(),
@@ -100,7 +103,7 @@ def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnos
         tuple(reports),
         recommend(reports),
         engine_here(),
-        tuple(float8_reports),
+        tuple(float8),
     )
 
 
@@ -137,8 +140,7 @@ def render(diagnosis: MachineDiagnosis) -> RenderableType:
         parts += [Text(f"{r.dtype}: {r.error}", "dim") for r in of_device if r.error is not None]
     parts += [Text(), _advice(diagnosis.recommendation)]
     if diagnosis.float8:
-        parts += [Text(), Text("Products in 8 bits, the float8 rules:", "bold")]
-        parts += [Text(report.diagnosis) for report in diagnosis.float8]
+        parts += [Text(), *map(Text, diagnosis.float8)]
     return Group(*parts, *_slower(diagnosis.engine))
 
 
@@ -155,20 +157,6 @@ def _accelerators() -> list[torch.device]:
     if accelerator is None:
         return []
     return [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
-
-
-def _cpu() -> str:
-    vector = torch.backends.cpu.get_cpu_capability()
-    return f"{processor(torch.device('cpu'))}, {torch.get_num_threads()} threads, {vector}"
-
-
-def _gpu(device: torch.device) -> str:
-    if device.type != "cuda":
-        return device.type
-    properties = torch.cuda.get_device_properties(device)
-    memory = properties.total_memory / 2**30
-    capability = f"compute capability {properties.major}.{properties.minor}"
-    return f"{properties.name}, {memory:.0f} GiB, {capability}"
 
 
 def _why(device: str, dtype: str, speed: dict[str, float]) -> str:
@@ -206,7 +194,9 @@ def _table(reports: Sequence[DtypeReport]) -> Table:
     for name in ("dtype", "computed", "speed"):
         table.add_column(name, no_wrap=True, justify="right" if name == "speed" else "left")
     for report in reports:
-        style = {"native": "green", "unsupported": "red"}.get(report.diagnosis, "yellow")
+        style = {"native": "green", "kernel": "green", "unsupported": "red"}.get(
+            report.diagnosis, "yellow"
+        )
         ratio = "none" if report.ratio is None else times(report.ratio)
         table.add_row(report.dtype, Text(report.diagnosis, style), ratio)
     return table

@@ -65,13 +65,15 @@ class DtypeReport:
     seconds: float | None = None
     """The best time of one run; None if it is unsupported."""
     baseline_seconds: float | None = None
-    """The best time of the same work in float32; for a float8 rule in bfloat16."""
+    """The best time of the same work in float32."""
     error: str | None = None
     """The first line of PyTorch's error if it is unsupported."""
+    method: str = ""
+    """For a float8 rule "kernel", "emulated" or "unsupported"."""
 
     @property
     def ratio(self) -> float | None:
-        """The speed relative to the baseline; above 1 is faster."""
+        """The speed relative to float32; above 1 is faster."""
         if self.seconds is None or self.baseline_seconds is None:
             return None
         return self.baseline_seconds / self.seconds
@@ -81,8 +83,10 @@ class DtypeReport:
         """The support of the dtype, from the measured speed.
 
         "native": 1.2 times float32's speed or more; "emulated": less, so the dtype is converted to another one or
-        computed by a fallback; "unsupported": it does not run. float32 itself is "native".
+        computed by a fallback; "unsupported": it does not run. float32 is "native", and a float8 rule has its method.
         """
+        if self.method:
+            return self.method
         if self.ratio is None:
             return "unsupported"
         return "native" if self.ratio >= _NATIVE or self.dtype == "float32" else "emulated"

@@ -281,7 +281,7 @@ def _first_of(
     before = _made_from(place, step.slots)
     doubts = _doubts(step, place)
     was = f"was the first {'that was seen ' if doubts else ''}to be {_WORDS[what]}"
-    module = _quoted(slot.name) + (f" in its call {slot.call} of the step" if slot.call > 1 else "")
+    module = _quoted(slot.name)
     event = {
         "output": f" the output of {module} {was}",
         "input": f" an input of {module} {was}: {_input_origin(slot, step.slots, before)}",

@@ -134,29 +134,26 @@ class RunningStep:
         return self.record.end()
 
     def _examine_arguments(self, name: str, tensors: Sequence[Tensor], stale: Set[int]) -> None:
-        number = self.record.calls[name] + 1
         for tensor in tensors:
             if id(tensor) in stale:
                 self.record.miss(name, tensor)
             elif self.record.place_of(tensor) is None:
-                self._note_input(name, number, tensor)
+                self._note_input(name, tensor)
 
     def _examine_call(self, call: _Call, _tensors: Sequence[Tensor], stale: Set[int]) -> None:
         record, (name, module, args, kwargs, output, learns) = self.record, call
-        record.calls[name] += 1
-        number = record.calls[name]
         repeatable = (
             None if record.tallies is None else repeatable_call(module, args, kwargs, output)
         )
         arguments = tensors_in((args, kwargs) if kwargs else args)
-        inputs = self._inputs(name, number, arguments, stale, was_examined=may_write(module))
+        inputs = self._inputs(name, arguments, stale, was_examined=may_write(module))
         for tensor in tensors_in(output):
             if id(tensor) in stale:
                 record.miss(name, tensor)
                 continue
             if record.place_of(tensor) is not None:
                 continue  # the output of another module, returned unchanged
-            memory = record.note("output", name, tensor, inputs, number)
+            memory = record.note("output", name, tensor, inputs)
             if memory is None:
                 continue
             if record.tallies is not None:
@@ -165,16 +162,13 @@ class RunningStep:
                 )
             if tensor.requires_grad:
                 before = inputs[0] if len(inputs) == 1 else None
-                self._follow(
-                    tensor, OutputSource(name, len(record.slots) - 1, repeatable, before, number)
-                )
+                self._follow(tensor, OutputSource(name, len(record.slots) - 1, repeatable, before))
             elif not learns:
                 record.without_gradient[name] += 1
 
     def _inputs(
         self,
         name: str,
-        number: int,
         arguments: list[Tensor],
         stale: Set[int],
         *,
@@ -185,16 +179,16 @@ class RunningStep:
         for tensor in arguments:
             place = self.record.place_of(tensor, unchanged=not was_examined)
             if place is None and id(tensor) not in stale and not was_examined:
-                place = self._note_input(name, number, tensor)
+                place = self._note_input(name, tensor)
             if place is not None:
                 places.append(place)
         return tuple(places)
 
-    def _note_input(self, name: str, number: int, tensor: Tensor) -> int | None:
+    def _note_input(self, name: str, tensor: Tensor) -> int | None:
         """Record a tensor that was computed between modules; return its place, or None if it is not recorded."""
         before = self.record.place_of(tensor, unchanged=False)
         inputs = () if before is None else (before,)
-        memory = self.record.note("input", name, tensor, inputs, number)
+        memory = self.record.note("input", name, tensor, inputs)
         return None if memory is None else len(self.record.slots) - 1
 
     def _follow(self, tensor: Tensor, source: OutputSource) -> None:
@@ -217,9 +211,7 @@ class RunningStep:
         self, source: OutputSource, tensors: Sequence[Tensor], stale: Set[int]
     ) -> None:
         [gradient] = tensors
-        memory = (
-            None if stale else self.record.note("gradient", source.name, gradient, (), source.call)
-        )
+        memory = None if stale else self.record.note("gradient", source.name, gradient)
         if memory is not None and self.record.tallies is not None:
             self._count(("gradient", source.name), memory, self._lost.back(source, memory))
 

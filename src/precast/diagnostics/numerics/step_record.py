@@ -62,8 +62,6 @@ class TensorSlot(NamedTuple):
     inputs: tuple[int, ...]
     """For an output: the places of the module's inputs. For an input that was written after a module returned it: the
     place of that output."""
-    call: int = 1
-    """The number of the module's call in the step, from 1."""
 
     @property
     def key(self) -> TensorKey:
@@ -108,8 +106,6 @@ class StepRecord:
     """Parameters whose gradients were counted with the loss scale on them."""
     without_gradient: Counter[str] = field(default_factory=Counter)
     """Calls of modules in a checkpoint without a graph, whose gradients come when it repeats them."""
-    calls: Counter[str] = field(default_factory=Counter)
-    """The number of calls of each module."""
     assigned_number: int | None = None
     """The step number of a scaler or of a run."""
     missed: list[MissedTensor] = field(default_factory=list)
@@ -133,7 +129,7 @@ class StepRecord:
         self.first = self.first and self.first.with_step(number)
 
     def note(
-        self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = (), call: int = 1
+        self, kind: str, name: str, tensor: Tensor, inputs: tuple[int, ...] = ()
     ) -> Tensor | None:
         """Record a tensor, with gradients disabled; return its memory, or None if it is not recorded."""
         memory = countable(tensor)
@@ -145,7 +141,7 @@ class StepRecord:
         low, high = torch.aminmax(comparable(memory))
         entries = self._unpacked[memory.device, memory.dtype]
         # A signal handler may end the step anywhere: each statement leaves it consistent.
-        self.slots.append(TensorSlot(kind, name, dtype_name(memory.dtype), inputs, call))
+        self.slots.append(TensorSlot(kind, name, dtype_name(memory.dtype), inputs))
         entries.append((place, low, high))
         if kind != "gradient":
             for missed in self.missed:

@@ -120,8 +120,6 @@ class OutputSource(NamedTuple):
     """The call that returned it, in a counted step."""
     before: int | None = None
     """The place of the module's input, if that is one tensor."""
-    call: int = 1
-    """The number of the module's call in the step, from 1."""
 
 
 class LostGradients:

@@ -18,7 +18,6 @@ from precast.diagnostics.tracing.reasons import RuleDecision
 from precast.diagnostics.tracing.trials import TrialCall, works, works_after_cast
 from precast.engine.operator_kinds import floating_in, tensors_of
 from precast.errors import PolicyError
-from precast.policy import preset_files
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
@@ -93,8 +92,6 @@ def _remedy(op: str, failed_call: FailedCall) -> Iterator[str]:
         yield cures.PROMOTE_ROW()
         lines = whole_file(row).splitlines()
         yield from (f"    {line}".rstrip() for line in lines)
-        if preset_files.is_preset(policy.name):
-            yield f"  or: policy=precast.Policy.load({policy.name!r}).replace(ops={{{op!r}: 'promote'}})"
         return
     dtype = _dtype_that_works(failed_call)
     if dtype is not None:

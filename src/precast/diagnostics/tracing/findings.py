@@ -231,19 +231,15 @@ class _FindingSearch:
             cost, do, policy = self._of_rows(some), "", None
             calls = _times(sum(each.calls for each in some))
             title = f"{op}{_places(some)} ran in float32 {calls}: {row.reason}."
-            if row.region is not None and row.rule is None and _NO_ROW.match(row.reason or ""):
-                policy = self._policy(op, "lower", device) if self._may_change(device) else None
-                if policy is not None:
-                    title += f' The row {_key(op)} = "lower" gives it 16-bit inputs.'
             saving = self._saving_in([(row, lower, None) for row in some])
-            if saving is None:
-                policy = None
-            elif row.region is None:
+            if saving is not None and row.region is None:
                 cost = self._saved(saving, some)
                 do = cures.REGION_AROUND(device=device, saved=_range(saving))
-            elif policy is not None:
-                cost = self._saved(saving, some)
-                do = cures.RULE_FOR_IT(op=op, device=device, saved=_range(saving))
+            elif saving is not None and row.rule is None and self._may_change(device):
+                policy = self._policy(op, "lower", device) if _has_no_row(row) else None
+                if policy is not None:
+                    cost = self._saved(saving, some)
+                    do = cures.RULE_FOR_IT(op=op, device=device, saved=_range(saving))
             yield self._finding("float32-op", title, some, cost, do, policy=policy)
 
     def _is_unexpected(self, row: OperationRow) -> bool:
@@ -368,7 +364,8 @@ def _key(op: str) -> str:
     return op if op.isidentifier() else f'"{op}"'
 
 
-_NO_ROW: Final = re.compile("no row|no rule", re.IGNORECASE)
+def _has_no_row(row: OperationRow) -> bool:
+    return (row.reason or "").lower().startswith(("no row", "no rule"))
 
 
 def _range(saving: TrialSaving) -> str:

@@ -56,38 +56,23 @@ function drawSteps(host, steps) {
   const traces = panels.flatMap(([key, title, line, type], place) => {
     const y = place ? "y2" : "y";
     const domain = panels.length === 1 ? [0, 1] : place ? [0, 0.42] : [0.54, 1];
-    const ticks = type === "log" ? powers(steps.map((step) => step[key])) : {};
-    layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain, ...ticks });
+    layout[place ? "yaxis2" : "yaxis"] = axis({ title: { text: title }, type, domain });
     return [
       { type: "scatter", mode: steps.length < 60 ? "lines+markers" : "lines", name: title, yaxis: y, x: steps.map((step) => step.step),
         y: steps.map((step) => step[key]), line: { color: line, width: 2, shape: place ? "hv" : "linear" }, marker: { color: line, size: 5 },
         hovertemplate: `step %{x}: ${title.toLowerCase()} %{y}<extra></extra>` },
       { type: "scatter", mode: "markers", name: "skipped", yaxis: y, x: skipped.map((step) => step.step),
         y: skipped.map((step) => lastKnown(steps, step, key)), marker: { symbol: "x", size: 9, color: css("bad") },
-        customdata: skipped.map((step) => plain(blame(step))),
-        hovertemplate: "step %{x} was skipped<br>%{customdata}<extra></extra>" },
+        hovertemplate: "step %{x} was skipped<extra></extra>" },
     ];
   });
   draw(host, traces, layout);
-}
-
-function powers(values) { // ticks at powers of two, at most six
-  const logs = values.filter((value) => value > 0).map(Math.log2);
-  const [low, high] = [Math.floor(Math.min(...logs)), Math.ceil(Math.max(...logs))];
-  const step = Math.max(1, Math.ceil((high - low) / 5));
-  const at = Array.from({ length: Math.floor((high - low) / step) + 1 }, (_, k) => low + k * step);
-  return { tickvals: at.map((exponent) => 2 ** exponent), ticktext: at.map((exponent) => `2<sup>${exponent}</sup>`) };
 }
 
 function lastKnown(steps, step, key) {
   const before = steps.filter((each) => each.step <= step.step && each[key] !== null);
   const after = steps.find((each) => each[key] !== null);
   return (before.length ? before[before.length - 1] : after)[key];
-}
-
-function blame(step) {
-  if (step.first) return `${step.first.name || "the model"}: ${step.first.what}`;
-  return few(step.names) || "not finite";
 }
 
 // watched: {name, counts, low} of one kind at one step
