@@ -24,7 +24,7 @@ from precast.errors import ScalerError
 from precast.grad_scaler.scaler import GradScaler
 from tests.support import claims
 from tests.support.claims import Claim, Claims, one_each
-from tests.support.scaling import KINDS, bits, make_parameter, sgd, started
+from tests.support.scaling import bits, make_parameter, sgd, started
 
 claim = Claims()
 
@@ -34,21 +34,7 @@ def refused(kind: type[Any], call: Callable[[], Any], says: str) -> None:
     claims.refused(issubclass(kind, GradScaler), call, ScalerError, says)
 
 
-# --- a step with a bad gradient ---
-
-
-@claim("a step with a bad gradient leaves everything alone", *one_each(*KINDS))
-def _bad_gradient(kind: Any, optimizer_kind: str) -> list[Any]:
-    parameter = make_parameter()
-    before = parameter.detach().clone()
-    optimizer = KINDS[optimizer_kind]([parameter])
-    scaler = kind("cpu")
-    scaler.scale((parameter * math.inf).sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(parameter, before)
-    assert scaler.get_scale() == 2.0**15
-    return [bits(parameter), scaler.state_dict()]
+# --- gradients ---
 
 
 def _sparse(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -172,26 +158,6 @@ def _plain_without_bad_step(kind: Any, optimizer: str, treatment: str) -> list[A
     for plain, scaled in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(plain, scaled, atol=1e-6)
     return _trained(models[1])
-
-
-@claim("training is the same with and without scaling")
-def _same_without_scaling(kind: Any) -> list[Any]:
-    plain, scaled = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
-    scaled.load_state_dict(plain.state_dict())
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, scaled)]
-    scaler = kind("cpu", growth_interval=2)
-    for _ in range(5):
-        x = torch.randn(8, 4, dtype=torch.float64)
-        plain(x).square().mean().backward()
-        optimizers[0].step()
-        scaler.scale(scaled(x).square().mean()).backward()
-        scaler.step(optimizers[1])
-        scaler.update()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-    assert scaler.get_scale() == 2.0**18
-    assert torch.equal(plain.weight, scaled.weight)  # powers of two lose nothing
-    return _trained(scaled)
 
 
 @claim("gradients of two micro-batches are accumulated")

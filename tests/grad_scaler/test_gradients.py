@@ -196,29 +196,6 @@ def test_no_gradient_at_all_is_explained() -> None:
         scaler.step(sgd(make_parameter()))
 
 
-@pytest.mark.parametrize("arguments", [{"capturable": True}, {"foreach": True}, {"fused": True}])
-def test_optimizers_of_every_kind_step_alike(arguments: dict[str, bool]) -> None:
-    if arguments.get("capturable"):
-        pytest.skip("PyTorch's capturable optimizers run on accelerators alone")
-    results = []
-    for scaler in (GradScaler("cpu", init_scale=8.0), None):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.Adam([parameter], lr=0.5, **arguments)  # type: ignore[arg-type]
-        for factor in (1.0, math.inf, 2.0):
-            optimizer.zero_grad()
-            loss = (parameter * factor).sum()
-            if scaler is None:
-                if factor != math.inf:
-                    loss.backward()
-                    optimizer.step()
-                continue
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        results.append(bits(parameter))
-    assert results[0] == results[1]
-
-
 def test_the_scale_is_fixed_inside_a_window_of_accumulation() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
