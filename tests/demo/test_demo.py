@@ -178,10 +178,9 @@ def test_the_comparison_of_times_follows_from_the_medians(seconds: float, words:
     assert words in text(result({"step_seconds": [seconds] * 3}))
 
 
-def test_a_loss_that_is_not_finite_is_a_failure_and_null_in_json() -> None:
+def test_a_loss_that_is_not_finite_is_a_failure() -> None:
     broken = result({"losses": [0.5, math.nan]})
     assert "the bfloat16 mixed run ended with loss nan" in str(display.failure(broken))
-    assert display.to_dict(broken)["runs"]["mixed"]["losses"] == [0.5, None]
     assert display.failure(result()) is None
 
 

@@ -10,7 +10,6 @@ import logging
 import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 
 import precast
 from precast._internal.events import HealthEvent, OperationNote
-from precast.errors import MissingExtraError
 from precast.integrations.logging import LogEvents
 from precast.integrations.wandb import WandB
 
@@ -127,22 +125,6 @@ def test_a_run_of_wandb_gets_values_over_steps_of_their_own() -> None:
     assert health[0]["health/infinite/parameter weight"] == 0
     assert run.alerts, "the parameters are infinite"
     assert all("lower scale" in title for title, _ in run.alerts)
-
-
-def test_without_a_run_the_one_of_the_process_is_taken_or_begun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    there, begun = Run(), Run()
-    library = types.SimpleNamespace(run=there, init=lambda: begun)
-    monkeypatch.setitem(sys.modules, "wandb", library)  # type: ignore[arg-type]
-    WandB()
-    assert there.metrics
-    library.run = None
-    WandB()
-    assert begun.metrics
-    monkeypatch.setitem(sys.modules, "wandb", None)  # type: ignore[arg-type]
-    with pytest.raises(MissingExtraError, match=r"pip install wandb\."):
-        WandB()
 
 
 def test_steps_are_lines_in_pythons_logging(caplog: pytest.LogCaptureFixture) -> None:

@@ -172,12 +172,8 @@ def build(
 ) -> BuildResult:
     """Compile the library, unless it exists already.
 
-    Args:
-        folder: the target folder; by default the user's cache, unless the package has a working library.
-        torch: the PyTorch to compile for; by default the installed one.
-        compiler: by default the result of `find_compiler`.
-        check: load and probe the library in a separate process, for which `torch` must be the installed one.
-        progress: called before each step.
+    By default it is kept in the user's cache, unless the package has a working library. With `check` it is loaded and
+    probed in a separate process, for which `torch` must be the installed one.
 
     Raises:
         BuildError: there is no compiler, it failed, or the library does not work; one line with the path of the log.

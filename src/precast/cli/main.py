@@ -138,7 +138,6 @@ main.add_command(tune_command.tune)
     show_default=True,
     help="File of the picture.",
 )
-@json_option
 def demo(
     *,
     size: int | None,
@@ -147,7 +146,6 @@ def demo(
     dtype: str | None,
     seed: int,
     out: Path,
-    as_json: bool,
 ) -> None:
     """Train a network in float32 and in mixed precision, and compare the two.
 
@@ -172,11 +170,8 @@ def demo(
         progress_task = bar.add_task("float32 and mixed precision, alternately", total=steps)
         result = example.train_both(task, dtype_, steps, seed, lambda: bar.advance(progress_task))
     atomic_write.replace_own(out, display.picture_png(result))
-    if as_json:
-        _print_json({**display.to_dict(result), "picture": str(out)})
-    else:
-        Console().print(display.render(result))
-        click.echo(f"\npicture: {out}")
+    Console().print(display.render(result))
+    click.echo(f"\npicture: {out}")
     failure = display.failure(result)
     if failure is not None:
         raise click.ClickException(failure)

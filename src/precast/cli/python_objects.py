@@ -37,11 +37,7 @@ def load_example(where: str) -> Any:
 def load_named(where: str, what: str, form: str, is_called: Callable[[Any], bool]) -> Any:
     """Return the object of `module:path`, or its result if `is_called` returns True for it.
 
-    Args:
-        where: the text to parse.
-        what: the object's name in messages.
-        form: the expected form of `where`, for messages.
-        is_called: returns True for an object that is to be called.
+    `what` is the object's name in messages, and `form` the expected form of `where`.
 
     Raises:
         ValueError: the object does not exist.

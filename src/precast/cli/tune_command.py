@@ -197,7 +197,7 @@ def _check(path: Path, inputs: dict[str, Any], explicit: dict[str, Any], as_json
     from precast._internal.display import terminal_width, wrapped
     from precast.policy.policy import Policy, as_policy
     from precast.tuning import checking
-    from precast.tuning.result import figures_of, table_lines
+    from precast.tuning.evidence import figures_of, table_lines
     from precast.tuning.setups import workload_of
 
     policy = Policy.load(path)

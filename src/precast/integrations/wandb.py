@@ -1,8 +1,6 @@
 """Logs the steps of a gradient scaler and the counts of a monitor to Weights & Biases: an observer for `observe`.
 
-Needs the package wandb, or a run that you pass.
-
-Invariants: a run that you pass stays open; values are logged without W&B's own step number, which can only grow,
+Invariants: the run stays open; values are logged without W&B's own step number, which can only grow,
 so the program may log its own values in between.
 """
 
@@ -11,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
-from precast._internal.missing import missing_extra
 from precast.integrations._event_values import health_values, step_values
 
 __all__ = ["WandB"]
@@ -26,12 +23,8 @@ class WandB:
     Reading a step's scale waits for the device, so every step waits while it is observed.
 
     Args:
-        run: The result of `wandb.init`, or any object with `log`, `define_metric` and `alert`; None uses the current
-            run of the process, or starts one.
+        run: The result of `wandb.init`, or any object with `log`, `define_metric` and `alert`.
         prefix: Prefix of the names of all values of the scaler.
-
-    Raises:
-        MissingExtraError: `run` is None, and wandb is not installed.
 
     Use it as an observer of the thread that trains:
 
@@ -40,8 +33,8 @@ class WandB:
             train()
     """
 
-    def __init__(self, run: Any = None, prefix: str = "scaler") -> None:
-        self._run = _current() if run is None else run
+    def __init__(self, run: Any, prefix: str = "scaler") -> None:
+        self._run = run
         self._prefix = prefix
         for each in (prefix, "health"):
             self._run.define_metric(f"{each}/step")
@@ -63,11 +56,3 @@ class WandB:
             for tensor in event.tensors:
                 values |= health_values(tensor)
             self._run.log(values)
-
-
-def _current() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise missing_extra("WandB() without a run", "wandb", "wandb") from error
-    return wandb.run if wandb.run is not None else wandb.init()

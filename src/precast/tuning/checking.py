@@ -54,15 +54,7 @@ def check(
 ) -> PolicyCheck:
     """Train or run copies in float32, under the base policy and under this one, and compare them.
 
-    Args:
-        workload: the model, and how it is trained or run.
-        policy: the policy to check.
-        base: the policy that it was made from.
-        dtype: of the region; torch.float32 where the answer had none.
-        objective: the quantity that the policy was to minimize.
-        tolerance: the relative difference of losses that does not count.
-        budget: in seconds.
-        progress: called with the current work.
+    `dtype` is that of the region; torch.float32 where the answer of the search had none.
     """
     task = task_of(workload)
     limit = SearchBudget(task, budget)

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any
 
 from precast.report.page import page_of
+from precast.tuning.evidence import TuningEvidence, as_values, setup_cells
 from precast.tuning.proof import Proof
-from precast.tuning.result import TuningEvidence, as_values, setup_cells
 from precast.tuning.words import words_for
 
 __all__ = ["html"]
@@ -30,12 +30,7 @@ _ENDED = {
 
 
 def html(evidence: TuningEvidence, policy: str) -> str:
-    """Return the page.
-
-    Args:
-        evidence: the measurements.
-        policy: the text of the policy's file.
-    """
+    """Return the page; `policy` is the text of the policy's file."""
     settings, proof = evidence.settings, evidence.proof
     figures = [*proof.figures.values()] if proof else []
     data = {

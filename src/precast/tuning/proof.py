@@ -95,7 +95,6 @@ class SetupFigures:
 
     Attributes:
         finals: the final loss of each seed, or the metric of each batch.
-        curves: the losses of all steps, for each seed.
         seconds: the times of steps. Equal places belong to steps that followed each other.
         failure: why the setup cannot run; empty if it can.
         kept_bytes: the bytes that autograd keeps for the backward pass; in inference, those of weights and results.

@@ -34,6 +34,7 @@ from precast.policy.policy import Policy, Rule, as_policy, expanded_rules
 from precast.policy.rows import FLOAT8_RULES
 from precast.tuning.chooser import choose, reason_of
 from precast.tuning.costs import ProgramCosts, measure_costs
+from precast.tuning.evidence import SearchSettings, TuningEvidence
 from precast.tuning.inference import InferenceTask
 from precast.tuning.judging import Judge
 from precast.tuning.options import (
@@ -46,7 +47,7 @@ from precast.tuning.options import (
 from precast.tuning.policy_rows import PolicyRow, policy_of
 from precast.tuning.products import choose_products, choose_results, products_of
 from precast.tuning.proof import prove
-from precast.tuning.result import SearchSettings, TuningEvidence, TuningResult, evidence_of
+from precast.tuning.result import TuningResult, evidence_of
 from precast.tuning.sensitivity import Sensitivity, measure_sensitivity
 from precast.tuning.setups import FLOAT32, Setup, Workload, preserved_random_states, workload_of
 from precast.tuning.sites import DtypeChoice, TunedProgram

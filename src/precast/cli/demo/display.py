@@ -1,4 +1,4 @@
-"""The results of a demo as a table, a picture and JSON.
+"""The results of a demo as a table and a picture.
 
 Invariants: matplotlib is imported when a picture is drawn, never before. Its global state is neither used nor changed.
 """
@@ -21,7 +21,7 @@ from precast.cli.demo.example import DemoResult, DemoRun
 from precast.diagnostics.hardware.doctor import processor
 from precast.diagnostics.hardware.machine import times
 
-__all__ = ["failure", "picture_png", "render", "require_matplotlib", "to_dict"]
+__all__ = ["failure", "picture_png", "render", "require_matplotlib"]
 
 _SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
 _COLORS: Final = ("#1f6feb", "#d1570a")
@@ -87,35 +87,6 @@ def _step_time(run: DemoRun) -> str:
 
 def _memory(run: DemoRun) -> str:
     return f"{run.peak_bytes / 2**20:.1f} MiB"
-
-
-def to_dict(result: DemoResult) -> dict[str, Any]:
-    """Return all but the picture as plain values for JSON; times are seconds, sizes are bytes."""
-    return {
-        "device": str(result.task.device),
-        "dtype": result.mixed.dtype,
-        "size": result.task.size,
-        "steps": result.steps,
-        "seed": result.seed,
-        "threads": result.threads,
-        "speedup": result.speedup,
-        "runs": {"float32": _run(result.float32), "mixed": _run(result.mixed)},
-        "machine": result.machine.to_dict(),
-    }
-
-
-def _run(run: DemoRun) -> dict[str, Any]:
-    # JSON has no NaN and no infinity.
-    losses = [loss if math.isfinite(loss) else None for loss in run.losses]
-    return {
-        "dtype": run.dtype,
-        "seconds_per_step": run.seconds,
-        "peak_bytes": run.peak_bytes,
-        "final_loss": losses[-1],
-        "skipped_steps": run.skipped,
-        "losses": losses,
-        "scales": run.scales[1:],
-    }
 
 
 def picture_png(result: DemoResult) -> bytes:

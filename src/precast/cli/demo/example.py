@@ -140,11 +140,6 @@ def demo_task(
 ) -> tuple[DemoTask, torch.dtype, int]:
     """Return the task, the dtype of its mixed run, and the default number of steps.
 
-    Args:
-        device: "cpu", "cuda" or "cuda:1". Default: "cuda" if there is one.
-        dtype: "bfloat16" or "float16". Default: float16 on CUDA, bfloat16 on a CPU.
-        size: pixels along a side.
-
     Raises:
         ValueError: the device or the size is not allowed.
     """
@@ -241,12 +236,7 @@ def train_both(
 ) -> DemoResult:
     """Train the task in float32 and in mixed precision.
 
-    Args:
-        task: a result of `demo_task`.
-        dtype: `torch.bfloat16` or `torch.float16`.
-        steps: training steps of each run; the first three are not timed, the last one is used to count memory.
-        seed: the seed of the weights.
-        progress: called after each step.
+    The first three steps are not timed, and in the last one memory is counted.
     """
     trainers = [_Trainer(task, each, seed) for each in (torch.float32, dtype)]
     for step in range(steps - 1):
