@@ -18,7 +18,6 @@ from precast.diagnostics.hardware.engine_report import EngineReport
 from precast.diagnostics.hardware.float8 import RULES
 from precast.diagnostics.hardware.machine import (
     DTYPES,
-    dtypes_of,
     interleaved_seconds,
     measure,
 )
@@ -72,7 +71,7 @@ def test_float32_is_recommended_where_neither_is_faster() -> None:
 def test_the_accelerator_is_recommended_where_there_is_one() -> None:
     cpu = [report("bfloat16", 9.0)]
     gpu = [
-        report("tf32", 7.0, device="cuda:0"),
+        report("float16", 3.5, device="cuda:0"),
         report("bfloat16", 3.0, device="cuda:0"),
     ]
     found = recommend(cpu + gpu)
@@ -105,8 +104,7 @@ def here() -> MachineDiagnosis:
 
 def test_every_dtype_of_every_device_is_measured(here: MachineDiagnosis) -> None:
     on_cpu = [each for each in here.reports if each.device == "cpu"]
-    dtypes = [dtype for dtype in DTYPES if dtype != "tf32"]
-    assert [each.dtype for each in on_cpu] == [*dtypes, *RULES]
+    assert [each.dtype for each in on_cpu] == [*DTYPES, *RULES]
     for each in here.reports:
         assert (each.ratio is None) == (each.error is not None)
         assert each.ratio is None or 0 < each.ratio < 1e4
@@ -135,25 +133,17 @@ def test_an_emulated_dtype_costs_no_more_time_to_measure(here: MachineDiagnosis)
     assert all(each.seconds is None or each.seconds < 2 for each in here.reports)
 
 
-def test_measuring_leaves_the_settings_of_torch_as_they_were() -> None:
-    def settings() -> tuple[object, ...]:
-        return torch.get_num_threads(), torch.backends.cuda.matmul.fp32_precision
-
-    before = settings()
+def test_measuring_leaves_the_number_of_threads() -> None:
+    before = torch.get_num_threads()
     measure(CPU, "bfloat16")
-    assert settings() == before
-
-
-def test_tf32_exists_on_cuda_alone() -> None:
-    assert "tf32" not in dtypes_of(CPU)
-    assert dtypes_of(CPU)[0] == "float32"
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_too(here: MachineDiagnosis) -> None:
     on_gpu = {each.dtype: each for each in here.reports if each.device == "cuda:0"}
-    assert set(on_gpu) == {*dtypes_of(torch.device("cuda:0")), *RULES}
+    assert set(on_gpu) == {*DTYPES, *RULES}
     assert here.recommendation.device == "cuda"
 
 
@@ -179,9 +169,9 @@ cpu: speed of a linear layer beside float32 (higher is faster, one thread)
  float32    native          1.0x
  bfloat16   native          6.0x
  float16    emulated      0.032x
- tf32       unsupported     none
+ float8     unsupported     none
 
-tf32: not implemented
+float8: not implemented
 
 Use bfloat16 on cpu; gradient scaler not needed.
 Why: on cpu bfloat16 computes 6.0x as fast as float32 (float16: 0.032x), in
@@ -202,7 +192,7 @@ def example() -> MachineDiagnosis:
         report("float32", 1.0),
         report("bfloat16", 6.0),
         report("float16", 0.032),
-        report("tf32", None),
+        report("float8", None),
     )
     devices = {"cpu": "a processor, 2 threads"}
     reason = "there is no compiled library for PyTorch 2.99 on this machine"

@@ -22,14 +22,12 @@ from rich.text import Text
 from rich.tree import Tree
 from torch import nn
 from torch.backends import mha
-from torch.nn.parameter import is_lazy
 
 from precast._internal.display import plural
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
-from precast.policy.module_names import modules_by_name
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
 from precast.policy.policy import ModuleRule, Policy, Precision
 from precast.report.schema import OperationRow
@@ -48,10 +46,9 @@ _Ran = dict[str, dict[str, list[str]]]
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A plan, with the number of parameters in each module and, with an example, the operations of each module."""
+    """A plan and, with an example, the operations of each module."""
 
     plan: Plan
-    parameters: dict[str, int]
     ran: _Ran | None
     """The operations of an example in each module; None without an example."""
 
@@ -67,8 +64,7 @@ class ModelReport:
     def render(self) -> RenderableType:
         """Return the plan as a tree, with warnings for patterns without a match."""
         root = self._tree()
-        parameters = f"{self.parameters['']:,} parameters, counted below at each module"
-        head = f"{root.module.kind} with the policy {self.plan.policy.name!r}; {parameters}"
+        head = f"{root.module.kind} with the policy {self.plan.policy.name!r}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
         legend = [] if self.ran is None else [Text(_EXAMPLE_LEGEND)]
         matches = [Text(_match_line(*item)) for item in self.plan.matches.items() if item[1]]
@@ -97,7 +93,6 @@ class ModelReport:
         return {
             "name": module.name,
             "type": module.kind,
-            "parameters": self.parameters[module.name],
             "precision": module.inside.precision,
             **({} if self.ran is None else {"ran": self.ran.get(module.name, {})}),
             "ops": {key: str(entry.rule) for key, entry in module.inside.ops.items()},
@@ -114,15 +109,8 @@ def explain_model(model: nn.Module, policy: Policy, *examples: Any) -> ModelRepo
         PolicyError: the rules cannot be carried out.
         PrecastError: the model fails on the example.
     """
-    modules = modules_by_name(model)
-    counts = {
-        name: sum(
-            0 if is_lazy(parameter) else parameter.numel() for parameter in module.parameters()
-        )
-        for name, module in modules.items()
-    }
     ran = _ran_in(model, policy, *examples) if examples else None
-    return ModelReport(plan(model, policy), counts, ran)
+    return ModelReport(plan(model, policy), ran)
 
 
 # --- the tree ---
@@ -174,12 +162,9 @@ def _branch(node: _ModuleNode, tree: Tree | None = None) -> Tree:
 
 
 def _line(node: _ModuleNode) -> Text:
-    module, parameters = node.module, node.row["parameters"]
+    module = node.module
     line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
-    if parameters:
-        each = " each" if "-" in node.label and node.label[0].isdecimal() else ""
-        line.append(f" {parameters:,}{each}", "not bold dim")
-    line.append(_operations_text(node.row, is_leaf=not node.children), "not bold cyan")
+    line.append(_operations_text(node.row.get("ran", {})), "not bold cyan")
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
@@ -188,15 +173,9 @@ def _line(node: _ModuleNode) -> Text:
     return line.append(f" by {module.pattern!r}{reason}", "not bold")
 
 
-def _operations_text(row: dict[str, Any], *, is_leaf: bool) -> str:
-    """Return the module's operations in an example, by dtype; empty without an example."""
-    ran = row.get("ran")
-    if ran:
-        return (
-            f" ({'; '.join(f'{_operation_names(ops)} in {dtype}' for dtype, ops in ran.items())})"
-        )
-    is_empty = ran is not None and row["parameters"] and is_leaf
-    return " (no floating-point operation in the example)" if is_empty else ""
+def _operations_text(ran: dict[str, list[str]]) -> str:
+    parts = [f"{_operation_names(ops)} in {dtype}" for dtype, ops in ran.items()]
+    return f" ({'; '.join(parts)})" if parts else ""
 
 
 def _operation_names(ops: list[str]) -> str:

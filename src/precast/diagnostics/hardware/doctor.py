@@ -19,7 +19,7 @@ from rich.text import Text
 
 from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
 from precast.diagnostics.hardware.float8 import measure_rules
-from precast.diagnostics.hardware.machine import DtypeReport, dtypes_of, measure, times
+from precast.diagnostics.hardware.machine import DTYPES, DtypeReport, measure, times
 
 __all__ = [
     "MachineDiagnosis",
@@ -87,7 +87,7 @@ def diagnose(progress: Callable[[str], None] = lambda _: None) -> MachineDiagnos
     reports: list[DtypeReport] = []
     float8 = []
     for device in (torch.device("cpu"), *_accelerators()[:1]):
-        for dtype in dtypes_of(device):
+        for dtype in DTYPES:
             progress(f"{dtype} on {device}")
             reports.append(measure(device, dtype))
         progress(f"the float8 rules on {device}")

@@ -29,7 +29,6 @@ __all__ = [
     "DTYPES",
     "DtypeReport",
     "compared",
-    "dtypes_of",
     "interleaved_seconds",
     "linear_layer",
     "matmul_speed",
@@ -39,7 +38,7 @@ __all__ = [
     "times",
 ]
 
-DTYPES: Final = ("float32", "tf32", "bfloat16", "float16")
+DTYPES: Final = ("float32", "bfloat16", "float16")
 """The measured precisions, in display order."""
 
 _NATIVE: Final = 1.2  # times float32's speed: well above the spread of a ratio of best times
@@ -96,14 +95,8 @@ class DtypeReport:
         return {**asdict(self), "ratio": self.ratio, "diagnosis": self.diagnosis}
 
 
-def dtypes_of(device: torch.device) -> tuple[str, ...]:
-    """Return the names in `DTYPES` that exist on `device`: tf32 only on CUDA devices that have it."""
-    has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    return tuple(name for name in DTYPES if name != "tf32" or has_tf32)
-
-
 def measure(device: torch.device, dtype: str) -> DtypeReport:
-    """Time a linear layer in one of `dtypes_of(device)` and in float32, in about half a second."""
+    """Time a linear layer in one of `DTYPES` and in float32, in about half a second."""
     with one_thread():
         try:
             run, side, once = _long_enough(device, dtype)
@@ -225,17 +218,5 @@ def _long_enough(device: torch.device, dtype: str) -> tuple[TimedRun, int, float
 
 
 def _layer(device: torch.device, dtype: str, side: int) -> TimedRun:
-    stored = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    return _float32_as(dtype)(linear_layer(device, side, F.linear, stored, stored))
-
-
-@contextmanager
-def _float32_as(dtype: str) -> Iterator[None]:
-    """Compute float32 as tf32 for "tf32", else in all its 24 bits; also decorates a function."""
-    switch: Any = torch.backends.cuda.matmul
-    before = switch.fp32_precision
-    try:
-        switch.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-        yield
-    finally:
-        switch.fp32_precision = before
+    stored = getattr(torch, dtype)
+    return linear_layer(device, side, F.linear, stored, stored)

@@ -14,14 +14,13 @@ const here = () => documents[chosen];
 
 function show() {
   document.querySelectorAll(".part").forEach((part) => { part.hidden = Number(part.dataset.part) !== chosen; });
-  const { trace, steps, counts } = here();
+  const { trace, steps } = here();
   section("time", steps.some((step) => step.loss !== null || step.scale !== null));
   section("modules", trace?.rows.length);
   section("exponents", here().health?.modules.length);
   find("#exponents .empty").textContent = here().health ? "No step was counted." : "Numbers were not watched.";
   skippedTable(steps.filter((step) => step.skipped));
   rowsTable(trace?.rows ?? []);
-  countsTable(counts);
   flowTable(trace?.flow ?? []);
   drawTree(find(".tree"), data.parts[chosen].tree);
   drawLegend(find(".legend"), data.parts[chosen].tree);
@@ -63,22 +62,6 @@ function rowsTable(rows) {
 
 function dtypes(title, key) {
   return { title, wide: true, value: (row) => row[key].join(" "), show: (row) => chips(unique(row[key])) };
-}
-
-function countsTable(rows) {
-  new Table(tableAt("counts"), {
-    caption: `Calls of operations with a rule, and casts made for them, in the whole run${uncounted()}`, rows, sort: 3,
-    empty: `No operation with a rule was counted${uncounted()}.`,
-    columns: [text("Operation", "op"), text("Device", "device_type", { wide: true, word: true }), text("Rule", "rule", { word: true }), amount("Calls", "calls", number),
-      amount("Casts", "casts", number)],
-    search: (row) => [row.op, row.device_type, row.rule],
-  });
-}
-
-function uncounted() { // what the counts leave out
-  const { elsewhere, compiled } = here().run;
-  const parts = [elsewhere ? `steps in other threads (${number(elsewhere)})` : null, compiled ? "functions of torch.compile" : null];
-  return parts.some(Boolean) ? `, without ${parts.filter(Boolean).join(" and ")}` : "";
 }
 
 function skippedTable(rows) {
