@@ -184,7 +184,7 @@ class ModelWatcher:
         running.examine()
         if not self._trains:
             self._finish(running)
-        elif running is self._running and not running.record.slots:  # it failed at once
+        elif running is self._running and not running.record.has_outputs:  # it failed at once
             running.is_over, self._running = True, None
             self.numbering.started = self.numbering.ended
 

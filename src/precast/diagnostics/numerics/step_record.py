@@ -123,6 +123,11 @@ class StepRecord:
         """The scale as a number. Waits for the device."""
         return None if self.scale is None else float(self.scale)
 
+    @property
+    def has_outputs(self) -> bool:
+        """True if a module has returned a tensor."""
+        return any(slot.kind == "output" for slot in self.slots)
+
     def set_number(self, number: int) -> None:
         """Use the step number of a scaler or of a run."""
         self.assigned_number = self.number = number
