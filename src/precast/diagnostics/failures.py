@@ -33,13 +33,7 @@ class Failures:
         self.total = 0
 
     def call(self, subject: object, function: Callable[..., T], *args: Any) -> T | None:
-        """Return ``function(*args)``; count an exception and return None.
-
-        Args:
-            subject: the thing that is watched, whose text is a name for people.
-            function: a part of the watcher.
-            args: its arguments.
-        """
+        """Return ``function(*args)``; count an exception by the text of `subject`, and return None."""
         try:
             return function(*args)
         except Exception as error:

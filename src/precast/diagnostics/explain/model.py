@@ -197,17 +197,7 @@ def _match_line(pattern: str, names: tuple[str, ...]) -> str:
 
 
 def _ran_in(model: nn.Module, policy: Policy, example: Any) -> _Ran:
-    """Return the operations of each module in one call of the model, in evaluation mode, in a region with the policy.
-
-    Args:
-        model: the model; its device is that of its first parameter, or else the CPU.
-        policy: the policy of the region and of the model's modules.
-        example: the model's arguments as a tuple, its keyword arguments as a dict, or its only argument.
-
-    Raises:
-        PrecastError: the model fails on the example.
-        PolicyError: the policy's module rules cannot be carried out.
-    """
+    """Return the operations of each module in a call of the model in evaluation mode, in a region with the policy."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     args, kwargs = arguments(example)
     devices = [] if device.type in {"cpu", "meta"} else [device]

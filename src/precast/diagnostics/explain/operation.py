@@ -56,13 +56,7 @@ class OperationReport:
 def explain_operation(
     operation: str, policy: Policy, devices: tuple[str, ...], module: str | None = None
 ) -> OperationReport:
-    """Explain the rules of a policy for one operation.
-
-    Args:
-        operation: the operation, as a policy spells it.
-        policy: the policy.
-        devices: device types.
-        module: the name of the module around the operation.
+    """Explain the rules of a policy for one operation, in a module of a name.
 
     Raises:
         PolicyError: the operation or device type does not exist; the message has similar names.

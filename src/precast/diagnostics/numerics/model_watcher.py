@@ -74,15 +74,7 @@ def _callback(
 
 
 class ModelWatcher:
-    """Records the steps of one model; implements `events.Witness`.
-
-    Args:
-        model: the model, which is referenced weakly.
-        every: the number of steps between counted ones; None also counts steps 0, 1, 2, 4 ...
-        scaler: a `torch.amp.GradScaler`, or None.
-        ring: the file for the latest steps, or None.
-        keep: the most counted steps to store.
-    """
+    """Records the steps of one model, which is referenced weakly; implements `events.Witness`."""
 
     def __init__(
         self, model: nn.Module, every: int | None, scaler: Any, ring: Path | None, keep: int

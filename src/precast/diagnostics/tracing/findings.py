@@ -51,14 +51,7 @@ def findings_of(
     patterns: CastPatterns,
     policies: Mapping[str, Policy],
 ) -> list[Finding]:
-    """Return all findings of a trace.
-
-    Args:
-        rows: the operations.
-        totals: the sums over all rows.
-        patterns: the patterns of casts.
-        policies: maps device types to their policy; "default" is used for others.
-    """
+    """Return all findings of a trace. `policies` maps device types to their policy; "default" is used for others."""
     search = _FindingSearch(rows, totals, patterns, policies)
     kinds = (
         search.rounded(),
