@@ -129,7 +129,7 @@ def _model(name: str) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def _in_region(model: nn.Module, x: Tensor, policy: Any, dtype: torch.dtype) -> Any:
-    model = copy.deepcopy(model).requires_grad_(False)
+    model = copy.deepcopy(model)
     with precast.attach(model, policy, hold=False), precast.autocast("cpu", dtype, policy=policy):
         return model(x)
 
@@ -492,7 +492,6 @@ def test_training_is_refused() -> None:
     converted = precast.convert(model.eval(), example=x)
     with pytest.raises(ConversionError, match="was converted for inference"):
         converted.train()(x)
-    assert not any(p.requires_grad for p in converted.parameters())
 
 
 def _bad() -> dict[str, tuple[Callable[[], Any], str]]:

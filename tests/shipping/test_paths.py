@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -188,3 +189,25 @@ def _through_file(value: Any, *, weights_only: bool) -> Any:
     torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("region", [contextlib.nullcontext, lambda: precast.autocast("cpu")])
+def test_a_parameter_made_of_a_stored_weight_is_one(region: Any) -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval(), torch.randn(2, WIDTH)
+    converted: Any = precast.convert(model, example=x)
+    expected, weight = converted(x), converted[0].weight
+    with region():
+        converted[0].weight = nn.Parameter(weight, requires_grad=False)
+    assert isinstance(converted[0].weight, nn.Parameter)
+    assert converted[0].weight is not weight
+    assert converted[0].weight.data_ptr() == weight.data_ptr()
+    assert torch.equal(converted(x), expected)
+
+
+def test_a_bilinear_layer_can_be_converted() -> None:
+    """Its operation calls others that a region casts, and PyTorch does not take it apart for observers."""
+    model, x = nn.Bilinear(WIDTH, WIDTH, 3).eval(), torch.randn(2, WIDTH)
+    converted = precast.convert(model, example=(x, x))
+    with torch.no_grad(), precast.autocast("cpu"):
+        expected = model(x, x)
+    assert torch.equal(converted(x, x), expected)

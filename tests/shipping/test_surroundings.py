@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.backends import mha
+from torch.nn import functional as F
 
 import precast
 from precast.errors import ConversionError, PrecastError
@@ -71,7 +73,7 @@ def test_a_module_of_torchscript_inside_keeps_its_weights(
     converted = precast.convert(model, example=x, in_place=in_place)
     assert torch.equal(converted(x), expected)
     assert [p.dtype for p in converted.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert not any(p.requires_grad for p in converted.parameters())
+    assert [p.requires_grad for p in converted.parameters()] == [not frozen] * 4
 
 
 def test_a_lazy_module_is_an_error() -> None:
@@ -100,22 +102,90 @@ def test_export_in_inference_mode(made_inside: bool) -> None:
     assert torch.equal(program.module()(x), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+PRODUCTS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "layer": lambda layer, x: layer(x),
+    "layer, four dimensions": lambda layer, x: layer(
+        x.unflatten(1, (16, 16)).mT.mT.transpose(1, 2)
+    ),
+    "of a view": lambda layer, x: x @ layer.weight.t(),
+    "of a part": lambda layer, x: F.linear(x, layer.weight[3:17]),
+    "of a row": lambda layer, x: x @ layer.weight[0],
+    "on the left": lambda layer, x: layer.weight @ x.mT,
+    "also in float32": lambda layer, x: layer(x) + layer.weight.sum(),
+}
+RULED = precast.Policy.load("default").replace(ops={"linear": "fp32", "matmul": "fp32"})
+
+
+class Product(nn.Linear):
+    """A layer that is used as an entry of `PRODUCTS`, with a transposed input."""
+
+    def __init__(self, product: str, bias: bool) -> None:
+        super().__init__(64, WIDTH, bias)
+        self.product = product
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.product:
+            product, self.product = self.product, ""
+            try:
+                return PRODUCTS[product](self, x.transpose(1, 2))
+            finally:
+                self.product = product
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("policy", ["default", RULED], ids=["default", "float32"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_transposed_input_of_a_layer_that_trains(
-    frozen: bool, bias: bool, dtype: torch.dtype
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_products_choose_the_kernels_of_the_model(
+    product: str, trains: bool, bias: bool, policy: Any
 ) -> None:
-    """PyTorch folds the batch of a product with a weight that has a graph: other bits than for frozen weights."""
-    layer = nn.Linear(64, WIDTH, bias=bias).requires_grad_(not frozen)
-    x = torch.randn(2, 64, 256).transpose(1, 2)
-    program = precast.export(layer, (x,), dtype=dtype)
-    converted = precast.convert(layer.eval(), dtype=dtype, example=x)
-    layer.requires_grad_(False)
-    with torch.no_grad(), precast.autocast("cpu", dtype):
-        expected = layer(x)
+    """PyTorch folds the batch of some products if the weight requires a gradient, which changes their bits."""
+    model = Product(product, bias).eval().requires_grad_(trains)
+    x = torch.randn(2, 64, 256)
+    converted = precast.convert(model, policy, torch.float16, example=x)
+    for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode(), precast.autocast("cpu", torch.float16, policy=policy):
+            expected = model(x)
+        with mode():
+            result = converted(x)
+        assert torch.equal(result, expected)
+        assert not result.requires_grad
+    program = precast.export(model, (x,), policy=policy, dtype=torch.float16)
+    with torch.no_grad(), precast.autocast("cpu", torch.float16, policy=policy):
+        expected = model(x)
     assert torch.equal(program.module()(x), expected)
-    assert torch.equal(converted(x), expected)
+    assert not program.module()(x).requires_grad
+
+
+def test_gradients_of_an_argument_pass_a_converted_model() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)).eval(),
+        torch.randn(4, WIDTH),
+    )
+    converted = precast.convert(model, example=x)
+    gradients = []
+    for run in (model, converted):
+        with precast.autocast("cpu"):
+            own = x.clone().requires_grad_()
+            run(own)[:, :5].sum().backward()
+        gradients.append(own.grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
+
+
+def test_attention_of_a_model_that_trains_takes_its_kernels_with_gradients() -> None:
+    model, x = (
+        nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True).eval(),
+        torch.randn(2, 5, WIDTH),
+    )
+    converted = precast.convert(model, example=x)
+    results = []
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), precast.autocast("cpu"):
+            results.append(model(x).detach())
+        with mode():
+            assert torch.equal(converted(x), results[-1])
+    assert not torch.equal(*results), "fused or not"
 
 
 def test_a_model_that_returns_nothing_is_exported_and_one_on_meta_is_an_error() -> None:

@@ -58,8 +58,8 @@ def convert(
     A weight that the region only ever casts to 16 bits is stored in these. Weights that are used in float32 or in
     several dtypes, weights that the example does not use, and buffers that the model writes are not changed.
 
-    The converted model needs no region: its calls run under the policy. Their results are those of the float32 model in
-    a region, with its parameters frozen, bit for bit. If a later call would use a 16-bit weight in float32, it raises a
+    The converted model needs no region: its calls run under the policy. Their results are those of `model` in a region,
+    bit for bit, without a graph of the weights. If a later call would use a 16-bit weight in float32, it raises a
     `ConversionError` that names the weight.
 
     Args:
@@ -74,7 +74,7 @@ def convert(
 
     Returns:
         The converted model, of a subclass of its class. `conversion_report` describes its
-            weights. Its parameters require no gradient.
+            weights.
 
     Raises:
         ConversionError: the model cannot be converted; it has not changed.
@@ -156,10 +156,9 @@ def finish(
     methods: Sequence[str],
 ) -> nn.Module:
     """Make a model with stored weights run under the policy, and return it."""
-    for (
-        parameter
-    ) in model.parameters():  # in a copy of a scripted module they are results of autograd
-        parameter.detach_().requires_grad_(False)
+    for parameter in model.parameters():
+        if not parameter.is_leaf:  # in a copy of a scripted module they are results of autograd
+            parameter.detach_().requires_grad_()
     use_stored_weights(model)
     existing = tuple(method for method in methods if hasattr(type(model), method))
     set_converted(model, ConvertedState(region, report, existing))
@@ -197,7 +196,6 @@ def _stored_as(weight: Weight) -> StoredAs:
 def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
     """Replace the memory of tensors by one in another dtype; the old memory is freed if nothing else uses it."""
     for tensor, values in _cast(weight, dtype):
-        tensor.requires_grad_(False)
         store(tensor, values, weight.name, tensor.device.type)
 
 
@@ -226,7 +224,7 @@ def _cast(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]
 
 def _stored(values: Tensor, original: Tensor, name: str, device: str) -> Any:
     if isinstance(original, nn.Parameter):
-        return StoredParameter(values, name, device)
+        return StoredParameter(values, name, device, original.requires_grad)
     return stored_buffer(values, name, device)
 
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import is_autocast_enabled, nn
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
+from precast._internal.pytree import map_tensors, tensors_in
 from precast.autocast_mode.decorator import region_for_trace
 from precast.autocast_mode.region import autocast
 from precast.engine.thread_state import thread_state
@@ -176,7 +177,7 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
         state: ConvertedState = self.__dict__[_KEY]
         if is_dynamo_compiling():
             with region_for_trace(state.region):
-                return method(self, *args, **kwargs)
+                return _without_graph(method(self, *args, **kwargs), args, kwargs)
         models = inside.models
         if models and models[-1] is self:
             return method(self, *args, **kwargs)
@@ -185,11 +186,25 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
         models.append(self)
         try:
             with state.region:
-                return method(self, *args, **kwargs)
+                return _without_graph(method(self, *args, **kwargs), args, kwargs)
         finally:
             models.pop()
 
     return run
+
+
+def _without_graph(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a result without the graph of the weights, unless an argument requires a gradient.
+
+    The graph is recorded as in the original model, because PyTorch chooses kernels by it.
+    """
+    if not is_grad_enabled() or any(t.requires_grad for t in tensors_in((args, kwargs))):
+        return result
+    return map_tensors(result, _detached)
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _reduce_ex(base: type[nn.Module], methods: tuple[str, ...]) -> Callable[..., Any]:

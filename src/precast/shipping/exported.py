@@ -117,7 +117,7 @@ def export(
         with disable():
             program: torch.export.ExportedProgram = _with_policy(recorded, state)
         if check:
-            with _in_region(model, state, cache_enabled=False):
+            with _in_region(model, state):
                 _compare(model, program, args, kwargs)
     return program
 
@@ -165,11 +165,8 @@ def _check_policy(policy: Policy, device: str) -> None:
 
 
 @contextlib.contextmanager
-def _in_region(model: nn.Module, state: RegionState, cache_enabled: bool = True) -> Iterator[None]:
-    """Enter the region of the program, with the policy's rules for modules.
-
-    Without its cache, weights have no graph: PyTorch folds products of weights with a graph otherwise (2.13).
-    """
+def _in_region(model: nn.Module, state: RegionState) -> Iterator[None]:
+    """Enter the region of the program, with the policy's rules for modules."""
     applied = None
     if state.policy.modules:
         planned = plan(model, state.policy)
@@ -178,9 +175,7 @@ def _in_region(model: nn.Module, state: RegionState, cache_enabled: bool = True)
                 warnings.warn(complaint, PrecastWarning, stacklevel=4)
         applied = module_hooks.apply(model, planned)
     try:
-        with autocast(
-            state.device_type, state.dtype, cache_enabled=cache_enabled, policy=state.policy
-        ):
+        with autocast(state.device_type, state.dtype, policy=state.policy):
             yield
     finally:
         if applied is not None:

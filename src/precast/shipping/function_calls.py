@@ -145,19 +145,29 @@ def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, torch.dtype)
 
 
+_TRILINEAR: Final = torch.ops.aten._trilinear.default
+
+
 class UseRecorder(ObservingMode):
     """Records the operations that read the memory of some tensors."""
 
-    def __init__(self, uses: dict[int, WeightUses], *, any_layout: bool = False) -> None:
+    def __init__(
+        self, uses: dict[int, WeightUses], casting: list[str], *, any_layout: bool = False
+    ) -> None:
         super().__init__()
-        self._uses, self._any_layout = uses, any_layout
+        self._uses, self._casting, self._any_layout = uses, casting, any_layout
 
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        tensors = tensors_in((args, kwargs))
+        if (
+            func is _TRILINEAR
+        ):  # below the autocast keys, the operations that it calls would not be cast
+            return _torch.redispatch_in_mode(self, func, tensors, (args, kwargs), self._casting)
         out = func(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs)):
+        for tensor in tensors:
             uses = self._uses.get(address(tensor))
             if uses is not None:
                 _classify(uses, func, tensor, out, self._any_layout)
@@ -199,8 +209,9 @@ def observed_call(
     of these weights.
     """
     by_address = {address(t): WeightUses() for t in weights}
+    casting = [device for device in {weights[0].device.type} if torch.is_autocast_enabled(device)]
     # A dispatch mode gets composite operations of inference tensors as a whole, without their casts (2.13).
-    with torch.inference_mode(False), torch.no_grad(), UseRecorder(by_address):
+    with torch.inference_mode(False), torch.no_grad(), UseRecorder(by_address, casting):
         args, kwargs = map_tensors(args, counted), map_tensors(kwargs, counted)
         result = func(*args, **kwargs)
     uses = {place: use for place, use in by_address.items() if place}

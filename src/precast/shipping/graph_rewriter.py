@@ -31,6 +31,7 @@ from precast._torch import OpOverload
 from precast.autocast_mode.region import policy_of_region
 from precast.engine import reference_kernels
 from precast.engine.operation import is_eligible
+from precast.engine.operator_kinds import kind_of
 from precast.errors import ExportError
 from precast.shipping import dtype_errors
 from precast.shipping.control_flow import INLINED, layout_of
@@ -66,6 +67,7 @@ def _unsafe_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
     return _aten.unsafe_split.Tensor(tensor, max(1, (size + chunks - 1) // chunks), dim)
 
 
+_PRODUCTS: Final = (_aten.linear.default, _aten.matmul.default)
 _WITHOUT_SYMBOLS: Final = {_aten.unsafe_chunk.default: _unsafe_chunk}
 """Fake versions of operations that PyTorch implements in C++ for static sizes only (2.13)."""
 
@@ -95,12 +97,16 @@ class GraphRewriter:
         self._untouched: set[object] = set()
         """Composite operations, with the kinds of their arguments, that call no operation with a rule."""
         self._env: dict[fx.Node, Any] = {}
+        self._trained: set[Any] = set()
+        """Nodes whose tensors require a gradient in the model: weights, their views and casts."""
         values = [node.meta.get("val") for node in inputs] if values is None else values
         for node, value in zip(inputs, values, strict=True):
             new = self.graph.placeholder(node.name)
             # The signature uses this name; a graph would rename `input`.
             new.name = new.target = node.name
             new.meta = {**node.meta, "val": value}
+            if isinstance(value, Tensor) and value.requires_grad:
+                self._trained.add(new)
             self._env[node] = new
 
     def write(self, graph: fx.Graph, owner: fx.GraphModule, precisions: Precisions) -> Any:
@@ -141,6 +147,8 @@ class GraphRewriter:
         new = self.graph.create_node("call_function", node.target, (whole, index), name=node.name)
         new.meta = {**node.meta, "val": whole.meta["val"][index]}
         new.meta.pop("tensor_meta", None)
+        if whole in self._trained:
+            self._trained.add(new)
         return new
 
     # Operations
@@ -274,6 +282,10 @@ class GraphRewriter:
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
     ) -> fx.Node:
         """Write one call in place of a node of the old graph; if `recorded`, with the fake value of `place`."""
+        if target in _PRODUCTS and not kwargs:
+            folded = self._folded_product(target, args, place)
+            if folded is not None:
+                return folded
         new = self.graph.create_node("call_function", target, args, kwargs, name=place.name)
         new.meta = {**place.meta}
         if not recorded:
@@ -287,7 +299,37 @@ class GraphRewriter:
             new.meta.pop("unbacked_bindings", None)
         if writes(new):
             self._casts.clear()
+        if args and isinstance(args[0], fx.Node) and args[0] in self._trained and _is_view(new):
+            self._trained.add(new)
         return new
+
+    def _folded_product(self, target: Any, args: Any, place: fx.Node) -> fx.Node | None:
+        """Write a product with a folded batch if PyTorch folds it because a weight requires a gradient (2.13).
+
+        No weight of a program requires one. PyTorch folds the batch of a contiguous factor, too, with the same bits.
+        """
+        other, weight, *bias = args
+        is_left = weight not in self._trained
+        if is_left:
+            other, weight = weight, other
+        value, dims = other.meta["val"], weight.meta["val"].dim()
+        if weight not in self._trained or value.dim() < 3 or dims > 2:
+            return None
+        is_swapped = is_left and dims == 2
+        if not is_swapped and _is_foldable(value.mT if is_left else value):
+            return None
+        self.changed()
+
+        def write(operation: Any, *args: Any) -> fx.Node:
+            return self.add(operation, args, {}, place)
+
+        rows = write(_aten.contiguous.default, write(_aten.mT.default, other) if is_left else other)
+        if is_swapped or target is _aten.linear.default:
+            weight = write(_aten.t.default, weight)
+        product = write(_aten.matmul.default, rows, weight)
+        if is_swapped:
+            return write(_aten.contiguous.default, write(_aten.mT.default, product))
+        return write(_aten.add.Tensor, product, *bias) if any(bias) else product
 
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
         old_value = place.meta.get("val")
@@ -335,6 +377,10 @@ class GraphRewriter:
         with _torch.fake_tensor_context(self._fake_mode):
             new.meta["val"] = source.meta["val"].to(dtype)
         self._casts[source, dtype] = new
+        if (
+            source in self._trained and source.op == "placeholder"
+        ):  # regions keep the cast of a whole weight
+            self._trained.add(new)
         return new
 
     def changed(self) -> None:
@@ -399,6 +445,18 @@ class GraphRewriter:
         name = f"body_{len(self.modules)}"
         self.modules[name] = fx.GraphModule(dict(writer.modules), writer.graph)
         return name, result
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Return True if the result of a node is a view of its first argument that requires a gradient as it does."""
+    is_cast = dtypes_of(node)[:1] != dtypes_of(node.args[0])
+    return kind_of(node.target).is_view and not is_cast and node.target is not _aten.detach.default
+
+
+def _is_foldable(value: Tensor) -> bool:
+    """Return True if all dimensions of a tensor but the last are one dimension of its memory."""
+    pairs = zip(value.stride()[:-2], value.stride()[1:-1], value.shape[1:-1], strict=True)
+    return all(outer == inner * size for outer, inner, size in pairs)
 
 
 def _inside_region(

@@ -202,7 +202,7 @@ def _like(source: Tensor, value: Tensor, upcast: bool) -> Tensor:
     is_stored = not upcast and torch.float32 in dtypes and not SIXTEEN_BIT.isdisjoint(dtypes)
     if not is_stored:
         source = source.to(value.dtype)
-    return nn.Parameter(source, requires_grad=False) if isinstance(value, nn.Parameter) else source
+    return nn.Parameter(source, value.requires_grad) if isinstance(value, nn.Parameter) else source
 
 
 def _listed(names: list[str]) -> str:

@@ -164,7 +164,8 @@ def _observe_operations(
     The results are not compared: under a dispatch mode PyTorch's fused kernels are composed of others.
     """
     uses = {address(w.tensors[0]): WeightUses() for w in weights if w.fixed is None}
-    with unchanged_buffers(model), suppress(ConversionError), UseRecorder(uses, any_layout=True):
+    recorder = UseRecorder(uses, [region.device], any_layout=True)
+    with unchanged_buffers(model), suppress(ConversionError), recorder:
         _run(model, weights, region, examples)
     for weight in weights:
         use = uses.get(address(weight.tensors[0]))
@@ -300,7 +301,10 @@ def _observe(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach() if isinstance(tensor, _ObservedWeight) else tensor
+    if not isinstance(tensor, _ObservedWeight):
+        return tensor
+    trains = tensor.requires_grad and not _torch.is_functorch_active()
+    return tensor.detach().requires_grad_() if trains else tensor.detach()
 
 
 def _observed_view(tensor: Tensor, owner: _ObservedWeight) -> Tensor:

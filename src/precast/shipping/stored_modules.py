@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch import Tensor, is_autocast_enabled, nn
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
@@ -73,11 +73,12 @@ class _StoredModule:
                 or self.lowering.add_current(weight.device_type)
             )
             and innermost_transform() is None
+            and not (weight.trains and is_grad_enabled())
         ):
+            # A region's cast requires no gradient in inference mode.
+            cast = weight.plain if is_inference_mode_enabled() else weight.as_cast
             try:
-                result: Tensor = self.compute(
-                    input, weight.plain, None if bias is None else bias.plain
-                )
+                result: Tensor = self.compute(input, cast, None if bias is None else bias.plain)
             except RuntimeError:  # autocast is off here: float32 and 16 bits cannot be multiplied
                 return super().forward(input)  # type: ignore[misc, no-any-return]
             # The region's dtype is then that of the weights, which costs less than to ask for it.

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
@@ -58,12 +59,16 @@ class StoredWeight(Tensor):
         device_type: the device type that it was converted for.
         thread: the state of the current thread for that device type.
         is_dense: True if its memory layout is that of a cast's result; False if unknown.
+        trains: True if it requires a gradient, as in the original model. PyTorch chooses kernels of products by it.
         plain: the same values in the same memory as a tensor of PyTorch's own class, which functions take without
             checks; replaced when the weight gets other memory.
+        as_cast: `plain`, or the same with a gradient if the weight requires one: a region's cast without gradients.
     """
 
     is_dense: bool = False
+    trains: bool = False
     plain: Tensor
+    as_cast: Tensor
     weight_name: str
     stored_dtype: torch.dtype
     device_type: str
@@ -95,6 +100,8 @@ class StoredWeight(Tensor):
             if func in _GIVE_OTHER_MEMORY:
                 return _with_other_memory(func, args, kwargs or {})
             if not kwargs and _is_common(func, args):
+                if torch.is_inference_mode_enabled():
+                    args = tuple(v.plain if type(v) is StoredParameter else v for v in args)
                 return func(*args)
             kwargs = kwargs or {}
             if func in METADATA:
@@ -105,9 +112,9 @@ class StoredWeight(Tensor):
                 return func(*args, **kwargs)
             dtype = region_dtype(first.device_type)
             if casts_by_rule(func, args, kwargs, first.device_type) and all(
-                _has_cast_layout(weight, dtype) for weight in weights
+                weight.stored_dtype is dtype for weight in weights
             ):
-                return func(*args, **kwargs)
+                return func(*map_tensors(args, _cast), **map_tensors(kwargs, _cast))
             return _call(func, args, kwargs, weights)
 
 
@@ -142,34 +149,46 @@ _GIVE_OTHER_MEMORY: Final[frozenset[Any]] = frozenset(
     [Tensor.data.__set__]  # type: ignore[attr-defined]
     + [getattr(Tensor, name) for name in ("resize_", "resize_as_", "as_strided_", "t_")]
     + [getattr(Tensor, name) for name in ("transpose_", "swapaxes_", "swapdims_")]
-    + [getattr(Tensor, name) for name in ("squeeze_", "unsqueeze_")]
+    + [getattr(Tensor, name) for name in ("squeeze_", "unsqueeze_", "requires_grad_")]
+    + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
-"""Functions that give a tensor other memory, or another layout of it."""
+"""Functions that change a tensor's memory, its layout, or whether it requires a gradient."""
 
 
 def _with_other_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
     weight = args[0]
     if isinstance(weight, StoredParameter):
-        weight.update_layout()
+        weight.update()
     return result
 
 
 class StoredParameter(StoredWeight, nn.Parameter):
     """A parameter that is stored in 16 bits."""
 
-    def __new__(cls, data: Tensor, name: str, device_type: str) -> StoredParameter:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls, data: Tensor, name: str, device_type: str, trains: bool = False
+    ) -> StoredParameter:
         _torch.on_undispatched_call(_dispatch)
-        parameter = nn.Parameter.__new__(cls, data, False)
+        parameter = nn.Parameter.__new__(cls, data, trains)
         described: StoredParameter = _described(parameter, name, data.dtype, device_type)
-        described.update_layout()
+        described.update()
         return described
 
-    def update_layout(self) -> None:
-        """Record the memory of the parameter and its layout."""
+    def update(self) -> None:
+        """Record the memory of the parameter, its layout, and whether it requires a gradient."""
         with _torch.without_subclass_functions():
-            self.plain = self.data
-            self.is_dense = is_dense(self.plain)
+            self.plain = self.as_cast = self.data
+            self.is_dense, self.trains = is_dense(self.plain), self.requires_grad
+            if self.trains:
+                self.as_cast = self.data.requires_grad_()
+
+    def detach(self) -> Tensor:
+        """Detach as `Tensor.detach` does; `nn.Parameter(weight)` gets a weight of the same class, which it needs."""
+        caller = None if torch.compiler.is_dynamo_compiling() else sys._getframe(1).f_code
+        if caller is nn.Parameter.__new__.__code__:
+            return StoredParameter(_plain(self), self.weight_name, self.device_type)
+        return super().detach()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Set the memory as `Tensor.set_` does, which alone does not call `__torch_function__` (2.13)."""
@@ -179,7 +198,7 @@ class StoredParameter(StoredWeight, nn.Parameter):
         return _deep_copied(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return StoredParameter, (_plain(self), self.weight_name, self.device_type)
+        return StoredParameter, (_plain(self), self.weight_name, self.device_type, self.trains)
 
 
 class StoredBuffer(StoredWeight):
@@ -229,9 +248,15 @@ def _plain(weight: Tensor) -> Tensor:
 
 def _deep_copied(weight: StoredWeight, memo: dict[int, Any]) -> Any:
     if id(weight) not in memo:
-        new = StoredParameter if isinstance(weight, StoredParameter) else stored_buffer
         values = _plain(weight).clone(memory_format=torch.preserve_format)
-        memo[id(weight)] = new(values, weight.weight_name, weight.device_type)
+        arguments = values, weight.weight_name, weight.device_type
+        is_parameter = isinstance(weight, StoredParameter)
+        new = (
+            StoredParameter(*arguments, weight.trains)
+            if is_parameter
+            else stored_buffer(*arguments)
+        )
+        memo[id(weight)] = new
     return memo[id(weight)]
 
 
@@ -241,16 +266,16 @@ def _stored_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StoredWeig
     return [value for value in values if isinstance(value, StoredWeight)]
 
 
-def _has_cast_layout(weight: StoredWeight, dtype: torch.dtype | None) -> bool:
-    """Return True if a weight equals a cast to `dtype`, including the memory layout."""
-    return weight.stored_dtype is dtype and is_dense(weight)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Return a weight with the memory layout of a cast's result."""
-    if not isinstance(tensor, StoredWeight) or is_dense(tensor):
+def _cast(tensor: Tensor) -> Tensor:
+    """Return a weight with the memory layout of a region's cast, and with a gradient where that cast requires one."""
+    if not isinstance(tensor, StoredWeight):
         return tensor
-    return tensor.data.clone(memory_format=torch.preserve_format)
+    cast = tensor if is_dense(tensor) else tensor.clone(memory_format=torch.preserve_format)
+    if torch.is_grad_enabled() or not tensor.requires_grad:
+        return cast
+    # Without gradients, a region keeps the casts of whole weights, and these require one (2.13).
+    is_kept = isinstance(tensor, StoredParameter) and not torch.is_inference_mode_enabled()
+    return cast.detach().requires_grad_(is_kept)
 
 
 _REMEMBERED: Final[dict[Any, bool]] = {}
@@ -333,7 +358,7 @@ def _call_with_stored(
     """Call a function that accepts 16-bit weights."""
     if is_view:
         return _views(func(*args, **kwargs), weights)
-    result = func(*map_tensors(args, _compact), **map_tensors(kwargs, _compact))
+    result = func(*map_tensors(args, _cast), **map_tensors(kwargs, _cast))
     return map_tensors(result, _cast_copy)
 
 
