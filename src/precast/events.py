@@ -13,7 +13,12 @@ from precast._internal.events import (
     StepEvent,
     TensorRange,
 )
-from precast.diagnostics.comparison.difference import Cause, GrowthPoint, StepDistance
+from precast.diagnostics.comparison.difference import (
+    Cause,
+    GrowthPoint,
+    StepDistance,
+    TokenDistance,
+)
 from precast.report.saved_trace import (
     ChangedOperation,
     Explanation,
@@ -58,6 +63,7 @@ __all__ = [
     "StepEvent",
     "StoredAs",
     "TensorRange",
+    "TokenDistance",
     "TraceDifference",
     "TraceTotals",
     "TracedModule",

@@ -98,13 +98,16 @@ def test_the_first_operation_in_16_bits_is_the_cause() -> None:
 
 
 @pytest.mark.parametrize("form", ["attached", "converted", "exported"])
-def test_a_model_to_ship_agrees_with_its_region(form: str) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize("split", [1, 8])
+def test_a_model_to_ship_agrees_with_its_region(form: str, split: int) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
-    setting = precast.Setting("default", torch.bfloat16, form)  # type: ignore[arg-type]
+    setting = precast.Setting("default", torch.bfloat16, form, split=split)  # type: ignore[arg-type]
     x = torch.randn(8, 16)
-    difference = precast.compare_settings(model, x, a=BFLOAT16, b=setting, bound=1e-6)
+    difference = precast.compare_settings(model, x, a=BFLOAT16, b=setting, bound=1e-2)
     assert difference.within_bound, difference
+    assert difference.steps[0].output is not None
+    kinds = {each.kind for each in difference.causes}
+    assert not kinds, difference  # weights in 16 bits give the same results
 
 
 def test_equal_settings_have_no_cause() -> None:
@@ -131,6 +134,11 @@ def test_a_bound_out_of_reach_is_said() -> None:
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ComparisonError, match="needs a policy"):
         precast.Setting(form="converted")
+    with pytest.raises(ComparisonError, match="expected at least 1"):
+        precast.Setting(split=0)
+    parts = precast.Setting(split=3)
+    with pytest.raises(ComparisonError, match="the batch has 8 rows"):
+        precast.compare_settings(nn.ReLU(), torch.randn(8, 4), a=precast.Setting(), b=parts)
     with pytest.raises(ComparisonError, match="expected one of region, attached"):
         precast.Setting("default", form="fast")  # type: ignore[arg-type]
     with pytest.raises(ComparisonError, match=r"expected a torch\.nn\.Module, got int"):

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from math import log2
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from tools.site.pictures import STYLES, file_name
 __all__ = ["DRAWINGS", "draw"]
 
 _INK = {"light": "#1f2328", "dark": "#e6edf3"}
+_EQUAL = 1e-9
+"""The distance at which equal results are drawn."""
 _GRID = {"light": "#d0d7de", "dark": "#3d444d"}
 _COLORS = {"light": ("#1f6feb", "#d1570a", "#2da44e"), "dark": ("#6cb6ff", "#f69d50", "#57ab5a")}
 
@@ -133,6 +136,26 @@ def _scaler(program: Any) -> _Paint:
     return paint
 
 
+def _growth(program: Any) -> _Paint:
+    results = {}
+    for title, comparison in program.COMPARISONS.items():
+        with TemporaryDirectory() as folder:
+            results[title] = comparison(Path(folder)).growth
+
+    def paint(figure: Figure, colors: tuple[str, ...]) -> None:
+        for axes, (title, points) in zip(figure.subplots(2, 2).flat, results.items(), strict=True):
+            names = [point.module.removeprefix("blocks.") or "model" for point in points]
+            distances = [max(point.distance, _EQUAL) for point in points]
+            axes.plot(range(len(points)), distances, "o-", markersize=3, color=colors[0])
+            axes.set_xticks(range(len(points)), names, rotation=90, fontsize=6)
+            axes.set_title(title, fontsize=10)
+            axes.set(yscale="log", ylim=(_EQUAL / 3, 1))
+            axes.grid(linewidth=0.5)
+        figure.supylabel("relative distance; at the bottom: equal", fontsize=9)
+
+    return paint
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -141,5 +164,6 @@ DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Any], _Paint]]] = {
     "07_limits.py": ((7, 2.4), _formats),
     "08_checkerboard.py": ((7, 4.6), _checkerboard),
     "08_scaler.py": ((7, 3.8), _scaler),
+    "two_runs.py": ((7, 5.2), _growth),
 }
 """By the program's file name: the size in inches, and what computes once and then paints in each style."""

@@ -32,9 +32,26 @@ __all__ = ["compare"]
     metavar="FILE",
     help="Also write the result as a page, FILE.html.",
 )
+@click.option(
+    "--model",
+    metavar="MODULE:FACTORY",
+    help="The function that makes the model: search for the policy that cures the difference.",
+)
+@click.option(
+    "--data",
+    metavar="MODULE:NAME",
+    help="For --model: an input of the model, or a function that returns one.",
+)
 @json_option
 def compare(
-    a: Path | None, b: Path | None, *, bound: float, page: Path | None, as_json: bool
+    a: Path | None,
+    b: Path | None,
+    *,
+    bound: float,
+    page: Path | None,
+    model: str | None,
+    data: str | None,
+    as_json: bool,
 ) -> None:
     """Find the first difference of two runs, and its cause.
 
@@ -43,13 +60,20 @@ def compare(
     """
     if a is None or b is None:
         raise click.UsageError("expected two files, as in `precast compare a.run b.run`")
+    if (model is None) != (data is None):
+        raise click.UsageError("--model and --data go together.")
     from rich.console import Console
 
     from precast.diagnostics.comparison.comparing import compare as compare_files
 
     try:
         difference = compare_files(a, b, bound=bound)
-    except ComparisonError as error:
+        if model is not None and data is not None:
+            from precast.cli.python_objects import load_example, load_model
+            from precast.tuning.setting_comparison import cure
+
+            difference = cure(load_model(model), load_example(data), difference)
+    except (ComparisonError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     if page is not None:
         difference.save(page.with_suffix(".html"))

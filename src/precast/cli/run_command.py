@@ -60,6 +60,15 @@ def _steps(text: str) -> tuple[int, int]:
 @click.option(
     "--modules", metavar="PATTERN", default="", help="Record these modules only, as in 'layers.3*'."
 )
+@click.option(
+    "--logits", metavar="MODULE", help="Record probabilities of tokens from this module's result."
+)
+@click.option(
+    "--split",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Also record each of N parts of a batch, to compare with a run of the parts.",
+)
 @click.option("--open", "opens", is_flag=True, help="Open the page in a browser at the end.")
 @click.option("--health", is_flag=True, help="Also watch for overflow and underflow.")
 @click.option(
@@ -81,6 +90,8 @@ def run(
     level: str,
     every: int,
     modules: str,
+    logits: str | None,
+    split: int,
     opens: bool,
     health: bool,
     merges: bool,
@@ -129,9 +140,9 @@ def run(
         is_default = source is click.core.ParameterSource.DEFAULT
         if problem := refusal(record.absolute(), "--record"):
             raise click.UsageError(problem)
-        recorded = RunRecording(
-            record.absolute(), level, every, None if is_default else steps, modules
-        )
+        options = {"level": level, "every": every, "modules": modules, "logits": logits}
+        options |= {"steps": None if is_default else steps, "split": split}
+        recorded = RunRecording(record.absolute(), options)
     Session(target, files, policy, steps, health, opens, recorded).run()
 
 

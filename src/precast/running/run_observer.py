@@ -24,8 +24,7 @@ from precast import _torch
 from precast._internal.display import plural
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast._internal.records import from_json
-from precast.diagnostics.comparison.recording import Recording
-from precast.diagnostics.comparison.selection import Selection
+from precast.diagnostics.comparison.recording import Recording, record
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in
@@ -102,11 +101,9 @@ class RunObserver:
         self._ends.callback(self._scalers.stop)
         os.register_at_fork(after_in_child=self.stop)
 
-    def record(
-        self, path: Path, level: Any, every: int, steps: tuple[int, int] | None, modules: str
-    ) -> None:
-        """Also record the run for a comparison."""
-        self.recording = Recording(path, None, Selection(level, every, steps, modules))
+    def record(self, path: Path, options: dict[str, Any]) -> None:
+        """Also record the run for a comparison, with the options of `precast.record`."""
+        self.recording = record(path, **options)
         self._ends.enter_context(self.recording)
 
     def stop(self) -> None:

@@ -34,10 +34,7 @@ class RunRecording(NamedTuple):
     """The recording of a run for `precast compare`: its file, and the arguments of `precast.record`."""
 
     path: Path
-    level: str
-    every: int
-    steps: tuple[int, int] | None
-    modules: str
+    options: dict[str, Any]
 
 
 @dataclass

@@ -20,12 +20,14 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from precast._internal.pytree import tensors_in
+from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.diagnostics.comparison.comparing import compare
 from precast.diagnostics.comparison.difference import RunDifference
+from precast.diagnostics.comparison.ranks import files_of
 from precast.diagnostics.comparison.recording import record
+from precast.diagnostics.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 from precast.policy.policy import Policy, Precision
 from precast.policy.shortest_text import whole_file
@@ -34,7 +36,7 @@ from precast.shipping.exported import export
 from precast.tuning.precision_cure import float32_groups, smallest_set
 from precast.tuning.setups import copy_model, current_time, preserved_random_states, seed_all
 
-__all__ = ["Form", "Setting", "compare_settings"]
+__all__ = ["Form", "Setting", "compare_settings", "cure"]
 
 Form = Literal["region", "attached", "converted", "exported", "compiled"]
 _FORMS: Final = get_args(Form)
@@ -52,21 +54,25 @@ class Setting:
         form: "region" runs the model as it is, "attached" with held weights, "converted" and "exported" as `convert`
             and `export` return it, "compiled" with `torch.compile`.
         device: the device, such as "cuda"; None for the model's own.
+        split: the number of equal parts of the batch that are computed one by one.
 
     Raises:
-        ComparisonError: a form without a policy, or an unknown form.
+        ComparisonError: a form without a policy, an unknown form, or a split below 1.
     """
 
     policy: Policy | str | os.PathLike[str] | None = None
     dtype: torch.dtype | None = None
     form: Form = "region"
     device: str | None = None
+    split: int = 1
 
     def __post_init__(self) -> None:
         if self.form not in _FORMS:
             raise ComparisonError(
                 f"Setting(form=...): expected one of {', '.join(_FORMS)}, got {self.form!r}"
             )
+        if self.split < 1:
+            raise ComparisonError(f"Setting(split=...): expected at least 1, got {self.split}")
         if self.policy is None and self.form in {"attached", "converted", "exported"}:
             raise ComparisonError(
                 f"Setting(form={self.form!r}) needs a policy, as in Setting('default', form={self.form!r})"
@@ -107,13 +113,37 @@ def compare_settings(
         )
     with preserved_random_states(), torch.no_grad(), tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("a.run", "b.run")]
-        for setting, file in zip((a, b), files, strict=True):
-            _run(model, batch, setting, file)
+        for setting, other, file in zip((a, b), (b, a), files, strict=True):
+            _run(model, batch, setting, file, other.split if setting.split == 1 else 1)
         difference = compare(*files, bound=bound)
         difference = replace(difference, a=_name(a), b=_name(b))
-        if difference.within_bound or b.policy is None:
-            return difference
         return _cured(model, batch, a, b, difference)
+
+
+def cure(model: nn.Module, batch: Any, difference: RunDifference) -> RunDifference:
+    """Return the difference of two recordings with the policy that cures it, for their model and a batch.
+
+    Raises:
+        ComparisonError: the result of the model has no floating-point tensor.
+        TuningError: the model cannot be copied.
+    """
+    a, b = (_recorded_setting(Path(each)) for each in (difference.a, difference.b))
+    with preserved_random_states(), torch.no_grad():
+        return _cured(model, batch, a, b, difference)
+
+
+def _recorded_setting(path: Path) -> Setting:
+    """Return the region around the model in a recording."""
+    reader = RecordingReader(files_of(path)[0])
+    recorded = next((part.setting for part in reader.parts() if part.setting), None)
+    reader.close()
+    if recorded is None:
+        return Setting()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "policy.toml")
+        file.write_text(recorded["policy"], encoding="utf-8")
+        policy = Policy.load(file)
+    return Setting(policy, getattr(torch, recorded["dtype"]), device=recorded["device"])
 
 
 def _name(setting: Setting) -> str:
@@ -128,9 +158,14 @@ def _name(setting: Setting) -> str:
 def _cured(
     model: nn.Module, batch: Any, a: Setting, b: Setting, difference: RunDifference
 ) -> RunDifference:
-    """Return the difference with its cure; with a note, if the bound cannot be reached."""
+    """Return the difference with its cure, if the bound is exceeded; with a note, if there is none."""
+    if difference.within_bound:
+        return difference
+    if b.policy is None:
+        note = "No cure: the second run is in no region, so no policy changes it."
+        return replace(difference, notes=[*difference.notes, note])
     reference = _run(model, batch, a)
-    base = b.policy if isinstance(b.policy, Policy) else Policy.load(b.policy or "default")
+    base = _policy(b.policy)
 
     def policy_for(modules: frozenset[str]) -> Policy:
         return base.replace(name=_CURED, modules=dict.fromkeys(sorted(modules), Precision.FP32))
@@ -158,19 +193,25 @@ def _searched(form: Form) -> Form:
     return "region" if form in {"converted", "exported", "compiled"} else form
 
 
-def _run(model: nn.Module, batch: Any, setting: Setting, file: Path | None = None) -> list[Tensor]:
-    """Return the floating-point results of a copy of the model; also record the run."""
-    with _callable(model, batch, setting) as (module, call):
+def _run(
+    model: nn.Module, batch: Any, setting: Setting, file: Path | None = None, split: int = 1
+) -> list[Tensor]:
+    """Return the floating-point results of a copy of the model; also record the run, with parts of the batch."""
+    with _callable(model, batch, setting) as (module, run, parts):
         seed_all(0)
-        recording = record(file, module) if file is not None else contextlib.nullcontext()
+        recording = contextlib.nullcontext() if file is None else record(file, module, split=split)
         with recording:
-            output = call()
+            output = [run(*args, **kwargs) for args, kwargs in parts]
     results = [
         each.detach().cpu().double() for each in tensors_in(output) if each.is_floating_point()
     ]
+    if setting.split > 1:  # the results of the parts, one below the other
+        count = len(results) // setting.split
+        rows = [each if each.dim() else each[None] for each in results]
+        results = [torch.cat(rows[i::count]) for i in range(count)]
     if not results:
         raise ComparisonError(
-            f"compare_settings: the model returned {type(output).__name__}; expected floating-point tensors"
+            f"compare_settings: the model returned {type(output[0]).__name__}; expected floating-point tensors"
         )
     return results
 
@@ -178,12 +219,16 @@ def _run(model: nn.Module, batch: Any, setting: Setting, file: Path | None = Non
 @contextlib.contextmanager
 def _callable(
     model: nn.Module, batch: Any, setting: Setting
-) -> Iterator[tuple[nn.Module, Callable[[], Any]]]:
-    """Yield a copy of the model under a setting, and a function that runs it on the batch."""
+) -> Iterator[tuple[nn.Module, Callable[..., Any], list[Any]]]:
+    """Yield a copy of the model under a setting, a function that runs it, and copies of the arguments of its calls."""
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     device = torch.device(setting.device or device)
     module = copy_model(model).to(device)
-    args, kwargs = _arguments(_moved(batch, device))
+    parts = [
+        _arguments(each)
+        for each in _parts(map_tensors(batch, lambda each: each.to(device)), setting.split)
+    ]
+    args, kwargs = parts[0]
     policy = None if setting.policy is None else _policy(setting.policy)
     with contextlib.ExitStack() as stack:
         if policy is not None and setting.form in {"region", "attached", "compiled"}:
@@ -201,7 +246,21 @@ def _callable(
         elif setting.form == "compiled":
             run = torch.compile(module)
             run(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        yield module, lambda: run(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        yield module, run, copy.deepcopy(parts)
+
+
+def _parts(batch: Any, split: int) -> list[Any]:
+    """Return equal parts of a batch: those of each tensor with as many rows as the first one."""
+    if split == 1:
+        return [batch]
+    size = next((len(each) for each in tensors_in(batch) if each.dim()), 0)
+    if size % split or not size:
+        raise ComparisonError(f"Setting(split={split}): the batch has {size} rows")
+
+    def part(index: int, value: Tensor) -> Tensor:
+        return value.chunk(split)[index] if value.dim() and len(value) == size else value
+
+    return [map_tensors(batch, functools.partial(part, index)) for index in range(split)]
 
 
 def _policy(policy: Policy | str | os.PathLike[str]) -> Policy:
@@ -213,16 +272,6 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, dict):
         return (), batch
     return (batch if isinstance(batch, tuple) else (batch,)), {}
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_moved(each, device) for each in value)
-    return value
 
 
 def _relative_distance(reference: list[Tensor], results: list[Tensor]) -> float:
@@ -239,12 +288,13 @@ def _relative_distance(reference: list[Tensor], results: list[Tensor]) -> float:
 
 def _seconds(model: nn.Module, batch: Any, setting: Setting) -> float:
     """Return the median time of a run under a setting."""
-    with _callable(model, batch, setting) as (module, call):
+    with _callable(model, batch, setting) as (module, run, parts):
         device_type = next((each.device.type for each in module.parameters()), "cpu")
-        call()
+        run(*parts[0][0], **parts[0][1])
         times = []
         for _ in range(_TIMED):
             start = current_time(device_type)
-            call()
+            for args, kwargs in parts:
+                run(*args, **kwargs)
             times.append(current_time(device_type) - start)
     return statistics.median(times)

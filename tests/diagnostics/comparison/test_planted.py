@@ -9,7 +9,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,7 +53,7 @@ def _is_named(cause: Cause | None, truth: Planted) -> bool:
     return in_place and (not truth.operations or not names.isdisjoint(truth.operations))
 
 
-def test_faults_are_named(tmp_path: Path) -> None:
+def test_faults_are_named(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     seed = random.randrange(1 << 30)
     cases = list(faults.cases(seed, COUNT))
     _record_sound_runs(tmp_path, {network for network, _, _ in cases})
@@ -68,6 +68,8 @@ def test_faults_are_named(tmp_path: Path) -> None:
         assert not difference.equal, (network, name, place)
         if not _is_named(difference.cause, truth):
             missed.append((network, name, place, difference.cause))
+    record_property("cases", len(cases) - len(missed))
+    print(f"{len(cases) - len(missed)} of {len(cases)} causes named, seed {seed}", missed)
     assert len(missed) <= 0.05 * len(cases), missed
 
 

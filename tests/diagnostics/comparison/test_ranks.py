@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import precast
 from precast.errors import ComparisonError
 
 STEPS = 3
+ROOT = Path(__file__).parents[3]
 Change = Callable[[nn.Module, int, int], None]
 
 
@@ -97,7 +100,35 @@ def test_other_numbers_of_processes_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(tmp_path / "a.run", monkeypatch)
-    _run(tmp_path / "b.run", monkeypatch, ranks=2)
-    with pytest.raises(ComparisonError, match="as many processes"):
-        precast.compare(tmp_path / "a.run", tmp_path / "b.run")
+    for name, ranks, message in (("b", 2, "as many processes"), ("c", 1, "split=3")):
+        _run(tmp_path / f"{name}.run", monkeypatch, ranks=ranks)
+        with pytest.raises(ComparisonError, match=message):
+            precast.compare(tmp_path / "a.run", tmp_path / f"{name}.run")
     assert precast.compare(tmp_path / "a.rank0.run", tmp_path / "b.rank0.run").equal
+
+
+def _run_processes(folder: Path, name: str, ranks: int, *drifts: str) -> Path:
+    """Record a training with as many processes, which exchange their gradients."""
+    path = folder / f"{name}.run"
+    command = [sys.executable, "-m", "tests.diagnostics.comparison.ranks_program", str(path)]
+    meeting = str(folder / f"{name}.meeting")
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks), meeting, *drifts], cwd=ROOT)
+        for rank in range(ranks)
+    ]
+    assert [each.wait() for each in processes] == [0] * ranks
+    return path
+
+
+def test_two_processes_are_compared_with_one_and_with_each_other(tmp_path: Path) -> None:
+    one, two = (_run_processes(tmp_path, f"{ranks}", ranks) for ranks in (1, 2))
+    difference = precast.compare(one, two, bound=1e-4)
+    assert difference.within_bound, difference
+    assert difference.cause is None or difference.cause.kind == "order", difference
+    assert {each.module for each in difference.growth} >= {"0", "3", ""}
+    assert all(each.output is not None and each.weights is not None for each in difference.steps)
+    drifted = _run_processes(tmp_path, "drifted", 2, "drifts")
+    for other in (one, two):
+        cause = precast.compare(other, drifted).cause
+        assert cause is not None
+        assert (cause.kind, cause.rank, cause.module) == ("rank", 1, "3" if other is one else "")

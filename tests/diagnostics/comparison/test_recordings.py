@@ -161,6 +161,20 @@ def test_a_pattern_of_writes_into_one_memory_keeps_all_writers(tmp_path: Path) -
     assert "0.1 against 0.2" in cause.difference
 
 
+def test_slices_of_one_tensor_are_inputs_of_their_own(tmp_path: Path) -> None:
+    model, data = nn.Linear(4, 2), torch.randn(6, 4)
+    for name in ("a", "b"):
+        batches = data.split(2)  # views of one memory
+        with precast.record(tmp_path / f"{name}.run", model), torch.no_grad():
+            for batch in batches:
+                model(batch)
+        data = data.clone()
+        data[3] += 1
+    cause = precast.compare(tmp_path / "a.run", tmp_path / "b.run").cause
+    assert cause is not None
+    assert (cause.kind, cause.step) == ("input", 1)
+
+
 def test_a_network_compiled_by_dynamo_is_aligned_at_its_module(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -13,7 +13,7 @@ from precast import _torch
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 
-__all__ = ["argument_text", "is_random", "is_uninitialized", "results_of"]
+__all__ = ["argument_text", "is_asynchronous", "is_random", "is_uninitialized", "results_of"]
 
 _LONGEST: Final = 80
 _WITHOUT_EFFECT: Final = frozenset(
@@ -75,6 +75,11 @@ def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any)
 def is_random(func: Any) -> bool:
     """Return True if an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def is_asynchronous(name: str) -> bool:
+    """Return True for a communication between processes, whose results have no values yet when it returns."""
+    return name.startswith(("c10d::", "_c10d_functional::")) and "wait_tensor" not in name
 
 
 def is_uninitialized(base: str) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -34,9 +34,8 @@ _AMPLIFICATION: Final = 256.0
 _PRODUCTS: Final = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "convolution", "mkldnn_convolution"}
 )
+_LEAVES: Final = frozenset({"weight", "buffer", "input"})
 _LONGEST_CHAIN: Final = 10_000
-_MOST_REPLACED: Final = 8
-"""The most operations of one run alone of which another weight may be the cause: compiled code reads all elsewhere."""
 
 _OTHER_RESULT: Final = (
     "the same inputs give results that differ by {effect}; rounding explains {bound:.2g}: another kernel, or "
@@ -91,18 +90,26 @@ class CauseSearch:
         self._most = most
         self._differs: set[int] = set()
         """Rows of the first run that differ from their partners."""
+        self._kinds: set[str] = set()
+        """The kinds of rows of this step that differ."""
+        self._leaves: dict[int, Cause] = {}
+        """Weights and inputs that differ, until a result that was computed from them differs."""
         self._differed_before = False
         """True if a row of an earlier step differs."""
         self._backward_began = False
 
     @property
     def cause(self) -> Cause | None:
-        """The first cause; rounding, if there is no other."""
+        """The first cause; if there is none, rounding, or a weight or input that differs without a consequence."""
+        for leaf in () if self.causes or self.rounding else self._leaves.values():
+            text = f"{leaf.difference}; the results that read it are equal"
+            return replace(leaf, difference=text)
         return self.causes[0] if self.causes else self.rounding
 
     def examine(self, step: AlignedStep) -> None:
         """Examine the rows of a step."""
         self._differed_before = bool(self._differs)
+        self._kinds.clear()
         self._backward_began = False
         for place, (a, b) in enumerate(step.order):
             if a is None or b is None:
@@ -112,6 +119,7 @@ class CauseSearch:
                 continue
             root = self._root(a, b)
             self._differs.add(a)
+            self._kinds.add(self._a.rows[a].kind)
             if self.first_bit is None:
                 kind = root.cause.kind if root else "unknown"
                 text = root.cause.difference if root else "the bits differ"
@@ -119,19 +127,26 @@ class CauseSearch:
                 self.position = step.step, place
             if root is None:
                 continue
-            if root.is_certain:
-                if len(self.causes) < self._most:
-                    self.causes.append(root.cause)
+            if self._a.rows[a].kind in _LEAVES:
+                self._leaves[a] = root.cause
+            elif root.is_certain:
+                self._add(root.cause)
             else:
                 self.rounding = self.rounding or root.cause
+
+    def _add(self, cause: Cause | None) -> None:
+        if cause is not None and len(self.causes) < self._most:
+            self.causes.append(cause)
 
     # --- one pair ---
 
     def _root(self, a: int, b: int) -> _Root | None:
         row = self._a.rows[a]
-        if row.kind in {"weight", "buffer", "input", "tensor"}:
+        if row.kind in _LEAVES or row.kind == "tensor":
             return self._leaf_root(a, b)
         inputs = self._compare_inputs(row.inputs, self._b.rows[b].inputs)
+        for number in inputs.differing:
+            self._add(self._leaves.pop(number, None))
         alone = self._alone_root(a, b, inputs)
         if alone is not None:
             return alone
@@ -153,7 +168,7 @@ class CauseSearch:
         row, other = self._a.rows[a], self._b.rows[b]
         kind: Kind = "weight" if row.kind in {"weight", "buffer"} else "input"
         if row.kind == "tensor":
-            if any(self._a.steps[each] == self._a.steps[a] for each in self._differs):
+            if self._kinds:
                 return None  # computed by operations that are not recorded, from values that differ
             kind = "unknown" if row.phase != "backward" else "gradient"
         elif self._differed_before and (kind == "weight" or row.dtype.startswith(("float", "bf"))):
@@ -219,7 +234,9 @@ class CauseSearch:
 
     def _gradient_root(self, a: int, b: int, inputs: _Inputs) -> _Root | None:
         row = self._a.rows[a]
-        if not self._is_excessive(a, b, inputs) or (not row.inputs and self._differs_in_step(a)):
+        if not self._is_excessive(a, b, inputs) or (
+            not row.inputs and self._kinds - {"weight", "buffer"}
+        ):
             return None
         text = f"the gradient of {row.name} differs by {_relative(self._effect(a, b))}"
         return _Root(self._cause(a, b, "gradient", text), is_certain=True)
@@ -356,13 +373,6 @@ class CauseSearch:
         """Return True for the gradient of a module's result, whose inputs a recording of modules does not have."""
         return (
             row.kind == "output" and row.phase == "backward" and not row.inputs and inputs.are_equal
-        )
-
-    def _differs_in_step(self, a: int) -> bool:
-        step = self._a.steps[a]
-        return any(
-            self._a.steps[each] == step and self._a.rows[each].kind not in {"weight", "buffer"}
-            for each in self._differs
         )
 
     # --- amounts ---

@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from precast.diagnostics.comparison.aligned_steps import (
     AlignedStep,
     StepAligner,
     StepRows,
-    steps_of,
+    Tokens,
+    joined_steps,
 )
 from precast.diagnostics.comparison.cause_search import CauseSearch
-from precast.diagnostics.comparison.difference import GrowthPoint, RunDifference, StepDistance
+from precast.diagnostics.comparison.difference import (
+    GrowthPoint,
+    RunDifference,
+    StepDistance,
+    TokenDistance,
+)
 from precast.diagnostics.comparison.ranks import (
     RankDifference,
-    check_ranks,
     drifted_replica,
     files_of,
     merged,
+    pairs_of_files,
 )
 from precast.diagnostics.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
@@ -48,47 +54,82 @@ def compare(
     if not (bound >= 0 and math.isfinite(bound)):
         raise ComparisonError(f"compare(bound=...): expected a number of at least 0, got {bound!r}")
     files_a, files_b = files_of(Path(a)), files_of(Path(b))
-    check_ranks(files_a, files_b)
-    ranks = [_compare_files(*pair, bound) for pair in zip(files_a, files_b, strict=True)]
-    if len(ranks) == 1:
+    ranks = [_compare_files(*pair, bound) for pair in pairs_of_files(files_a, files_b)]
+    if len(files_a) == len(files_b) == 1:
         return ranks[0].difference
     return merged(str(a), str(b), ranks, (drifted_replica(files_a), drifted_replica(files_b)))
 
 
-def _compare_files(a: Path, b: Path, bound: float) -> RankDifference:
+def _compare_files(a: Sequence[Path], b: Sequence[Path], bound: float) -> RankDifference:
     with contextlib.ExitStack() as stack:
-        readers = [RecordingReader(path) for path in (a, b)]
-        for reader in readers:
+        runs = [[RecordingReader(path) for path in files] for files in (a, b)]
+        for reader in (*runs[0], *runs[1]):
             stack.callback(reader.close)
-        return _compare(readers[0], readers[1], bound)
+        return _compare(runs[0], runs[1], bound)
 
 
-def _compare(one: RecordingReader, other: RecordingReader, bound: float) -> RankDifference:
-    aligner = StepAligner()
+def _splits(a: Sequence[RecordingReader], b: Sequence[RecordingReader]) -> tuple[int, int]:
+    """Return the number of parts that each run measured of a batch: equal, or 1 for the run that computed the parts."""
+    split_a, split_b = a[0].header.split, b[0].header.split
+    for parts, split, whole in ((a, split_b, b), (b, split_a, a)):
+        if len(parts) > 1 and split != len(parts):
+            raise ComparisonError(
+                f"{whole[0].path} is of one process, and {parts[0].path} of {len(parts)}: record the one with "
+                f"split={len(parts)} (`--split {len(parts)}`), or compare two files"
+            )
+    if split_a != split_b and 1 not in (split_a, split_b):
+        raise ComparisonError(f"the batches were split into {split_a} parts and into {split_b}")
+    is_same_batch = len(a) == len(b) == 1 and _first_shape(a[0].path) == _first_shape(b[0].path)
+    return (1, 1) if is_same_batch else (split_a, split_b)
+
+
+def _first_shape(path: Path) -> tuple[int, ...] | None:
+    """Return the shape of the program's first input."""
+    reader = RecordingReader(path)
+    rows = (row for part in reader.parts() for row in part.rows)
+    shape = next((row.shape for row in rows if row.kind == "input"), None)
+    reader.close()
+    return shape
+
+
+def _compare(
+    a: Sequence[RecordingReader], b: Sequence[RecordingReader], bound: float
+) -> RankDifference:
+    one, other = a[0], b[0]
+    split_a, split_b = _splits(a, b)
+    aligner = StepAligner(1 if split_a == split_b else max(split_a, split_b))
     search = CauseSearch(aligner)
     notes: dict[str, None] = {}
+    if split_a != split_b:
+        notes[
+            "One run computed the parts of a batch: sums over the batch, as losses, were not compared."
+        ] = None
     levels = {one.header.level, other.header.level}
     if len(levels) > 1:
         notes["One file has operations and the other modules only: modules were compared."] = None
     steps: list[StepDistance] = []
     growth: list[GrowthPoint] = []
     pairs = 0
-    for step_a, step_b in _same_steps(steps_of(one, notes), steps_of(other, notes), notes):
+    steps_a = joined_steps(a, notes, split_b if split_a == 1 == len(a) else 1)
+    steps_b = joined_steps(b, notes, split_a if split_b == 1 == len(b) else 1)
+    for step_a, step_b in _same_steps(steps_a, steps_b, notes):
         aligned = aligner.align(step_a, step_b)
         search.examine(aligned)
-        steps.append(_distances(aligner, aligned))
-        if not growth and search.first_bit is not None:
+        steps.append(_distances(aligner, aligned, step_a.tokens, step_b.tokens))
+        if search.first_bit is not None and not any(point.distance for point in growth):
             growth = _growth(aligner, aligned)
         pairs += sum(a is not None and b is not None for a, b in aligned.order)
     _check(one, other, pairs)
     notes.update(dict.fromkeys(_endings(one, other)))
+    equal = search.first_bit is None
     amounts = [amount for each in steps for amount in (each.output, each.loss, each.weights)]
+    recorded = [each for each in amounts if each is not None] or [each.distance for each in growth]
     difference = RunDifference(
         a=str(one.path),
         b=str(other.path),
-        equal=search.first_bit is None,
+        equal=equal,
         bound=bound,
-        distance=max((each for each in amounts if each is not None), default=0.0),
+        distance=max(recorded, default=0.0 if equal else math.inf),
         first_bit=search.first_bit,
         cause=search.cause or search.first_bit,
         causes=search.causes,
@@ -140,8 +181,11 @@ def _endings(one: RecordingReader, other: RecordingReader) -> Iterator[str]:
         yield f"PyTorch {one.header.torch} against {other.header.torch}."
 
 
-def _distances(aligner: StepAligner, step: AlignedStep) -> StepDistance:
+def _distances(
+    aligner: StepAligner, step: AlignedStep, tokens_a: Tokens, tokens_b: Tokens
+) -> StepDistance:
     """Return the relative distances of one step."""
+    divergence = 0.0
     groups: dict[str, list[tuple[float, float]]] = {}
     last_output: tuple[int, int] | None = None
     for a, b in step.order:
@@ -150,15 +194,28 @@ def _distances(aligner: StepAligner, step: AlignedStep) -> StepDistance:
         row = aligner.a.rows[a]
         if row.kind == "output" and row.phase == "forward" and not row.module:
             last_output = a, b
+        if row.kind == "logits":
+            # 2 |sqrt(p) - sqrt(q)|^2 is the divergence of p and q up to the third order of their difference.
+            positions = math.prod(row.shape[:-1])
+            divergence = 2 * aligner.distance(a, b)[0] ** 2 / max(positions, 1)
         if row.kind in {"loss", "gradient", "update"}:
-            equal = aligner.a.bits[a] == aligner.b.bits[b]
-            distance, norm = aligner.distance(a, b)
-            groups.setdefault(row.kind, []).append((0.0 if equal else distance, norm))
-    output = None if last_output is None else _relative(aligner, *last_output)
+            groups.setdefault(row.kind, []).append(aligner.distance(a, b))
+    output = None if last_output is None else aligner.relative_distance(*last_output)
     together = {kind: _combined(pairs) for kind, pairs in groups.items()}
     return StepDistance(
-        step.step, output, together.get("loss"), together.get("gradient"), together.get("update")
-    )
+        step.step, output, together.get("loss"), together.get("gradient"), together.get("update"),
+        _token_distance(tokens_a, tokens_b, divergence),
+    )  # fmt: skip
+
+
+def _token_distance(a: Tokens, b: Tokens, divergence: float) -> TokenDistance | None:
+    """Return the difference of the probabilities of tokens; None without logits in both runs."""
+    count = len(a[0])
+    if not count or len(b[0]) != count:
+        return None
+    logarithms = [abs(one - other) for one, other in zip(a[1], b[1], strict=True)]
+    flips = sum(one != other for one, other in zip(a[0], b[0], strict=True))
+    return TokenDistance(count, flips, math.fsum(logarithms) / count, max(logarithms), divergence)
 
 
 def _combined(pairs: list[tuple[float, float]]) -> float:
@@ -167,22 +224,13 @@ def _combined(pairs: list[tuple[float, float]]) -> float:
     return distance / norm if norm else (math.inf if distance else 0.0)
 
 
-def _relative(aligner: StepAligner, a: int, b: int) -> float:
-    equal = aligner.a.bits[a] == aligner.b.bits[b]
-    return 0.0 if equal else aligner.relative_distance(a, b)
-
-
 def _growth(aligner: StepAligner, step: AlignedStep) -> list[GrowthPoint]:
     """Return the distances of the results of modules in forward, in the order of the program."""
     points = [
-        GrowthPoint(aligner.a.rows[a].module, _relative(aligner, a, b))
+        GrowthPoint(aligner.a.rows[a].module, aligner.relative_distance(a, b))
         for a, b in step.order
         if a is not None
         and b is not None
-        and _is_result(aligner.a.rows[a].kind, aligner.a.rows[a].phase)
+        and (aligner.a.rows[a].kind, aligner.a.rows[a].phase) == ("output", "forward")
     ]
     return points[:: -(-len(points) // _MOST_GROWTH)] if points else []
-
-
-def _is_result(kind: str, phase: str) -> bool:
-    return kind == "output" and phase == "forward"

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from precast._internal import atomic_write
 from precast._internal.version import __version__
 
-__all__ = ["KINDS", "Cause", "GrowthPoint", "Kind", "RunDifference", "StepDistance"]
+__all__ = ["KINDS", "Cause", "GrowthPoint", "RunDifference", "StepDistance", "TokenDistance"]
 
 Kind = Literal[
     "weight", "input", "random", "dtype", "rule", "operation", "mode", "order", "gradient", "optimizer",
@@ -68,10 +68,29 @@ class Cause:
 
 @dataclass(frozen=True)
 class GrowthPoint:
-    """The relative distance of the results of a module, in the step of the first difference."""
+    """The relative distance of the results of a module, in the first step where any differs."""
 
     module: str
     distance: float
+
+
+@dataclass(frozen=True)
+class TokenDistance:
+    """The difference of the probabilities of tokens in one step, where both runs recorded logits.
+
+    Attributes:
+        positions: the number of positions.
+        flips: the number of positions where the likeliest token is another one.
+        logprob_mean: the mean absolute difference of the logarithms of probabilities.
+        logprob_max: the largest one.
+        kl: the mean Kullback-Leibler divergence, estimated for distributions that are close to each other.
+    """
+
+    positions: int
+    flips: int
+    logprob_mean: float
+    logprob_max: float
+    kl: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +102,7 @@ class StepDistance:
     loss: float | None = None
     gradients: float | None = None
     weights: float | None = None
+    tokens: TokenDistance | None = None
 
 
 @dataclass
@@ -98,7 +118,7 @@ class RunDifference:
         first_bit: the first tensor that differs in a bit; None if none does.
         cause: the first cause; None if nothing differs.
         causes: further causes, in the order of the program, the first one included.
-        growth: the distance along the modules, in the step of the first difference.
+        growth: the distance along the modules, in the first step where one of them differs.
         steps: the distances in each step.
         cure: the policy that brings the distance under the bound, as text; None without a model.
         cure_seconds: the time of a run under that policy relative to the second run; None without a cure.
@@ -148,7 +168,7 @@ class RunDifference:
     def sentences(self) -> list[str]:
         """Return the result as sentences: the first difference, the cause, the growth, the cure."""
         if self.equal:
-            return ["Equal: no tensor that both runs recorded differs in a bit.", *self.notes]
+            return ["Equal: no tensor that both runs recorded differs in a bit.", *self.remarks()]
         assert self.first_bit is not None
         assert self.cause is not None
         verdict = "within" if self.within_bound else "more than"
@@ -161,7 +181,28 @@ class RunDifference:
         if self.cure is not None:
             time = "" if self.cure_seconds is None else f", {self.cure_seconds:.2f} times its time"
             lines.append(f"Cure: this policy for the second run{time}:\n{self.cure}")
-        return [*lines, *self.notes]
+        return [*lines, *self.remarks()]
+
+    def remarks(self) -> list[str]:
+        """Return what is said after the cause: the tokens, the search for a cure, and the notes."""
+        remarks = []
+        tokens = [each.tokens for each in self.steps if each.tokens is not None]
+        count = sum(each.positions for each in tokens)
+        if count:
+            flips = sum(each.flips for each in tokens)
+            mean = sum(each.logprob_mean * each.positions for each in tokens) / count
+            most = max(each.logprob_max for each in tokens)
+            divergence = sum(each.kl * each.positions for each in tokens) / count
+            remarks.append(
+                f"{flips} of {count} likeliest tokens are others. Logarithms of probabilities differ by {mean:.2g} on "
+                f"average and by at most {most:.2g}; the KL divergence is {divergence:.2g}."
+            )
+        has_answer = self.cure is not None or any(each.startswith("No cure") for each in self.notes)
+        if not (self.within_bound or has_answer):
+            remarks.append(
+                "No cure was searched. Name the model and a batch: --model MODULE:FACTORY --data MODULE:NAME."
+            )
+        return [*remarks, *self.notes]
 
     def __str__(self) -> str:
         return "\n".join(self.sentences())

@@ -16,7 +16,7 @@ from precast.diagnostics.comparison.difference import Cause, RunDifference
 from precast.diagnostics.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 
-__all__ = ["RankDifference", "check_ranks", "drifted_replica", "files_of", "merged"]
+__all__ = ["RankDifference", "drifted_replica", "files_of", "merged", "pairs_of_files"]
 
 
 class RankDifference(NamedTuple):
@@ -37,13 +37,18 @@ def files_of(path: Path) -> list[Path]:
     return files or [path]
 
 
-def check_ranks(a: Sequence[Path], b: Sequence[Path]) -> None:
-    """Refuse runs of different numbers of processes."""
-    if len(a) != len(b):
-        raise ComparisonError(
-            f"{len(a)} files of {a[0]} and {len(b)} of {b[0]}: expected runs of as many processes. "
-            f"Compare two of them, as in `precast compare {a[0]} {b[0]}`"
-        )
+def pairs_of_files(
+    a: Sequence[Path], b: Sequence[Path]
+) -> list[tuple[Sequence[Path], Sequence[Path]]]:
+    """Return the files that are compared: rank by rank, or all ranks of one run with the other run's only one."""
+    if len(a) == len(b):
+        return [([one], [other]) for one, other in zip(a, b, strict=True)]
+    if 1 in (len(a), len(b)):
+        return [(a, b)]
+    raise ComparisonError(
+        f"{len(a)} files of {a[0]} and {len(b)} of {b[0]}: expected runs of as many processes, or one of one. "
+        f"Compare two of them, as in `precast compare {a[0]} {b[0]}`"
+    )
 
 
 def merged(
@@ -59,7 +64,7 @@ def merged(
     """
     first = min(ranks, key=lambda each: each.position)
     result = first.difference
-    is_alone = sum(each.position == first.position for each in ranks) == 1
+    is_alone = len(ranks) > 1 and sum(each.position == first.position for each in ranks) == 1
     cause, drift = result.cause, drifts[1] if drifts[0] is None else None
     if cause is not None and is_alone:
         text = f"rank {first.rank} differs before the others: {cause.kind}: {cause.difference}"

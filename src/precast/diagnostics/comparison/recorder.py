@@ -10,9 +10,10 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.display import plural
+from precast._internal.display import dtype_name, plural
 from precast._internal.pytree import tensors_in
 from precast.diagnostics.comparison.call_arguments import (
     argument_text,
+    is_asynchronous,
     is_random,
     is_uninitialized,
     results_of,
@@ -42,8 +44,9 @@ from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, dtype_of, kind_of
 from precast.policy.module_names import named_buffers, named_parameters
 from precast.policy.policy import Policy
+from precast.policy.shortest_text import whole_file
 
-__all__ = ["RunRecorder"]
+__all__ = ["Logits", "RunRecorder"]
 
 _MOST_ROWS: Final = 20_000
 """The most rows of one step."""
@@ -51,12 +54,24 @@ _MOST_WAITING: Final = 1024
 """The most rows that wait for the end of a step."""
 _MOST_RESULTS: Final = 4
 """The most results of one operation that are measured, other than tensors in lists that it writes."""
+_OF_BATCH: Final = frozenset({"operation", "output", "tensor", "input", "logits"})
+"""The kinds of rows whose tensors may be split into parts of the batch."""
+_MOST_TOKENS: Final = 16_384
+"""The most positions of logits whose token and probability are recorded."""
+
+Logits = str | Callable[[Any], Tensor]
 
 
 class RunRecorder(OperationListener):
     """Records one run in one thread."""
 
-    def __init__(self, writer: RecordingWriter, selection: Selection) -> None:
+    def __init__(
+        self,
+        writer: RecordingWriter,
+        selection: Selection,
+        logits: Logits | None,
+        before_call: Callable[[], None],
+    ) -> None:
         self.failures = Failures()
         self.step = 0
         self._writer = writer
@@ -69,8 +84,15 @@ class RunRecorder(OperationListener):
         self._rules: list[tuple[Operation, Policy, str | None]] = []
         self._rows: list[Row] = []
         self._measurements: list[Tensor] = []
-        self._positions: dict[int, int] = {}
-        """Maps the number of a row that waits to the position of its measurement."""
+        self._positions: dict[int, tuple[int, int]] = {}
+        """Maps the number of a row that waits to the position of its measurement, and the number of its parts."""
+        self._logits = logits
+        self._before_call = before_call
+        self._tokens: dict[int, tuple[Tensor, Tensor]] = {}
+        """Maps the number of a row of logits that waits to the likeliest tokens and the logarithms of probabilities."""
+        self._program_inputs: list[Tensor] = []
+        self._setting: dict[str, str] | None = None
+        """The region around the model, until it is written; empty after that."""
         self._next = 0
         self._of_step = 0
         self._dropped = 0
@@ -96,6 +118,11 @@ class RunRecorder(OperationListener):
                 self._weights[id(tensor.untyped_storage())] = tensor, kind, name
 
     # --- operations (`OperationListener`) ---
+
+    @property
+    def is_in_module(self) -> bool:
+        """True while a module of the model runs."""
+        return bool(self._calls)
 
     @property
     def depth(self) -> int:
@@ -157,6 +184,10 @@ class RunRecorder(OperationListener):
             return
         traits = " ".join(filter(None, ("random" if is_random(func) else "", self._mode_of_module)))
         inputs = self._inputs([*args, *kwargs.values()], place)
+        if is_asynchronous(kind_of(func).name):
+            for tensor in results:
+                self._origins.pass_on(tensor, list(inputs))
+            return
         is_list = isinstance(out, list) or not isinstance(out, Tensor | tuple)
         for position, tensor in enumerate(results if is_list else results[:_MOST_RESULTS]):
             self._add(
@@ -180,11 +211,18 @@ class RunRecorder(OperationListener):
 
     # --- calls of modules, from hooks ---
 
-    def module_starts(self, name: str, arguments: Any) -> None:
+    def module_starts(self, name: str, module: nn.Module, arguments: Any) -> None:
         """Handle the start of a module. The arguments of an outermost one are inputs of the program."""
-        if not self._calls and self._is_on and _torch.is_real():
+        is_outermost = not self._calls and _torch.is_real()
+        if is_outermost and next(module.parameters(), None) is not None:
+            self._before_call()
+        if is_outermost and self._is_on:
             self._inputs(arguments, CallPlace(name, None, "other"))
             self._add_weights()
+            tensors = tensors_in(arguments)
+            self._program_inputs = tensors if self._logits is not None else []
+            if self._setting is None:
+                self._setting = _region_setting(tensors)
         self._calls.append((name, []))
 
     def module_ends(self, name: str, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -215,8 +253,35 @@ class RunRecorder(OperationListener):
             added.append(RowInput((number,)))
             if self._selection.level == "modules" and tensor.grad_fn is not None:
                 self._follow(name, type(module).__name__, position, tensor)
+        if self._logits == name:
+            self._add_logits(tensors_in(output)[0], phase)
+        elif callable(self._logits) and not self._calls:
+            self._add_logits(self._logits(output), phase)
         if self._calls:
             self._calls[-1][1].extend(added)
+        else:
+            self._program_inputs = []
+
+    def _add_logits(self, logits: Tensor, phase: Any) -> None:
+        """Record the square roots of probabilities, the likeliest tokens, and logarithms of probabilities.
+
+        The logarithms are those of the next tokens in the program's input, or of the likeliest ones if there is none.
+        """
+        with self._reading():
+            logs = logits.detach().float().log_softmax(-1)
+            likeliest = logs.argmax(-1)
+            integers = (each for each in self._program_inputs if each.dtype is torch.int64)
+            tokens = next((each for each in integers if each.shape == likeliest.shape), None)
+            if tokens is not None and tokens.dim():
+                likeliest_last = likeliest.narrow(-1, -1, 1)
+                tokens = torch.cat([tokens.narrow(-1, 1, tokens.shape[-1] - 1), likeliest_last], -1)
+            chosen = logs.gather(-1, (likeliest if tokens is None else tokens).unsqueeze(-1))
+            roots = (logs / 2).exp_()
+        number, place = self._next, CallPlace(None, None, phase)
+        self._add("logits", place, "logits", self._known([logits]), roots)
+        if self._next > number:  # else it was left out
+            both = likeliest.flatten()[:_MOST_TOKENS], chosen.flatten()[:_MOST_TOKENS]
+            self._tokens[number] = both
 
     def _follow(self, name: str, kind: str, position: int, tensor: Tensor) -> None:
         """Record the gradient of a module's result when backward reaches it."""
@@ -289,9 +354,17 @@ class RunRecorder(OperationListener):
         with self._reading():
             matrix = torch.stack([each.cpu() for each in self._measurements])
         notes = self._notes()
+        more: dict[str, Any] = {"setting": self._setting} if self._setting else {}
+        self._setting = {} if more else self._setting
+        if self._tokens:
+            more["tokens"] = {
+                number: [ids.tolist(), [round(each, 6) for each in logs.tolist()]]
+                for number, (ids, logs) in self._tokens.items()
+            }
         rows, self._rows, self._measurements = self._rows, [], []
         self._positions.clear()
-        self._writer.write(self.step, rows, matrix, notes)
+        self._tokens.clear()
+        self._writer.write(self.step, rows, matrix, notes, **more)
 
     def _notes(self) -> list[str]:
         notes = self.failures.notes("tensor", "could not be recorded")
@@ -327,9 +400,13 @@ class RunRecorder(OperationListener):
         return entry[1], entry[2]
 
     def _add_weights(self) -> None:
-        """Add the rows of weights that have none, so that a compiled part, too, can be told from other weights."""
+        """Add the rows of weights that have none, so that a compiled part, too, can be told from other weights.
+
+        A recording of modules has no operations that write weights: it gets new rows of those that were written.
+        """
+        writes_unseen = self._selection.level == "modules"
         for tensor, kind, name in self._weights.values():
-            if self._origins.of(tensor) is None:
+            if (self._origins.latest if writes_unseen else self._origins.of)(tensor) is None:
                 self._add(kind, CallPlace(_owner(name), None, "other"), name, (), tensor)
 
     def _inputs(self, values: Any, place: CallPlace) -> tuple[RowInput, ...]:
@@ -379,29 +456,39 @@ class RunRecorder(OperationListener):
             self._origins.pass_on(tensor, list(inputs))
             return inputs[0].rows[-1] if inputs else max(0, self._next - 1)
         number, latest = self._next, self._origins.latest(tensor)
-        position = self._positions.get(latest, -1) if latest is not None else -1
+        position, parts = self._positions.get(-1 if latest is None else latest, (-1, 0))
         is_view_of_row = kind in {"output", "gradient", "loss"} and position >= 0
         if not is_view_of_row:
+            position, split = len(self._measurements), self._selection.split
+            size = tensor.shape[0] if kind in _OF_BATCH and tensor.dim() else 0
+            parts = split if size and split > 1 and size % split == 0 else 0
             with self._reading():
-                self._measurements.append(measure(tensor))
-            position = len(self._measurements) - 1
+                for each in (tensor, *(tensor.chunk(parts) if parts else ())):
+                    self._measurements.append(measure(each))
         self._rows.append(
             Row(
                 kind, place.phase, place.module or "", name, place.source or "",
-                dtype_of(tensor), tuple(tensor.shape), arguments, rule, traits, result, inputs, position,
+                dtype_of(tensor), tuple(tensor.shape), arguments, rule, traits, result, inputs, position, parts,
             )
         )  # fmt: skip
-        self._positions[number] = position
+        self._positions[number] = position, parts
         self._next += 1
         self._of_step += 1
         if not is_view_of_row:
-            self._origins.put(tensor, number)
+            self._origins.put(tensor, number, is_leaf=kind in {"input", "tensor"})
         if len(self._rows) >= _MOST_WAITING:
             self.flush()
         return number
 
-    def _reading(self) -> _Reading:
-        return _Reading(self)
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Hide the operations inside from the program and from this recorder."""
+        self._busy = True
+        try:
+            with _torch.without_modes():
+                yield
+        finally:
+            self._busy = False
 
     def guarded(self, method: Callable[..., None]) -> Callable[..., None]:
         """Return a method that runs in the recorded thread only, and whose exceptions are counted."""
@@ -414,27 +501,20 @@ class RunRecorder(OperationListener):
         return call
 
 
-class _Reading:
-    """A context in which the recorder's own operations are neither recorded nor seen by the program."""
-
-    def __init__(self, recorder: RunRecorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._recorder._busy = True
-        self._modes = _torch.without_modes()
-        self._modes.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._modes.__exit__(*error)
-        self._recorder._busy = False
-
-
 def _is_workspace(result: Tensor, arguments: str, args: Sequence[Any]) -> bool:
     """Return True for bytes that a kernel keeps for its backward, parts of which have no values."""
     if result.dtype is not torch.uint8 or "uint8" in arguments:
         return False
     return all(each.dtype is not torch.uint8 for each in tensors_in(args))
+
+
+def _region_setting(inputs: list[Tensor]) -> dict[str, str]:
+    """Return policy, dtype and device type of the region around a model; empty outside of regions."""
+    device = inputs[0].device.type if inputs else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return {}
+    dtype = dtype_name(torch.get_autocast_dtype(device))
+    return {"policy": whole_file(reasons.policy_here(device)), "dtype": dtype, "device": device}
 
 
 def _owner(name: str) -> str:

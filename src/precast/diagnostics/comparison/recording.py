@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.diagnostics.comparison.recorder import RunRecorder
+from precast.diagnostics.comparison.recorder import Logits, RunRecorder
 from precast.diagnostics.comparison.recording_file import RecordingWriter
 from precast.diagnostics.comparison.selection import Level, Selection
 from precast.diagnostics.tracing.listening import listen
+from precast.engine.registration import engine
 from precast.errors import ComparisonError
-from precast.policy.module_names import name_of_each
+from precast.policy.module_names import modules_by_name, name_of_each
 
 __all__ = ["Recording", "record"]
 
@@ -43,6 +44,8 @@ def record(
     every: int = 1,
     steps: tuple[int, int] | None = None,
     modules: str = "",
+    logits: Logits | None = None,
+    split: int = 1,
 ) -> Recording:
     """Record the run inside ``with``, for `precast.compare`. The file holds no tensors.
 
@@ -54,6 +57,10 @@ def record(
         steps: the first step to record, and the step after the last one.
         modules: record only modules whose path matches this pattern, in which `*` stands for any text, and modules
             inside them.
+        logits: the path of the module that returns logits, or a function that takes the model's result and returns
+            them. Probabilities of tokens are then compared, too.
+        split: also measure each of N equal parts of a batch, so that the run can be compared with one that computes
+            the parts one by one, or in N processes.
 
     Returns:
         The recording, a context manager.
@@ -77,7 +84,9 @@ def record(
         raise ComparisonError(
             f"record(path, model): expected a torch.nn.Module or no model, got {type(model).__name__}"
         )
-    return Recording(Path(path), model, Selection(level, every, steps, modules))
+    if isinstance(logits, str) and model is not None and logits not in modules_by_name(model):
+        raise ComparisonError(f"record(logits={logits!r}): the model has no module of that name")
+    return Recording(Path(path), model, Selection(level, every, steps, modules, split), logits)
 
 
 class Recording:
@@ -92,6 +101,7 @@ class Recording:
         path: Path,
         model: nn.Module | None,
         selection: Selection,
+        logits: Logits | None = None,
     ) -> None:
         rank, world_size = _rank()
         self.path = (
@@ -99,6 +109,7 @@ class Recording:
         )
         self._model = model
         self._selection = selection
+        self._logits = logits
         self._ranks = rank, world_size
         self._ends = contextlib.ExitStack()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -108,8 +119,15 @@ class Recording:
 
     @_torch.never_compiled
     def __enter__(self) -> Recording:
-        writer = RecordingWriter(self.path, self._selection.level, *self._ranks)
-        self._recorder = recorder = RunRecorder(writer, self._selection)
+        engine()  # loads the library, which measures tensors faster
+        rank, world_size = self._ranks
+        level, split = self._selection.level, self._selection.split
+        writer = RecordingWriter(
+            self.path, level=level, rank=rank, world_size=world_size, split=split
+        )
+        self._recorder = recorder = RunRecorder(
+            writer, self._selection, self._logits, self._before_call
+        )
         self._thread = threading.get_ident()
         self._ends.callback(self._finish, writer)
         if self._model is not None:
@@ -137,14 +155,15 @@ class Recording:
     # --- called by the program ---
 
     def _outermost_call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        if threading.get_ident() == self._thread:
+        if threading.get_ident() == self._thread and not self._recorder.is_in_module:
             self._recorder.failures.call_unseen("call of a module", self._call_starts, module)
         return run()
 
     def _call_starts(self, module: nn.Module) -> None:
-        if not _torch.is_real() or next(module.parameters(), None) is None:
-            return
-        self._learn(module)
+        if _torch.is_real() and next(module.parameters(), None) is not None:
+            self._learn(module)
+
+    def _before_call(self) -> None:
         is_next = self._was_called and not self._trains and not torch.is_grad_enabled()
         if is_next or (self._step_is_over and torch.is_grad_enabled()):
             self._begin_step()
@@ -203,9 +222,10 @@ class _CallHooks:
         ]
 
     @_torch.runs_uncompiled
-    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_dynamo_compiling() and self._recorder is not None:
-            self._recorder.guarded(self._recorder.module_starts)(self._name, [args, kwargs])
+            starts = self._recorder.guarded(self._recorder.module_starts)
+            starts(self._name, module, [args, kwargs])
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -47,7 +47,8 @@ class Row(NamedTuple):
 
     Attributes:
         kind: "operation" for a result; "weight", "buffer" or "input" for a tensor that no recorded operation computed;
-            "output" for the result of a module; "gradient" or "update" for a parameter; "loss".
+            "output" for the result of a module; "gradient" or "update" for a parameter; "loss";
+            "logits" for the square roots of probabilities.
         phase: "forward", "backward", "optimizer" or "other".
         module: the path of the module; "" for the model itself.
         name: the operation, or the name of the parameter or buffer.
@@ -60,6 +61,7 @@ class Row(NamedTuple):
         result: the position among the results of the operation.
         inputs: the tensors that were read.
         measurement: the position of its measurement in the part; that of an earlier row if it is the same tensor.
+        parts: the number of parts of the batch, whose measurements follow; 0 if they are not measured.
     """
 
     kind: str
@@ -75,6 +77,7 @@ class Row(NamedTuple):
     result: int
     inputs: tuple[RowInput, ...]
     measurement: int
+    parts: int = 0
 
 
 class Header(NamedTuple):
@@ -87,6 +90,7 @@ class Header(NamedTuple):
         level: "operations" or "modules".
         rank: the rank of the process.
         world_size: the number of processes.
+        split: the number of parts of each batch that are measured.
     """
 
     format: int
@@ -95,6 +99,7 @@ class Header(NamedTuple):
     level: str
     rank: int
     world_size: int
+    split: int
 
 
 class Part(NamedTuple):
@@ -106,6 +111,8 @@ class Part(NamedTuple):
         rows: the rows.
         measurements: a matrix of float64 numbers, to which the rows refer.
         notes: sentences on what was not recorded.
+        tokens: for the number of a row of logits, the likeliest tokens, and the logarithms of probabilities.
+        setting: the policy, dtype and device of the region around the model, if it is the first that was seen.
     """
 
     step: int
@@ -113,6 +120,8 @@ class Part(NamedTuple):
     rows: list[Row]
     measurements: Tensor
     notes: list[str]
+    tokens: dict[int, list[list[float]]]
+    setting: dict[str, str] | None
 
 
 class RecordingWriter:
@@ -122,16 +131,20 @@ class RecordingWriter:
         OutputError: the file cannot be written, or exists and was not written by precast.
     """
 
-    def __init__(self, path: Path, level: str, rank: int, world_size: int) -> None:
+    def __init__(self, path: Path, **more: Any) -> None:
         self.path = path
         self._process = os.getpid()
         header = {"schema": FORMAT, "precast": __version__, "torch": torch.__version__}
-        more = {"level": level, "rank": rank, "world_size": world_size, "kind": "recording"}
-        atomic_write.replace_own(path, _line(header | more))
+        atomic_write.replace_own(path, _line({**header, **more, "kind": "recording"}))
         self._file: IO[bytes] | None = open(path, "ab")  # noqa: SIM115 -- closed by `close`
 
     def write(
-        self, step: int, rows: Sequence[Row], measurements: Tensor, notes: Sequence[str]
+        self,
+        step: int,
+        rows: Sequence[Row],
+        measurements: Tensor,
+        notes: Sequence[str],
+        **more: Any,
     ) -> None:
         """Append a part, and hand it to the operating system.
 
@@ -142,7 +155,12 @@ class RecordingWriter:
             return  # a forked process is not recorded
         host = measurements.cpu().contiguous()
         content = ctypes.string_at(host.data_ptr(), host.numel() * 8)  # NumPy may be missing
-        part = {"step": step, "rows": rows, "notes": notes, "measurements": len(measurements)}
+        part = {
+            "step": step,
+            "rows": rows,
+            "notes": notes,
+            "measurements": len(measurements),
+        } | more
         try:
             self._file.write(_line(part) + content)
             self._file.flush()
@@ -192,7 +210,7 @@ class RecordingReader:
                 raise KeyError("kind")
             header = Header(
                 int(plain["schema"]), plain["precast"], plain["torch"], plain["level"],
-                int(plain["rank"]), int(plain["world_size"]),
+                int(plain["rank"]), int(plain["world_size"]), int(plain["split"]),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             self._file.close()
@@ -221,19 +239,21 @@ class RecordingReader:
                     return
                 rows = [_row(each) for each in plain["rows"]]
                 step, notes, count = int(plain["step"]), plain["notes"], int(plain["measurements"])
+                tokens = {int(key): value for key, value in plain.get("tokens", {}).items()}
             except (ValueError, KeyError, TypeError, AttributeError):
                 break  # an incomplete line, or damage: nothing after it can be read
             content = self._file.read(count * _BYTES)
             present = len(content) // _BYTES
             if present < count:
-                cut = (i for i, row in enumerate(rows) if row.measurement >= present)
+                cut = (i for i, row in enumerate(rows) if row.measurement + row.parts >= present)
                 rows = rows[: next(cut, len(rows))]
             if rows:
                 self.parts_read += 1
                 numbers = torch.frombuffer(
                     bytearray(content), dtype=torch.float64, count=present * NUMBERS
                 )
-                yield Part(step, number, rows, numbers.view(present, NUMBERS), notes)
+                matrix = numbers.view(present, NUMBERS)
+                yield Part(step, number, rows, matrix, notes, tokens, plain.get("setting"))
             if present < count:
                 break
             number += len(rows)
@@ -241,7 +261,7 @@ class RecordingReader:
 
 
 def _row(plain: list[Any]) -> Row:
-    *head, shape, arguments, rule, traits, result, inputs, measurement = plain
-    read = tuple(RowInput(tuple(rows), views) for rows, views in inputs)
-    values: Any = (*head, tuple(shape), arguments, rule, traits, result, read, measurement)
+    *head, shape, arguments, rule, traits, result, inputs, measurement, parts = plain
+    read = tuple([RowInput(tuple(rows), views) for rows, views in inputs])
+    values: Any = (*head, tuple(shape), arguments, rule, traits, result, read, measurement, parts)
     return Row(*values)

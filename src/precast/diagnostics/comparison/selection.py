@@ -23,6 +23,7 @@ class Selection:
         every: record every N-th step.
         steps: the first step that is recorded, and the step after the last one; None for all.
         modules: a pattern for the paths of modules, in which `*` stands for any text; "" for all.
+        split: the number of equal parts of a batch that are also measured one by one.
 
     Raises:
         ComparisonError: a value is not allowed.
@@ -32,14 +33,18 @@ class Selection:
     every: int = 1
     steps: tuple[int, int] | None = None
     modules: str = ""
+    split: int = 1
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ComparisonError(
                 f"record(level=...): expected {' or '.join(map(repr, LEVELS))}, got {self.level!r}"
             )
-        if self.every < 1:
-            raise ComparisonError(f"record(every=...): expected at least 1, got {self.every}")
+        for name in ("every", "split"):
+            if getattr(self, name) < 1:
+                raise ComparisonError(
+                    f"record({name}=...): expected at least 1, got {getattr(self, name)}"
+                )
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise ComparisonError(
                 f"record(steps=...): expected (A, B) with 0 <= A < B, got {self.steps}"

@@ -18,42 +18,36 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final, NamedTuple
+from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.weights.native.engine import native_engine
 
-__all__ = ["NUMBERS", "SIZE", "Statistics", "measure", "relative_error"]
+__all__ = ["NUMBERS", "SIZE", "measure", "relative_error"]
 
 SIZE: Final = 127
 """The numbers of a sketch. It is prime, so that no channel of a usual layout falls into one sum alone."""
-_ROWS: Final = 127
-_BLOCK: Final = SIZE * _ROWS
-"""The elements that are summed at once: they fit into a processor's cache, and PyTorch uses one thread for them."""
+_BLOCK: Final = SIZE * SIZE
+"""The elements with signs and factors of their own."""
 _OFFSETS: Final = 8192
+_TABLE: Final = _BLOCK + _OFFSETS
+_LANES: Final = 4
+"""The elements beyond a block that the compiled measurement may read of the tables."""
+_AT_ONCE: Final = 64 * _BLOCK
+"""The elements that are measured at once, so that little memory is needed."""
+_NATIVE: Final = (torch.float32, torch.bfloat16)
+_WORDS: Final = {1: torch.uint8, 2: torch.int16}
 _STATISTICS: Final = 5
 NUMBERS: Final = 1 + _STATISTICS + SIZE
-"""The float64 numbers of a measurement: the fingerprint's bits, the statistics, and the sketch."""
+"""The float64 numbers of a measurement.
 
-
-class Statistics(NamedTuple):
-    """The statistics of a tensor's finite elements.
-
-    Attributes:
-        low: the smallest element.
-        high: the largest element.
-        sum: the sum of the elements.
-        squares: the sum of the squares of the elements.
-        nonfinite: the number of elements that are infinite or NaN.
-    """
-
-    low: float
-    high: float
-    sum: float
-    squares: float
-    nonfinite: float
+They are the bits of the fingerprint; of the finite elements the smallest, the largest, the sum and the sum of squares;
+the number of other elements; and the sketch.
+"""
 
 
 def relative_error() -> float:
@@ -67,87 +61,43 @@ def measure(tensor: Tensor) -> Tensor:
         values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         if values.is_complex():
             values = torch.view_as_real(values).reshape(-1)
-        result = torch.zeros(NUMBERS, dtype=torch.float64, device=values.device)
-        if not values.numel():
-            return result
-        words = _words(values)
-        if values.device.type == "cpu":
-            _measure_blocks(values, words, result)
-        else:
-            _measure_at_once(values, words, result)
+        device = values.device
+        result = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
+        api = native_engine.api if device.type == "cpu" and values.dtype in _NATIVE else None
+        if api is not None and values.numel():
+            api.measure(values, _factors(device), _sign_tables(device, torch.float32), result)
+        elif values.numel():
+            _measure_blocks(values, result)
         return result
 
 
-def _words(values: Tensor) -> Tensor:
-    """Return the bits of elements as integers of at most 32 bits."""
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}[values.element_size()]
-    return values.view(dtype)
-
-
-def _numbers(values: Tensor) -> Tensor:
-    """Return elements as float32, or as float64 if float32 cannot hold them."""
-    if values.dtype in (torch.float64, torch.int64, torch.int32):
-        return values.double()
-    return values if values.dtype is torch.float32 else values.float()
-
-
-def _measure_blocks(values: Tensor, words: Tensor, result: Tensor) -> None:
-    """Measure a tensor on the CPU block by block, without memory for a second copy of it."""
-    sketch = result[1 + _STATISTICS :]
-    low, high, total, squares, nonfinite = math.inf, -math.inf, 0.0, 0.0, 0
-    fingerprint = 0
-    factors = _factors("cpu")
-    for number, start in enumerate(range(0, words.numel(), _BLOCK)):
-        block = words[start : start + _BLOCK]
-        part = int(torch.dot(block.long(), factors[: block.numel()]))
-        fingerprint = (fingerprint + part * _mixed(2 * number + 1)) % 2**64
-    for number, start in enumerate(range(0, values.numel(), _BLOCK)):
-        block = _numbers(values[start : start + _BLOCK])
-        smallest, largest = (float(each) for each in block.aminmax())
-        if not (math.isfinite(smallest) and math.isfinite(largest)):
-            finite = block.isfinite()
-            nonfinite += block.numel() - int(finite.sum())
-            block = torch.where(finite, block, 0.0)
-            smallest, largest = (float(each) for each in block.aminmax())
-        low, high = min(low, smallest), max(high, largest)
-        total += float(block.sum())
-        squares += float(torch.linalg.vector_norm(block)) ** 2
-        signed = block * _signs("cpu", block.dtype, number)[: block.numel()]
-        whole = signed.numel() // SIZE * SIZE
-        sketch += signed[:whole].double().view(-1, SIZE).sum(0)
-        sketch[: signed.numel() - whole] += signed[whole:]
-    result[1 : 1 + _STATISTICS] = torch.tensor(
-        [low, high, total, squares, nonfinite], dtype=torch.float64
-    )
-    result[:1].view(torch.int64)[0] = _signed(fingerprint)
-
-
-def _measure_at_once(values: Tensor, words: Tensor, result: Tensor) -> None:
-    """Measure a tensor on another device, with few kernels and without waiting for it."""
+def _measure_blocks(values: Tensor, result: Tensor) -> None:
+    """Measure a tensor with few kernels for many blocks, and without waiting for its device."""
     device = values.device
-    blocks = _padded(words).long() * _factors(device)
-    mixed = torch.tensor(
-        [_signed(_mixed(2 * number + 1)) for number in range(len(blocks))], device=device
-    )
-    result[:1].view(torch.int64)[0] = (blocks.sum(1) * mixed).sum()
-    numbers = _numbers(values)
-    finite = numbers.isfinite()
-    numbers = torch.where(finite, numbers, 0.0)
-    doubles = numbers.double()
-    result[1], result[2] = numbers.aminmax()
-    result[3], result[4] = doubles.sum(), doubles.square().sum()
-    result[5] = numbers.numel() - finite.sum()
-    blocks = _padded(doubles)
-    signs = torch.stack([_signs(device, torch.float64, n) for n in range(len(blocks))])
-    result[1 + _STATISTICS :] = (blocks * signs).view(-1, SIZE).sum(0)
+    # The bits as integers of at most 32 bits; a wider element is several of them.
+    words = values.view(_WORDS.get(values.element_size(), torch.int32))
+    for first, blocks in _blocks(words, torch.int64):
+        numbers = [_signed(_mixed(2 * n + 1)) for n in range(first, first + len(blocks))]
+        parts = (blocks * _factors(device)[:_BLOCK]).sum(1)
+        result[:1].view(torch.int64)[0] += (parts * torch.tensor(numbers, device=device)).sum()
+    result[1], result[2] = math.inf, -math.inf
+    for first, blocks in _blocks(values, torch.float64):
+        infinite = blocks.isfinite().logical_not()
+        blocks.masked_fill_(infinite, 0.0)
+        low, high = blocks.view(-1)[: values.numel() - first * _BLOCK].aminmax()
+        result[1], result[2] = torch.minimum(result[1], low), torch.maximum(result[2], high)
+        result[3:6] += torch.stack([blocks.sum(), blocks.square().sum(), infinite.sum()])
+        signs = torch.stack([_signs(device, n) for n in range(first, first + len(blocks))])
+        result[1 + _STATISTICS :] += (blocks * signs).view(-1, SIZE).sum(0)
 
 
-def _padded(values: Tensor) -> Tensor:
-    """Return elements in rows of one block, with zeros at the end."""
-    blocks = -(-values.numel() // _BLOCK)
-    padded = values.new_zeros(blocks * _BLOCK)
-    padded[: values.numel()] = values
-    return padded.view(blocks, _BLOCK)
+def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Yield the number of a first block and a matrix of blocks in a dtype, with zeros at the end of the last one."""
+    for start in range(0, values.numel(), _AT_ONCE):
+        part = values[start : start + _AT_ONCE]
+        blocks = part.new_zeros((-(-len(part) // _BLOCK), _BLOCK), dtype=dtype)
+        blocks.view(-1)[: len(part)] = part
+        yield start // _BLOCK, blocks
 
 
 def _mixed(number: int) -> int:
@@ -163,25 +113,25 @@ def _signed(number: int) -> int:
 
 
 @functools.cache
-def _factors(device: torch.device | str) -> Tensor:
+def _factors(device: torch.device) -> Tensor:
     """Return the factors of the words of a block."""
     with _torch.isolated():
-        numbers = [_signed(_mixed(2 * number)) for number in range(1, _BLOCK + 1)]
+        numbers = [_signed(_mixed(2 * number)) for number in range(1, _BLOCK + _LANES + 1)]
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 @functools.cache
-def _sign_tables(device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """Return two rows of random signs, each longer than a block."""
+def _sign_tables(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return two tables of random signs, one after the other, each longer than a block."""
     with _torch.isolated():
-        count = 2 * (_BLOCK + _OFFSETS)
+        count = 2 * _TABLE + _LANES
         signs = [1 - (_mixed(2**40 + number) >> 32 & 1) * 2 for number in range(count)]
-        return torch.tensor(signs, dtype=dtype, device=device).view(2, -1)
+        return torch.tensor(signs, dtype=dtype, device=device)
 
 
-def _signs(device: torch.device | str, dtype: torch.dtype, block: int) -> Tensor:
+def _signs(device: torch.device, block: int) -> Tensor:
     """Return the signs of a block's elements: the product of two parts, so that two blocks share no pattern."""
-    tables = _sign_tables(device, dtype)
+    tables = _sign_tables(device, torch.float64)
     offset = _mixed(2**41 + block)
     a, b = (offset >> 20) % _OFFSETS, (offset >> 40) % _OFFSETS
-    return tables[0, a : a + _BLOCK] * tables[1, b : b + _BLOCK]
+    return tables[a : a + _BLOCK] * tables[_TABLE + b : _TABLE + b + _BLOCK]

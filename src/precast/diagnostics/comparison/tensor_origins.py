@@ -29,6 +29,8 @@ class _Origin(NamedTuple):
     geometry: _Geometry
     """Offset, sizes and strides of the latest write."""
     version: int | None
+    is_leaf: bool
+    """True if the latest row is of a tensor that no recorded operation computed: it covers no other part."""
 
 
 def is_measurable(tensor: Tensor) -> bool:
@@ -58,6 +60,8 @@ class TensorOrigins:
         if origin is None:
             return None
         geometry = _geometry(tensor)
+        if origin.is_leaf and not _is_inside(geometry, origin.geometry):
+            return None
         same = _have_same_order(geometry, origin.geometry)
         return RowInput(origin.rows, "" if same else _view_text(geometry))
 
@@ -71,9 +75,9 @@ class TensorOrigins:
         same = origin.version == _torch.version_if_counted(tensor)
         return origin.rows[0] if same else None
 
-    def put(self, tensor: Tensor, row: int) -> None:
-        """Record that a row wrote a tensor."""
-        self._set(tensor, (row,))
+    def put(self, tensor: Tensor, row: int, *, is_leaf: bool) -> None:
+        """Record that a row wrote a tensor, or has the values of one that no recorded operation computed."""
+        self._set(tensor, (row,), is_leaf=is_leaf)
 
     def put_uninitialized(self, tensor: Tensor) -> None:
         """Record that a tensor has memory without values, which no operation reads."""
@@ -85,7 +89,7 @@ class TensorOrigins:
         if rows:
             self._set(tensor, tuple(rows)[-_MOST:])
 
-    def _set(self, tensor: Tensor, rows: tuple[int, ...]) -> None:
+    def _set(self, tensor: Tensor, rows: tuple[int, ...], *, is_leaf: bool = False) -> None:
         storage = tensor.untyped_storage()
         origin = self._origin(tensor)
         if origin is not None and tensor.numel() * tensor.element_size() < storage.nbytes():
@@ -97,7 +101,7 @@ class TensorOrigins:
             else weakref.ref(storage, lambda reference: _forget(origins, key, reference))
         )
         origins[key] = _Origin(
-            reference, rows, _geometry(tensor), _torch.version_if_counted(tensor)
+            reference, rows, _geometry(tensor), _torch.version_if_counted(tensor), is_leaf
         )
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
@@ -126,6 +130,15 @@ def _have_same_order(one: _Geometry, other: _Geometry) -> bool:
         and _is_contiguous(one)
         and _is_contiguous(other)
     )
+
+
+def _is_inside(one: _Geometry, other: _Geometry) -> bool:
+    """Return True if the memory from the first to the last element of a view is inside that of another one."""
+    (start, end), (outer_start, outer_end) = (
+        (offset, offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
+        for offset, shape, strides in (one, other)
+    )
+    return outer_start <= start and end <= outer_end
 
 
 def _is_contiguous(geometry: _Geometry) -> bool:

@@ -1,4 +1,4 @@
-"""The library's functions in Python: one method for each C function of `api.cpp`, `held.cpp` and `region.cpp`.
+"""The library's functions in Python: one method for each C function.
 
 Invariants:
 
@@ -259,6 +259,12 @@ class NativeApi:
     def spare_bytes(self) -> int:
         """Return the bytes of spare memory of all threads; for tests."""
         return int(self._functions["spare_bytes"]())
+
+    def measure(self, values: Tensor, factors: Tensor, signs: Tensor, result: Tensor) -> None:
+        """Write the measurement of contiguous float32 or bfloat16 values on the CPU into `result`."""
+        tables = factors.data_ptr(), signs.data_ptr(), result.data_ptr()
+        is_bfloat16 = values.dtype is torch.bfloat16
+        self._functions["measure"](values.data_ptr(), values.numel(), is_bfloat16, *tables)
 
     def record_casts(self) -> None:
         """Record the casts of weights from now on, in all threads; for tests."""

@@ -92,6 +92,7 @@ int precast_is_shared(void* tensor);
 void precast_free_temporaries();
 void precast_free_spare_memory();
 int64_t precast_spare_bytes();
+void precast_measure(void* data, int64_t count, int is_bfloat16, void* factors, void* signs, void* result);
 void* precast_enter(void* module, void* const* arguments, std::ptrdiff_t count);
 void* precast_leave(void* module, void* const* arguments, std::ptrdiff_t count);
 void* precast_has_leaves(void* module, void* const* arguments, std::ptrdiff_t count);

@@ -231,6 +231,7 @@ int is_shared(pointer tensor)
 void free_temporaries()
 void free_spare_memory()
 int64 spare_bytes()
+void measure(pointer data, int64 count, int is_bfloat16, pointer factors, pointer signs, pointer result)
 """
 
 
