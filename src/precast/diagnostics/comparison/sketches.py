@@ -58,7 +58,7 @@ def relative_error() -> float:
 def measure(tensor: Tensor) -> Tensor:
     """Return the measurement of a dense tensor: `NUMBERS` float64 values on its device. No device is waited for."""
     with torch.no_grad():
-        values = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        values = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
         if values.is_complex():
             values = torch.view_as_real(values).reshape(-1)
         device = values.device
