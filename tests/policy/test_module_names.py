@@ -30,7 +30,7 @@ from precast.policy.module_names import (
 )
 from precast.policy.module_plan import plan
 from precast.report.numbers import module_of
-from precast.report.schema import TraceData
+from precast.report.saved_trace import data_of
 from precast.report.tree import tree
 
 SOURCES = Path(precast.__file__).parent
@@ -206,7 +206,7 @@ def test_a_trace_and_its_report_say_them(model: nn.Module) -> None:
     assert {"first", "module", "head", "normed"} <= ran
     inside = {name for name in modules_by_name(model) if ".parametrizations" in name}
     assert ran <= {*MODULES, *inside}
-    assert set(MODULES) <= {node.name for node in tree(TraceData.from_dict(trace.to_dict()))}
+    assert set(MODULES) <= {node.name for node in tree(data_of(trace))}
 
 
 def test_a_monitor_a_scaler_and_the_report_say_them(model: nn.Module) -> None:

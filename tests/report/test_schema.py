@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from precast.errors import PrecastError
+from precast.report.saved_trace import SavedTrace, data_of
 from precast.report.schema import (
     CastFlow,
     Finding,
@@ -23,7 +24,7 @@ from precast.report.schema import (
 )
 
 
-def traced() -> TraceData:
+def traced() -> SavedTrace:
     row = OperationRow(
         "encoder.0", "linear", "forward", "train.py:12 in loss", ["float32"], ["bfloat16"],
         "lower", "a reason", None, None, calls=2, casts=3, cast_bytes=40, seconds=0.5,
@@ -36,15 +37,15 @@ def traced() -> TraceData:
         None,
         FindingLocation("a"),
     )
-    return TraceData(
+    return SavedTrace(TraceData(
         [row], TraceTotals(0.5, casts=3), [CastFlow("float32", "bfloat16", 3, 40, 0.1)], {"bfloat16": 8},
         [TracedModule("", "Net")], 1, [finding], [RuleCount("linear", "cpu", "lower", 2, 3)], ["a note"],
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def test_a_trace_survives_json() -> None:
     text = json.dumps(traced().to_dict(), allow_nan=False)
-    assert TraceData.from_dict(json.loads(text)) == traced()
+    assert data_of(SavedTrace.from_dict(json.loads(text))) == data_of(traced())
 
 
 def test_casts_flow_from_one_dtype_to_another() -> None:
@@ -55,7 +56,7 @@ def test_casts_flow_from_one_dtype_to_another() -> None:
 def test_what_a_later_version_says_more_is_left_out() -> None:
     plain = traced().to_dict() | {"later": 1}
     plain["rows"][0]["later"] = 2
-    assert TraceData.from_dict(plain) == traced()
+    assert data_of(SavedTrace.from_dict(plain)) == data_of(traced())
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,14 @@ def test_what_a_later_version_says_more_is_left_out() -> None:
 )
 def test_what_is_no_trace_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(PrecastError, match=message):
-        TraceData.from_dict(wrong)
+        SavedTrace.from_dict(wrong)
 
 
 def test_a_phase_that_there_is_not_is_refused() -> None:
     plain = traced().to_dict()
     plain["rows"][0]["phase"] = "sideways"
     with pytest.raises(PrecastError, match=r"phase: .*, got 'sideways'"):
-        TraceData.from_dict(plain)
+        SavedTrace.from_dict(plain)
 
 
 def test_rows_need_no_pytorch() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from precast._internal import atomic_write
 from precast._internal.display import Card, Displayed, milliseconds, plural
+from precast._internal.records import MismatchError, as_json, from_json
 from precast._internal.version import __version__
 from precast.errors import PrecastError
 from precast.report.schema import (
@@ -95,16 +96,20 @@ class SavedTrace(Displayed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return self._recorded().to_dict()
+        plain: dict[str, Any] = as_json(self._recorded())
+        return plain
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> SavedTrace:
         """Build a trace from the output of `to_dict`.
 
         Raises:
-            PrecastError: `plain` is not the data of a trace.
+            PrecastError: a key is missing, or a value has another type; the message has the path.
         """
-        return SavedTrace(TraceData.from_dict(plain))
+        try:
+            return SavedTrace(from_json(TraceData, dict(plain), "trace"))
+        except MismatchError as error:
+            raise PrecastError(f"this is not a trace of precast, at {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace as JSON, completely or not at all.

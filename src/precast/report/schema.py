@@ -13,19 +13,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from precast._internal.events import NonfiniteOrigin, ScalerDiagnosis
 from precast._internal.records import (
-    MismatchError,
-    as_json,
-    from_json,
     may_be_missing,
     written_as,
 )
-from precast.errors import PrecastError
 
 __all__ = ["VERSION", "CastFlow", "Finding", "FindingCost", "RuleCount", "SummaryLevel"]
 __all__ += ["FindingLocation", "OperationRow", "Phase", "TraceData", "TraceTotals", "TracedModule"]
@@ -224,23 +219,6 @@ class TraceData:
     """The applications of each rule."""
     notes: list[str] = may_be_missing(factory=list)
     """The limits of the trace, one sentence each."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        plain: dict[str, Any] = as_json(self)
-        return plain
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> TraceData:
-        """Build the data from the output of `to_dict`.
-
-        Raises:
-            PrecastError: a key is missing, or a value has another type; the message has the path.
-        """
-        try:
-            return from_json(cls, dict(plain), "trace")
-        except MismatchError as error:
-            raise PrecastError(f"this is not a trace of precast, at {error}") from error
 
 
 # --- a monitor ---
