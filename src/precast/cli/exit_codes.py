@@ -1,9 +1,8 @@
-"""The exit codes of all commands. docs/api/names.md has them as a table."""
+"""The exit codes of all commands. docs/api/names.md has their meanings."""
 
 from __future__ import annotations
 
 import enum
-from typing import Final
 
 __all__ = ["ExitCode"]
 
@@ -16,17 +15,3 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     KEEP = 3
     UNDECIDED = 4
-
-    @property
-    def meaning(self) -> str:
-        """The meaning, for a table."""
-        return _MEANINGS[self]
-
-
-_MEANINGS: Final = {
-    ExitCode.YES: "done, and the answer is yes: no findings, no differences, a policy that is proven or holds",
-    ExitCode.NO: "failed, or the answer is no: findings, differences, a policy that does not hold",
-    ExitCode.USAGE: "the command was written wrongly, and nothing was run or changed",
-    ExitCode.KEEP: "`try`: mixed precision is neither faster nor smaller here, or does not learn",
-    ExitCode.UNDECIDED: "`try`, `tune`: the measurements do not decide the answer",
-}

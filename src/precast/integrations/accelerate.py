@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -59,7 +59,7 @@ def use(
     return AcceleratorSession(theirs, scaler, models, policy, every)
 
 
-class AcceleratorSession:
+class AcceleratorSession(AbstractContextManager["AcceleratorSession"]):
     """The policy, scaler and monitors of an `Accelerator` until `end`; created by `use`.
 
     Attributes:
@@ -95,9 +95,6 @@ class AcceleratorSession:
     def end(self) -> None:
         """Restore the previous state; a second call does nothing."""
         self._parts.close()
-
-    def __enter__(self) -> AcceleratorSession:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.end()

@@ -8,6 +8,7 @@ Invariants: a writer that you pass stays open; the steps of the charts are the s
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from typing import Any
 
 from precast._internal.events import HealthEvent, ScalerDiagnosis, StepEvent
@@ -17,7 +18,7 @@ from precast.integrations._event_values import health_values, skipped_words, ste
 __all__ = ["TensorBoard"]
 
 
-class TensorBoard:
+class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Scalars of each step, and text for skipped steps and diagnoses; of a monitor, scalars and histograms.
 
     For each tensor that a `precast.monitor` counts there is a histogram of binary exponents, and scalars: "maximum",
@@ -59,9 +60,6 @@ class TensorBoard:
         """Close the writer if it was opened here."""
         if self._owned:
             self._writer.close()
-
-    def __enter__(self) -> TensorBoard:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -246,11 +246,10 @@ def _run_round(
 def _add_figures(task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof) -> None:
     """Add the results of a round; in inference, values of the first round alone."""
     adds_values = task.is_training or number == 0
-    all_values = [trial.values() for trial in trials]
-    for trial, values in zip(trials, all_values, strict=True):
+    for trial, values in [(trial, trial.values()) for trial in trials]:
         figures = proof.figures[trial.setup.name]
-        wrong = next((value for value in values if not math.isfinite(value)), None)
-        figures.failure = trial.failure or ("" if wrong is None else f"its loss is {wrong}")
+        wrong = [value for value in values if not math.isfinite(value)]
+        figures.failure = trial.failure or (f"its loss is {wrong[0]}" if wrong else "")
         if figures.failure and trial.setup is FLOAT32:
             raise TuningError(
                 f"float32 fails: {figures.failure}. No precision can be compared with it. Find the cause first, for "

@@ -251,13 +251,13 @@ class ModelTrial(ABC):
         if self.failure:
             return
         place = len(self.losses) if place is None else place
+        words = words_for(self.workload.task)
         try:
             loss, seconds = self.step(place)
         except TuningError:
             raise
         except Exception as error:  # of the program, or of an operation in 16 bits
             if self.setup.policy is None:
-                words = words_for(self.workload.task)
                 error.add_note(f"precast.tune: {words.place} {place + 1} failed in float32")
                 raise
             self.failure = exception_text(error)
@@ -265,7 +265,6 @@ class ModelTrial(ABC):
         self.losses.append(loss)
         self.seconds.append(seconds)
         if not math.isfinite(loss):
-            words = words_for(self.workload.task)
             self.failure = f"the {words.value} of {words.place} {place + 1} is {loss}"
 
 

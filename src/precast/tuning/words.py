@@ -14,22 +14,14 @@ __all__ = ["INFERENCE", "TRAINING", "TaskWords", "words_for"]
 class TaskWords:
     """The words for one kind of task."""
 
-    value: str
-    """The compared quantity."""
-    changed: str
-    """The other quantity that 16 bits change."""
-    run: str
-    """The timed unit."""
-    does: str
-    """The verb of a copy, as in "train without a region"."""
-    needs: str
-    """The verb for memory, as in "keeps half of the memory"."""
-    memory: str
-    """The counted memory."""
-    place: str
-    """The unit of a curve."""
-    trials: str
-    """The compared units."""
+    value: str  # the compared quantity
+    changed: str  # the other quantity that 16 bits change
+    run: str  # the timed unit
+    does: str  # the verb of a copy, as in "train without a region"
+    needs: str  # the verb for memory, as in "keeps half of the memory"
+    memory: str  # the counted memory
+    place: str  # the unit of a curve
+    trials: str  # the compared units
 
     def extent(self, pairs: int, each: int) -> str:
         """Return the extent of a proof: the seeds and steps, or the batches and runs."""

@@ -17,6 +17,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -40,7 +41,7 @@ _replaced: Final[list[Callable[[], None]]] = []
 """Functions that restore the names of PyTorch's that were replaced."""
 
 
-class Installation:
+class Installation(AbstractContextManager["Installation"]):
     """PyTorch's regions on a policy of precast's, until `uninstall` or the end of a ``with`` block; made by `install`.
 
     Attributes:
@@ -52,9 +53,6 @@ class Installation:
         self._replaces_scalers = replaces_scalers
         self._models: CalledModels | None = None
         self._rules = ModuleRuleEffects({}, [])
-
-    def __enter__(self) -> Installation:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.uninstall()
