@@ -126,14 +126,14 @@ def find_compiler() -> Compiler | None:
     Raises:
         BuildError: the compiler named by `CXX` does not exist, or does not run.
     """
-    named = os.environ.get("CXX", "")
+    text = os.environ.get("CXX", "")
     try:
-        command = shlex.split(named)
+        command = shlex.split(text)
     except ValueError as error:
-        raise BuildError(f"CXX is {named!r}, which is no command: {error}") from error
+        raise BuildError(f"CXX is {text!r}, which is no command: {error}") from error
     if command and shutil.which(command[0]) is None:
         raise BuildError(
-            f"CXX is {named!r}, and there is no such compiler; unset it or name another"
+            f"CXX is {text!r}, and there is no such compiler; unset it or name another"
         )
     command = command or [name for name in _COMPILERS if shutil.which(name)][:1]
     if not command:
@@ -229,9 +229,9 @@ def _locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
     except OutputError:
         raise
     except OSError as error:
-        refused = OutputError(error.errno, error.strerror or str(error), str(folder))
-        refused.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
-        raise refused from error
+        output_error = OutputError(error.errno, error.strerror or str(error), str(folder))
+        output_error.remedy = "Set XDG_CACHE_HOME to a folder you may write to"
+        raise output_error from error
 
 
 @dataclass(frozen=True)

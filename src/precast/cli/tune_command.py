@@ -98,14 +98,14 @@ def _text_option(name: str, default: str, text: str) -> Callable[[Any], Any]:
     help="Policy file; the evidence is written next to it.",
 )
 @file_option("--report", "page", text="Output file of the report.  [default: next to --out]")
-@file_option("--check", "checked", text="Measure this policy again, in 1m, and search nothing.")
+@file_option("--check", "policy_file", text="Measure this policy again, in 1m, and search nothing.")
 @json_option
 def tune(
     *,
     model: str | None,
     out: Path,
     page: Path | None,
-    checked: Path | None,
+    policy_file: Path | None,
     as_json: bool,
     objective: Any,
     base: str,
@@ -137,9 +137,9 @@ def tune(
     _check_named(model, named)
     from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
 
-    if checked is not None and not checked.is_file():
-        raise click.UsageError(f"--check {checked}: file not found")
-    paths = _output_paths(out, page) if checked is None else {}
+    if policy_file is not None and not policy_file.is_file():
+        raise click.UsageError(f"--check {policy_file}: file not found")
+    paths = _output_paths(out, page) if policy_file is None else {}
     from rich.console import Console
 
     from precast.cli import tune_inputs
@@ -159,13 +159,15 @@ def tune(
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     context = click.get_current_context()
-    if checked is not None:
+    if policy_file is not None:
         defaults = [
             name
             for name in options
             if context.get_parameter_source(name) != ParameterSource.COMMANDLINE
         ]
-        _check(checked, inputs, {k: v for k, v in options.items() if k not in defaults}, as_json)
+        _check(
+            policy_file, inputs, {k: v for k, v in options.items() if k not in defaults}, as_json
+        )
     with Console(stderr=True).status("") as status:
         rare = TuningOptions(
             candidates=options.pop("candidates"),

@@ -228,14 +228,14 @@ def reason_of(
     clauses = []
     if barred := next((site.barred for site in wide if site.barred), ""):
         clauses.append(f"{low}: {barred}")
-    elif known := [errors[site] for site in wide if site in errors]:
-        worst = max(known, key=lambda each: (bool(each.barred), each.gradient))
+    elif site_errors := [errors[site] for site in wide if site in errors]:
+        worst = max(site_errors, key=lambda each: (bool(each.barred), each.gradient))
         clauses.append(f"{low} {error_text(worst, is_inference=program.is_inference)}")
-    measured = [site for site in row.sites if len(costs.sites.get(site, {})) == 2]
-    if measured:
+    with_costs = [site for site in row.sites if len(costs.sites.get(site, {})) == 2]
+    if with_costs:
         verb = "takes" if objective == "time" else words.needs
         amounts = [
-            sum(costs.amount(site, dtype, objective) for site in measured)
+            sum(costs.amount(site, dtype, objective) for site in with_costs)
             for dtype in (program.low, _F32)
         ]
         texts = [

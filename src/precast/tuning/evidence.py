@@ -131,14 +131,14 @@ class TuningEvidence:
         """Return a policy with the table `[measured]`: where and for which question it was measured."""
         settings = self.settings
         names = ("task", "base", "objective", "tolerance", "seed")
-        measured = {
+        table = {
             **here(settings.device_type),
             "precast": self.precast,
             "model": self.model,
             "dtype": self.dtype,
             **{name: getattr(settings, name) for name in names},
         }
-        return policy.replace(measured=measured)
+        return policy.replace(measured=table)
 
     @property
     def headline(self) -> str:

@@ -62,7 +62,7 @@ def html(evidence: TuningEvidence, policy: str) -> str:
         facts=_facts(evidence),
         rows=setup_cells(proof) if proof else [],
         policy=policy,
-        drawn=data,
+        charts=data,
     )
 
 
