@@ -124,9 +124,9 @@ def compared(
 
 
 def matmul_speed(device: torch.device, dtype: str) -> float | None:
-    """Return how many times as fast as float32 a small matrix product is on one thread; None if it is not supported.
+    """Return how many times as fast as float32 small matrix products are on one thread; None if they are not supported.
 
-    It takes a hundredth of a second, so the ratio tells an emulated dtype from a native one, and no more.
+    It takes some hundredths of a second, so the ratio tells an emulated dtype from a native one, and no more.
     """
     side = _SIDES[_kind(device)][1]
     ours, float32 = (_layer(device, each, side) for each in (dtype, "float32"))
