@@ -42,7 +42,7 @@ def scaler() -> precast.GradScaler:
 # --- calls in the wrong order ---
 
 
-@pytest.mark.trial("scaler: update is missing")
+@pytest.mark.trial("UPDATE_MISSING")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_a_step_skipped_by_hand_needs_update(
     model: nn.Module, optimizer: Any, scaler: Any, set_to_none: bool
@@ -67,7 +67,7 @@ def test_a_step_skipped_by_hand_needs_update(
     assert scaler.counters.skipped == 0
 
 
-@pytest.mark.trial("scaler: update is missing")
+@pytest.mark.trial("UPDATE_MISSING")
 def test_accumulated_gradients_are_unscaled_once(
     model: nn.Module, optimizer: Any, scaler: Any
 ) -> None:
@@ -108,17 +108,17 @@ def _in_order(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     scaler.update()
 
 
-@pytest.mark.trial("scaler: unscale once")
+@pytest.mark.trial("UNSCALE_ONCE")
 def test_unscale_once(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     _is_mended(_unscale_twice, cures.UNSCALE_ONCE, model, optimizer, scaler)
 
 
-@pytest.mark.trial("scaler: unscale before step")
+@pytest.mark.trial("UNSCALE_BEFORE_STEP")
 def test_unscale_before_step(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     _is_mended(_unscale_late, cures.UNSCALE_BEFORE_STEP, model, optimizer, scaler)
 
 
-@pytest.mark.trial("scaler: update after the steps")
+@pytest.mark.trial("UPDATE_ONCE")
 def test_update_after_the_steps(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     def twice(model: nn.Module, optimizer: Any, scaler: Any) -> None:
         for _ in range(2):
@@ -140,7 +140,7 @@ def _is_mended(
     assert scaler.counters.skipped == 0
 
 
-@pytest.mark.trial("scaler: update before backward")
+@pytest.mark.trial("UPDATE_FIRST")
 def test_update_before_the_backward_of_a_loss(model: nn.Module, optimizer: Any) -> None:
     scalers = precast.LossScalers("cpu", ["fit"], init_scale=1024.0)
 
@@ -159,7 +159,7 @@ def test_update_before_the_backward_of_a_loss(model: nn.Module, optimizer: Any) 
     train(follows=True)
 
 
-@pytest.mark.trial("scaler: unscale after backward")
+@pytest.mark.trial("UNSCALE_LAST")
 def test_unscale_after_the_last_backward(model: nn.Module, optimizer: Any, scaler: Any) -> None:
     _scaled(model, scaler)
     scaler.unscale_(optimizer)
@@ -173,7 +173,7 @@ def test_unscale_after_the_last_backward(model: nn.Module, optimizer: Any, scale
     assert scaler.counters.skipped == 0
 
 
-@pytest.mark.trial("scaler: clip inside the closure")
+@pytest.mark.trial("CLIP_IN_CLOSURE")
 def test_a_closure_clips_scaled_gradients(model: nn.Module, scaler: Any) -> None:
     optimizer, norms = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=2), []
 
@@ -198,7 +198,7 @@ def test_a_closure_clips_scaled_gradients(model: nn.Module, scaler: Any) -> None
     assert max(norms) == pytest.approx(1.0, rel=1e-3)
 
 
-@pytest.mark.trial("scaler: keep parameters in float32")
+@pytest.mark.trial("FLOAT32_PARAMETERS")
 def test_float32_parameters_keep_small_gradients() -> None:
     def gradients(dtype: torch.dtype) -> Tensor:
         layer = nn.Linear(4, 1).to(dtype)
@@ -252,7 +252,7 @@ def _train_average(model: nn.Module, **settings: Any) -> precast.GradScaler:
     return scaler
 
 
-@pytest.mark.trial("scaler: buffers are not finite")
+@pytest.mark.trial("BROKEN_BUFFERS")
 @pytest.mark.parametrize("watch", [precast.attach, precast.monitor])
 def test_a_buffer_that_a_skipped_step_made_nan_is_named(watch: Any) -> None:
     torch.manual_seed(0)
@@ -271,7 +271,7 @@ def test_a_buffer_that_a_skipped_step_made_nan_is_named(watch: Any) -> None:
     assert _train_average(model, restore_buffers=model).counters.skipped == 1
 
 
-@pytest.mark.trial("scaler: parameters are not finite")
+@pytest.mark.trial("BROKEN_PARAMETERS")
 def test_a_checkpoint_from_before_and_a_lower_learning_rate(model: nn.Module) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -289,7 +289,7 @@ def test_a_checkpoint_from_before_and_a_lower_learning_rate(model: nn.Module) ->
     assert train(0.01).counters.skipped == 0
 
 
-@pytest.mark.trial("scaler: the loss is not finite")
+@pytest.mark.trial("BAD_LOSSES")
 def test_the_logarithm_in_the_loss_is_at_fault(model: nn.Module, optimizer: Any) -> None:
     def train(least: float) -> precast.GradScaler:
         scaler = precast.GradScaler("cpu", max_nonfinite_losses=2)
@@ -319,7 +319,7 @@ def _large_gradients(model: nn.Module, **settings: Any) -> precast.GradScaler:
     return scaler
 
 
-@pytest.mark.trial("scaler: the scale cannot fall")
+@pytest.mark.trial("STUCK_SCALE")
 def test_a_lower_limit_lets_the_scale_fall(model: nn.Module) -> None:
     with pytest.raises(BrokenModelError) as caught:
         _large_gradients(model, min_scale=2.0**12)
@@ -327,7 +327,7 @@ def test_a_lower_limit_lets_the_scale_fall(model: nn.Module) -> None:
     assert _large_gradients(model).counters.skipped < 15
 
 
-@pytest.mark.trial("scaler: the limit on skipped steps")
+@pytest.mark.trial("MANY_SKIPS")
 def test_a_higher_limit_or_a_lower_first_scale(model: nn.Module) -> None:
     with pytest.raises(BrokenModelError) as caught:
         _large_gradients(model, max_consecutive_skips=5)

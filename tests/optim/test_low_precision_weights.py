@@ -446,7 +446,7 @@ def test_a_sparse_gradient_is_one_clear_error_and_changes_nothing(programs: Any)
     assert all(p.grad is not None for p in (model["l"].weight, model["e"].weight))
 
 
-@pytest.mark.trial("bfloat16_weights: dense gradients")
+@pytest.mark.trial("BFLOAT16_DENSE")
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_an_embedding_with_dense_gradients_or_another_optimizer_trains(is_dense: bool) -> None:
     embedding, layer = nn.Embedding(400, 64, sparse=not is_dense), nn.Linear(64, WIDTH)
@@ -648,7 +648,7 @@ def test_an_average_that_stays_in_bfloat16_is_warned_of_and_the_advice_works(pro
     ended_as(model, average.module[0].weight.detach(), expected)
 
 
-@pytest.mark.trial("bfloat16_weights: before DistributedDataParallel")
+@pytest.mark.trial("BFLOAT16_BEFORE_DDP")
 def test_weights_for_which_ddp_has_allocated_buffers_keep_their_dtype(tmp_path: Path) -> None:
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -755,7 +755,7 @@ def test_passes_without_synchronisation_are_averaged_in_float32(tmp_path: Path) 
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.trial("bfloat16_weights: accumulation under FSDP")
+@pytest.mark.trial("ACCUMULATE_UNDER_FSDP")
 def test_fsdp_adds_up_in_float32_by_itself(tmp_path: Path) -> None:
     """256 + 1 + 1, rounded once."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)

@@ -30,7 +30,7 @@ def precisions(of: nn.Module, rules: Policy) -> dict[str, str]:
     return {module.name: module.inside.precision for module in plan(of, rules).modules}
 
 
-@pytest.mark.trial("modules: a rule for the module itself")
+@pytest.mark.trial("EXACT_RULE")
 def test_patterns_that_disagree_need_an_exact_or_a_narrower_one() -> None:
     wide = policy(**{"*": "fp32", "h*": "bfloat16"})
     with pytest.raises(PolicyError) as raised:
@@ -41,7 +41,7 @@ def test_patterns_that_disagree_need_an_exact_or_a_narrower_one() -> None:
     assert precisions(model(), narrow) == {"": "lower", "body": "fp32", "head": "bfloat16"}
 
 
-@pytest.mark.trial("modules: one rule for a module with two names")
+@pytest.mark.trial("ONE_RULE")
 def test_a_module_with_two_names_gets_one_rule() -> None:
     shared = model()
     shared["tied"] = shared["head"]
@@ -54,7 +54,7 @@ def test_a_module_with_two_names_gets_one_rule() -> None:
         assert (found["head"], found["tied"]) == ("fp32", "fp32")
 
 
-@pytest.mark.trial("modules: a rule for the attention")
+@pytest.mark.trial("WHOLE_ATTENTION")
 def test_the_projection_in_attention_needs_a_rule_for_the_whole() -> None:
     attention = nn.MultiheadAttention(8, 2).eval()
     part = plan(nn.ModuleDict({"attention": attention}), policy(**{"attention.out_proj": "fp32"}))
@@ -64,7 +64,7 @@ def test_the_projection_in_attention_needs_a_rule_for_the_whole() -> None:
     assert whole.inside("attention.out_proj").precision == "fp32"
 
 
-@pytest.mark.trial("modules: a float8 rule where autocast is off")
+@pytest.mark.trial("LOWER_AGAIN")
 def test_a_float8_rule_inside_a_float32_module_switches_autocast_on() -> None:
     nested = nn.ModuleDict({"block": model()})
     rules = policy(**{"block": "fp32", "block.head": "float8"})
@@ -79,7 +79,7 @@ def test_a_float8_rule_inside_a_float32_module_switches_autocast_on() -> None:
     assert not plan(nested, mended).complaints()
 
 
-@pytest.mark.trial("modules: a rule for the scripted module")
+@pytest.mark.trial("WHOLE_SCRIPTED")
 def test_a_part_of_a_scripted_module_needs_a_rule_for_the_whole() -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval())
     outer = nn.Sequential(scripted)

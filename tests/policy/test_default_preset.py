@@ -6,6 +6,7 @@ Each row that `default` adds is tried with mixed floating dtypes, beside PyTorch
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import secrets
@@ -222,6 +223,24 @@ def in_region(info: Any, sample: Any, pattern: tuple[torch.dtype, ...]) -> Any:
     dense = [t.to_dense() if t.layout is not torch.strided else t for t in results]
     total = sum((t.abs() if t.is_complex() else t).float().sum() for t in dense)
     return torch.autograd.grad(total, leaves, allow_unused=True) if dense and leaves else ()
+
+
+@pytest.mark.parametrize("engine", registration.ENGINES)
+@pytest.mark.parametrize("dtypes", itertools.product((torch.float32, torch.bfloat16), repeat=2))
+def test_an_lstm_is_trained_on_every_processor(engine: str, dtypes: Any) -> None:
+    """oneDNN has no 16-bit kernel for some, where torch.autocast raises."""
+    torch.manual_seed(0)
+    of_layer, of_input = dtypes
+    layer, x = nn.LSTM(8, 4).to(of_layer), torch.randn(3, 2, 8, dtype=of_input)
+    exact = copy.deepcopy(layer).double()
+    with registration.use_engine(engine), precast.autocast("cpu"):
+        result = layer(x)[0]
+    result.float().sum().backward()
+    expected = exact(x.double())[0]
+    expected.sum().backward()
+    torch.testing.assert_close(result.double(), expected, rtol=0.05, atol=0.02)
+    for mine, its in zip(layer.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), its.grad, rtol=0.1, atol=0.1)
 
 
 NAMED = {name.partition(".")[0] for name in expanded_rules(DEFAULT, "cpu")[0]}

@@ -38,7 +38,7 @@ def test_what_pytorch_changed_between_two_releases() -> None:
     assert (change.before, change.after) == ("no rule", "fp32")
     assert change.meaning[0].startswith(UP_FROM_16)
     assert "four bytes an element instead of two" in change.meaning[0]
-    assert "copies in float32 stay in memory if backward needs them" in change.meaning[1]
+    assert "Copies in float32 stay in memory if backward needs them" in change.meaning[1]
     assert (found.mixed, found.modules) == (None, ())
     text = printed(found)
     assert text.startswith("From torch@2.11 to torch@2.12\n  1 operation: no rule -> fp32")
@@ -195,9 +195,9 @@ def test_a_policy_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        ("lower", "float8_rowwise", "Now, matrices are multiplied in 8 bits, with a scale a row"),
-        ("float8", "lower", "Before, matrices are multiplied in 8 bits, with one scale a matrix"),
-        ("float8", "float8_pow2", "a power of two; before, matrices are multiplied in 8 bits"),
+        ("lower", "float8_rowwise", "Now: matrices are multiplied in 8 bits, with a scale a row"),
+        ("float8", "lower", "Before: matrices are multiplied in 8 bits, with one scale a matrix"),
+        ("float8", "float8_pow2", "a power of two. Before: matrices are multiplied in 8 bits"),
         ("fp32", "float8", "With 16-bit arguments it computes in 16 bits instead of float32"),
     ],
 )

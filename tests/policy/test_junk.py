@@ -239,27 +239,12 @@ def a_chain(folder: Path, length: int, last: str) -> Path:
     return folder / "0.toml"
 
 
-def test_a_chain_of_bases_may_be_long(tmp_path: Path) -> None:
-    policy = Policy.load(a_chain(tmp_path, 1500, '[ops]\nmm = "lower"\n'))
+def test_a_chain_of_bases_has_an_end(tmp_path: Path) -> None:
+    policy = Policy.load(a_chain(tmp_path, 30, '[ops]\nmm = "lower"\n'))
     assert policy.resolve("mm", "cpu").rule is Rule.LOWER
     assert policy.resolve("exp", "cpu").rule is Rule.FP32
-
-
-@pytest.mark.parametrize(
-    ("last", "said"),
-    [
-        ('base = "0.toml"', "form a circle: 0.toml -> .*1499.toml -> 0.toml"),
-        ('base = "nothing.toml"', "no policy 'nothing.toml'"),
-        ('[ops]\nexp = "x"', r"1499\.toml: \[ops\] exp: 'x' is not a rule"),
-    ],
-)
-def test_an_error_deep_in_a_chain_says_where_in_few_words(
-    tmp_path: Path, last: str, said: str
-) -> None:
-    with pytest.raises(PolicyError, match=said) as error:
-        Policy.load(a_chain(tmp_path, 1500, last))
-    assert "0.toml: base = '1.toml'" in str(error.value)
-    assert len(str(error.value)) < 5000
+    with pytest.raises(PolicyError, match=r"32.toml: it is the base of a base ... of 32 files"):
+        Policy.load(a_chain(tmp_path, 40, '[ops]\nmm = "lower"\n'))
 
 
 def test_links_that_lead_back_to_themselves_are_no_file(tmp_path: Path) -> None:

@@ -1,19 +1,15 @@
-"""Patterns of modules' names: steps that are counted, not timed, and many patterns at once."""
+"""Patterns of modules' names."""
 
 from __future__ import annotations
 
-import sys
+import re
 import time
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from precast.policy import patterns
 from precast.policy.module_plan import plan
 from precast.policy.patterns import PatternIndex
 from precast.policy.policy import Policy
@@ -23,58 +19,15 @@ def matches(pattern: str, name: str) -> bool:
     return PatternIndex([pattern]).matching(name) == [pattern]
 
 
-def steps(call: Callable[[], object]) -> int:
-    """The lines of the matcher that a call runs; what `fnmatch` does in one of them is timed below."""
-    count = 0
-
-    def line(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return line if frame.f_code.co_filename == patterns.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(line)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-HARD: dict[str, Callable[[int], tuple[str, str]]] = {
-    "stars in a component": lambda n: ("*a" * n + "*b", "a" * n),
-    "one star after another": lambda n: ("a*" * n + "c", "a" * n + "b"),
-    "components": lambda n: (".".join(["**"] * n + ["b"]), ".".join("a" * n)),
-    "components between": lambda n: (".".join(["**", "a"] * n + ["b"]), ".".join("a" * n)),
-    "both": lambda n: (".".join(["**", "*a*a*b"] * n), ".".join(["aaaa"] * n)),
-    "an end that nearly fits": lambda n: ("*" + "a" * n + "b", "a" * 2 * n),
-}
-
-
-@pytest.mark.parametrize("hard", HARD)
-def test_matching_takes_no_more_than_pattern_times_name(hard: str) -> None:
-    for n in (4, 8, 64, 256):
-        pattern, name = HARD[hard](n)
-        taken = steps(lambda p=pattern, m=name: matches(p, m))  # type: ignore[misc]
-        assert taken <= 8 * (len(pattern) + 1) * (len(name) + 1) + 100
+HARD = (("*a" * 2000 + "*b", "a" * 2000), ("a*" * 2000 + "c", "a" * 2000 + "b"))
 
 
 def test_a_component_that_is_hard_to_match_takes_no_more() -> None:
     """Trying all ways to divide such a name among the stars would never end."""
-    for pattern, name in (
-        HARD[hard](2000) for hard in ("stars in a component", "one star after another")
-    ):
+    for pattern, name in HARD:
         began = time.perf_counter()
         assert not matches(pattern, name)
         assert time.perf_counter() - began < 1e-6 * len(pattern) * len(name)
-
-
-@pytest.mark.parametrize("hard", HARD)
-def test_many_hard_patterns_at_once_take_no_more(hard: str) -> None:
-    made = [HARD[hard](n) for n in (8, 32, 64)]
-    index, name = PatternIndex(pattern for pattern, _ in made), made[-1][1]
-    letters = sum(len(pattern) + 1 for pattern, _ in made)
-    assert steps(lambda: index.matching(name)) <= 40 * letters * (len(name) + 1)
 
 
 parts = st.text("ab*", min_size=1, max_size=4).map(lambda text: "**" if "**" in text else text)
@@ -82,33 +35,19 @@ globs = st.lists(parts, max_size=4).map(".".join)
 names = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4).map(".".join)
 
 
+@given(globs, names)
+def test_a_pattern_matches_as_a_regular_expression_does(pattern: str, name: str) -> None:
+    text = "".join(
+        r"([^.]+\.)*" if part == "**" else part.replace("*", "[^.]*") + r"\."
+        for part in re.sub(r"^\*\.", "**.", pattern).split(".")
+        if pattern
+    )
+    assert matches(pattern, name) == bool(re.fullmatch(text, f"{name}." if name else ""))
+
+
 @given(st.lists(globs, unique=True, max_size=30), names)
 def test_an_index_finds_what_each_pattern_matches(many: list[str], name: str) -> None:
     assert PatternIndex(many).matching(name) == [p for p in many if matches(p, name)]
-
-
-@given(st.lists(globs, unique=True, max_size=10), names)
-def test_an_index_finds_it_along_a_name(many: list[str], name: str) -> None:
-    components = name.split(".") if name else []
-    around = [".".join(components[:depth]) for depth in range(len(components) + 1)]
-    index = PatternIndex(many)
-    assert list(index.along(name)) == [index.matching(outer) for outer in around]
-
-
-KINDS: dict[str, Callable[[int], str]] = {
-    "names": lambda n: f"layer{n}.x",
-    "others' names": lambda n: f"other{n}",
-    "below anything": lambda n: f"**.x{n}",
-    "in a part": lambda n: f"*yer{n}q*",
-    "at the end": lambda n: f"layer*.y{n}",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_name_takes_as_long_among_many_patterns_as_among_few(kind: str) -> None:
-    few, many = (PatternIndex(map(KINDS[kind], range(n))) for n in (50, 5000))
-    name = "layer7.x.y7"
-    assert steps(lambda: many.matching(name)) <= 2 * steps(lambda: few.matching(name)) + 50
 
 
 def test_a_plan_of_many_rules_says_the_same_as_rule_by_rule() -> None:

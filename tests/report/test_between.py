@@ -110,14 +110,14 @@ def test_the_operations_and_lines_are_named_and_the_file_mends_it(
     assert {row["module"] for row in lower} == {"first"}, "the rest still runs in 16 bits"
 
 
-@pytest.mark.trial("report: run the module in float32")
+@pytest.mark.trial("MODULE_IN_FLOAT32")
 def test_bfloat16_mends_it_as_is_said(tmp_path: Path) -> None:
     mended = run(tmp_path, IN_BFLOAT16)
     assert mended["run"]["skipped"] == 0
     assert numeric_findings(mended) == []
 
 
-@pytest.mark.trial("report: compute the lines in float32")
+@pytest.mark.trial("CODE_IN_FLOAT32")
 def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
     tmp_path: Path,
 ) -> None:
@@ -131,7 +131,7 @@ def test_code_of_the_model_itself_gets_no_rule_that_leaves_nothing_in_16_bits(
         assert run(tmp_path, THE_MODEL_ITSELF, mend)["run"]["skipped"] == 0
 
 
-@pytest.mark.trial("report: look at the code before")
+@pytest.mark.trial("LOOK_BEFORE")
 def test_without_a_trace_the_place_is_said_and_how_to_know_more(tmp_path: Path) -> None:
     made = run(tmp_path, options=("--steps", "50:51"))
     advice = made["summary"]["first"]

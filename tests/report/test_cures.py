@@ -121,7 +121,7 @@ class Divides(nn.Module):
 # --- overflows ---
 
 
-@pytest.mark.trial("report: a cast by the program")
+@pytest.mark.trial("OWN_CAST")
 def test_a_cast_by_the_program_has_to_go() -> None:
     def model(cast: bool) -> Callable[[], nn.Module]:
         return lambda: Between(lambda x: (x.float() * 1e5).half() if cast else x.float() * 1e5)
@@ -135,7 +135,7 @@ def test_a_cast_by_the_program_has_to_go() -> None:
     assert is_well(train(cast=False))
 
 
-@pytest.mark.trial("report: NaN in float32 too")
+@pytest.mark.trial("NAN_IN_FLOAT32")
 def test_what_is_nan_in_float32_too_is_a_division() -> None:
     def train(by: float, dtype: torch.dtype | None = F16) -> Training:
         return Training(
@@ -159,7 +159,7 @@ class Whole(nn.Module):
         return x @ (self.weight * 1e5)
 
 
-@pytest.mark.trial("report: run in bfloat16")
+@pytest.mark.trial("IN_BFLOAT16")
 def test_a_model_that_overflows_runs_in_bfloat16() -> None:
     def train(dtype: torch.dtype) -> Training:
         return Training(
@@ -171,7 +171,7 @@ def test_a_model_that_overflows_runs_in_bfloat16() -> None:
     assert is_well(train(BF16))
 
 
-@pytest.mark.trial("report: store the model in bfloat16")
+@pytest.mark.trial("STORE_IN_BFLOAT16")
 def test_a_model_in_float16_is_stored_in_bfloat16() -> None:
     def train(dtype: torch.dtype) -> Training:
         return Training(
@@ -189,7 +189,7 @@ def test_a_model_in_float16_is_stored_in_bfloat16() -> None:
     assert made["health"]["first"] is None
 
 
-@pytest.mark.trial("report: eps is zero in float16")
+@pytest.mark.trial("SMALL_EPS")
 def test_parameters_stay_in_float32_where_eps_is_zero_in_float16() -> None:
     def train(of: torch.dtype) -> Training:
         return Training(
@@ -205,7 +205,7 @@ def test_parameters_stay_in_float32_where_eps_is_zero_in_float16() -> None:
     assert is_well(train(torch.float32))
 
 
-@pytest.mark.trial("report: the optimizer's step")
+@pytest.mark.trial("BAD_STEP")
 def test_the_learning_rate_is_at_fault_where_a_step_wrote_nan() -> None:
     def train(lr: float) -> Training:
         return Training(plain, BF16, optimizer=lambda p: torch.optim.SGD(p, lr=lr))
@@ -234,7 +234,7 @@ class Average(nn.Module):
         return x / self.size
 
 
-@pytest.mark.trial("report: a buffer is not finite")
+@pytest.mark.trial("BAD_BUFFER")
 def test_forward_writes_only_what_is_finite_to_a_buffer() -> None:
     def train(*, finite_only: bool, bad: bool = True) -> Training:
         return Training(
@@ -261,7 +261,7 @@ def test_forward_writes_only_what_is_finite_to_a_buffer() -> None:
 # --- gradients, and the scale ---
 
 
-@pytest.mark.trial("report: leave an occasional skip")
+@pytest.mark.trial("LEAVE_IT")
 def test_a_skipped_step_that_later_steps_overcome_is_left() -> None:
     steps = itertools.count()
 
@@ -277,7 +277,7 @@ def sums(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda y: y.float().sum() * factor
 
 
-@pytest.mark.trial("report: find the scale")
+@pytest.mark.trial("FIND_SCALE")
 def test_the_scaler_finds_the_scale() -> None:
     def train(scaler: Callable[[], Any]) -> Training:
         return Training(
@@ -295,7 +295,7 @@ def test_the_scaler_finds_the_scale() -> None:
     assert after["run"]["skipped"] <= 1
 
 
-@pytest.mark.trial("report: the scale is low already")
+@pytest.mark.trial("LOW_SCALE")
 def test_a_root_of_zero_is_at_fault_where_the_scale_is_low() -> None:
     def train(eps: float) -> Training:
         return Training(lambda: Root(eps), scaler=torchs(1.0), loss=lambda y: y.float().mean())
@@ -305,7 +305,7 @@ def test_a_root_of_zero_is_at_fault_where_the_scale_is_low() -> None:
     assert is_well(train(1e-3))
 
 
-@pytest.mark.trial("report: the loss is not finite")
+@pytest.mark.trial("BAD_LOSS")
 @pytest.mark.parametrize("scaler", [torchs(16.0), lambda: None])
 def test_the_logarithm_in_the_loss_is_at_fault(scaler: Callable[[], Any]) -> None:
     def train(least: float) -> Training:
@@ -319,7 +319,7 @@ def test_the_logarithm_in_the_loss_is_at_fault(scaler: Callable[[], Any]) -> Non
     assert is_well(train(1.0))
 
 
-@pytest.mark.trial("report: scale the loss")
+@pytest.mark.trial("SCALE_THE_LOSS")
 def test_a_scaled_loss_keeps_small_gradients() -> None:
     def train(scaler: Callable[[], Any], dtype: torch.dtype = F16) -> Training:
         return Training(plain, dtype, loss=sums(1e-7), scaler=scaler)
@@ -330,7 +330,7 @@ def test_a_scaled_loss_keeps_small_gradients() -> None:
     assert is_well(train(lambda: None, BF16))
 
 
-@pytest.mark.trial("report: the scale is too low")
+@pytest.mark.trial("RAISE_THE_SCALE")
 def test_a_scale_that_is_found_keeps_small_gradients() -> None:
     def train(scaler: Callable[[], Any]) -> Training:
         return Training(plain, loss=sums(1e-7), scaler=scaler)
@@ -347,7 +347,7 @@ def test_a_scale_that_is_found_keeps_small_gradients() -> None:
 # --- formats with float32's range ---
 
 
-@pytest.mark.trial("report: beyond float32")
+@pytest.mark.trial("BEYOND_FLOAT32")
 def test_a_division_is_at_fault_in_bfloat16() -> None:
     def train(by: float) -> Training:
         return Training(lambda: nn.Sequential(Divides(by), nn.Linear(4, 1)), BF16)
@@ -357,7 +357,7 @@ def test_a_division_is_at_fault_in_bfloat16() -> None:
     assert is_well(train(1.0))
 
 
-@pytest.mark.trial("report: lines beyond float32")
+@pytest.mark.trial("LINES_BEYOND_FLOAT32")
 def test_a_division_in_a_line_is_at_fault_in_bfloat16() -> None:
     def train(by: float) -> Training:
         return Training(lambda: Between(lambda x: x * 0 / by), BF16)
@@ -367,7 +367,7 @@ def test_a_division_in_a_line_is_at_fault_in_bfloat16() -> None:
     assert is_well(train(1.0))
 
 
-@pytest.mark.trial("report: look at the data")
+@pytest.mark.trial("LOOK_AT_DATA")
 def test_the_data_is_at_fault() -> None:
     def train(bad: float) -> Training:
         return Training(
@@ -382,8 +382,8 @@ def test_the_data_is_at_fault() -> None:
 # --- updates ---
 
 
-@pytest.mark.trial("report: keep float32 masters")
-@pytest.mark.trial("report: learn in 16 bits")
+@pytest.mark.trial("KEEP_MASTERS")
+@pytest.mark.trial("LEARN_IN_16_BITS")
 def test_float32_masters_and_compensated_steps_keep_updates() -> None:
     def program(of: torch.dtype, kahan: bool) -> Callable[[], float]:
         def train() -> float:
@@ -435,14 +435,14 @@ def suggestions(made: Any, kind: str) -> list[str]:
     return [finding["suggestion"] for finding in made["findings"] if finding["kind"] == kind]
 
 
-@pytest.mark.trial("report: keep states in float32")
+@pytest.mark.trial("KEEP_STATES")
 def test_states_of_a_float32_model_can_decay() -> None:
     made = seen(Stuck(BF16), health=True)
     assert suggestions(made, "state rounded away") == [cures.KEEP_STATES()]
     assert suggestions(seen(Stuck(torch.float32), health=True), "state rounded away") == []
 
 
-@pytest.mark.trial("report: keep the average in float32")
+@pytest.mark.trial("KEEP_AVERAGE")
 def test_an_average_in_float32_follows() -> None:
     def program(*, in_float32: bool) -> Callable[[], None]:
         def train() -> None:
@@ -469,7 +469,7 @@ def test_an_average_in_float32_follows() -> None:
 # --- what is not finite at the end ---
 
 
-@pytest.mark.trial("report: a parameter at the end")
+@pytest.mark.trial("BROKEN_AT_THE_END")
 def test_the_learning_rate_is_at_fault_where_the_last_step_wrote_infinity() -> None:
     def train(lr: float) -> Training:  # its model is freed before the run ends
         return Training(plain, BF16, optimizer=lambda p: torch.optim.SGD(p, lr=lr), steps=1)
@@ -480,7 +480,7 @@ def test_the_learning_rate_is_at_fault_where_the_last_step_wrote_infinity() -> N
     assert not seen(train(1e-3), health=True)["run"]["nonfinite"]
 
 
-@pytest.mark.trial("report: a buffer at the end")
+@pytest.mark.trial("RESTORE_BUFFERS")
 def test_a_scaler_that_restores_buffers_leaves_none_that_is_not_finite() -> None:
     models = []
 
@@ -507,7 +507,7 @@ def test_a_scaler_that_restores_buffers_leaves_none_that_is_not_finite() -> None
     assert made["run"]["nonfinite"] == []
 
 
-@pytest.mark.trial("report: a faster dtype")
+@pytest.mark.trial("FASTER_DTYPE")
 @pytest.mark.parametrize(("speed", "instead"), [(2.0, F16), (0.1, None)])
 def test_another_dtype_is_not_emulated(
     monkeypatch: pytest.MonkeyPatch, speed: float, instead: torch.dtype | None
@@ -525,7 +525,7 @@ def test_another_dtype_is_not_emulated(
 # --- where nothing is known to be wrong ---
 
 
-@pytest.mark.trial("report: watch the numbers")
+@pytest.mark.trial("WATCH_NUMBERS")
 def test_health_names_what_overflows() -> None:
     train = Training(plain, loss=sums(100), scaler=torchs(2.0**20), steps=4)
     text, _ = advice(train, health=False)
@@ -533,7 +533,7 @@ def test_health_names_what_overflows() -> None:
     assert seen(train, health=True)["health"]["first"]["name"]
 
 
-@pytest.mark.trial("report: compare the times")
+@pytest.mark.trial("COMPARE_TIMES")
 def test_what_takes_time_with_casts_can_be_compared() -> None:
     made = seen(Training(plain, BF16))
     made["trace"]["totals"] |= {"cast_seconds": 0.9, "seconds": 1.0}
@@ -542,7 +542,7 @@ def test_what_takes_time_with_casts_can_be_compared() -> None:
     assert not seen(Training(plain, None))["trace"]["totals"]["casts"], "with `enabled=False`"
 
 
-@pytest.mark.trial("report: a policy without 16 bits")
+@pytest.mark.trial("START_FROM_A_BASE")
 def test_a_policy_with_a_base_gives_16_bits(tmp_path: Path) -> None:
     policy = tmp_path / "mine.toml"
     policy.write_text('[ops.cpu]\nlinear = "fp32"\n')
@@ -554,7 +554,7 @@ def test_a_policy_with_a_base_gives_16_bits(tmp_path: Path) -> None:
     assert "bfloat16" in {dtype for row in made["trace"]["rows"] for dtype in row["output"]}
 
 
-@pytest.mark.trial("report: open a region")
+@pytest.mark.trial("OPEN_A_REGION")
 def test_a_region_gives_16_bits() -> None:
     def in_region() -> None:
         model = plain()

@@ -545,7 +545,7 @@ def run(folder: Path, *options: str) -> Any:
     return report.load(folder / "run.json")
 
 
-@pytest.mark.trial("report: run the module in float32")
+@pytest.mark.trial("MODULE_IN_FLOAT32")
 def test_the_policy_file_against_an_overflow_mends_it_under_run(tmp_path: Path) -> None:
     before = run(tmp_path)
     assert before["run"]["skipped"] == 1

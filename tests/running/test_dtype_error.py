@@ -127,7 +127,7 @@ def test_no_error_has_no_advice() -> None:
     assert advice_on(RuntimeError("same dtype")) is None
 
 
-@pytest.mark.trial("run: the default policy")
+@pytest.mark.trial("DEFAULT_POLICY")
 def test_the_advice_is_right_and_the_program_ends_as_without_precast(tmp_path: Path) -> None:
     write(
         tmp_path,

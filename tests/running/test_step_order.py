@@ -184,7 +184,7 @@ def test_gradients_that_no_scale_changes_may_be_clipped(settings: dict[str, Any]
     assert kinds(observed(lambda: clip_then_step(Program(**settings)))) == []
 
 
-@pytest.mark.trial("run: unscale before clipping")
+@pytest.mark.trial("UNSCALE_BEFORE_CLIPPING")
 @pytest.mark.parametrize("scaler", SCALERS)
 def test_clipping_after_unscale_has_the_limit_that_was_named(scaler: Scaler) -> None:
     norms = {}
@@ -276,7 +276,7 @@ class Product(torch.autograd.Function):
         return None, x.T @ gradients[0]
 
 
-@pytest.mark.trial("run: backward outside the region")
+@pytest.mark.trial("BACKWARD_OUTSIDE")
 @pytest.mark.parametrize("is_inside", [True, False])
 def test_backward_outside_the_region_is_in_float32(is_inside: bool) -> None:
     x = torch.full((1, 4), 1 + 2**-12)  # bfloat16 rounds it to 1

@@ -58,7 +58,7 @@ def is_converted_like(converted: nn.Module, model: nn.Module) -> bool:
 # --- convert ---
 
 
-@pytest.mark.trial("convert: evaluation mode")
+@pytest.mark.trial("CONVERT_EVAL")
 def test_a_model_in_training_mode_is_set_to_evaluation() -> None:
     model = linear().train()
     with advises(cures.CONVERT_EVAL, ConversionError):
@@ -67,7 +67,7 @@ def test_a_model_in_training_mode_is_set_to_evaluation() -> None:
     assert is_converted_like(precast.convert(model, example=X), model)
 
 
-@pytest.mark.trial("convert: the float32 model")
+@pytest.mark.trial("CONVERT_FLOAT32")
 def test_a_converted_model_is_converted_from_its_float32_model() -> None:
     model = linear()
     converted = precast.convert(model, example=X)
@@ -76,7 +76,7 @@ def test_a_converted_model_is_converted_from_its_float32_model() -> None:
     assert precast.convert(model, dtype=torch.float16, example=X)(X).dtype is torch.float16
 
 
-@pytest.mark.trial("convert: the model that was scripted")
+@pytest.mark.trial("CONVERT_UNSCRIPTED")
 def test_the_source_of_a_scripted_model_is_converted() -> None:
     model = linear()
     with advises(cures.CONVERT_UNSCRIPTED, ConversionError):
@@ -84,7 +84,7 @@ def test_the_source_of_a_scripted_model_is_converted() -> None:
     assert is_converted_like(precast.convert(model, example=X), model)
 
 
-@pytest.mark.trial("convert: the model inside a wrapper")
+@pytest.mark.trial("CONVERT_INSIDE")
 def test_the_model_inside_a_wrapper_is_converted_then_wrapped() -> None:
     model = linear()
     with advises(cures.CONVERT_INSIDE, ConversionError):
@@ -93,7 +93,7 @@ def test_the_model_inside_a_wrapper_is_converted_then_wrapped() -> None:
     assert torch.equal(wrapped(X), in_region(model))
 
 
-@pytest.mark.trial("convert: values instead of the meta device")
+@pytest.mark.trial("CONVERT_META")
 def test_load_gives_a_model_on_the_meta_device_its_values(tmp_path: Path) -> None:
     model = linear()
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -104,7 +104,7 @@ def test_load_gives_a_model_on_the_meta_device_its_values(tmp_path: Path) -> Non
     assert is_converted_like(loaded, model)
 
 
-@pytest.mark.trial("convert: a device with rules")
+@pytest.mark.trial("CONVERT_DEVICE")
 def test_a_policy_without_rules_for_the_device_gets_some() -> None:
     model = linear()
     tables = {"cuda": precast.Policy.load("default").tables["cuda"]}
@@ -114,7 +114,7 @@ def test_a_policy_without_rules_for_the_device_gets_some() -> None:
     assert precast.convert(model, policy.retarget("cpu"), example=X)(X).dtype is torch.bfloat16
 
 
-@pytest.mark.trial("convert: in place")
+@pytest.mark.trial("CONVERT_IN_PLACE")
 def test_a_model_that_cannot_be_copied_is_converted_in_place() -> None:
     model = Uncopyable(8, 8).eval()
     expected = in_region(model)
@@ -123,7 +123,7 @@ def test_a_model_that_cannot_be_copied_is_converted_in_place() -> None:
     assert torch.equal(precast.convert(model, example=X, in_place=True)(X), expected)
 
 
-@pytest.mark.trial("convert: the arguments of one call")
+@pytest.mark.trial("CONVERT_ARGUMENTS")
 def test_an_example_that_fails_is_replaced_by_the_arguments_of_a_call() -> None:
     class OfSum(nn.Linear):
         def forward(self, one: Tensor, other: Tensor) -> Tensor:  # type: ignore[override]
@@ -137,7 +137,7 @@ def test_an_example_that_fails_is_replaced_by_the_arguments_of_a_call() -> None:
         assert precast.convert(model, example=example)(X, X).dtype is torch.bfloat16
 
 
-@pytest.mark.trial("convert: an example of the path")
+@pytest.mark.trial("CONVERT_PATH")
 def test_an_example_of_another_path_keeps_its_weights_in_float32() -> None:
     model = Regularized(8, 8).eval()
     with advises(cures.CONVERT_PATH, ConversionError):
@@ -146,7 +146,7 @@ def test_an_example_of_another_path_keeps_its_weights_in_float32() -> None:
     assert torch.equal(converted(X + 3), in_region(model, X + 3))
 
 
-@pytest.mark.trial("convert: a transform of the float32 model")
+@pytest.mark.trial("CONVERT_FUNC")
 def test_transforms_of_torch_func_take_the_float32_model() -> None:
     model = linear()
     converted = precast.convert(model, example=X)
@@ -157,7 +157,7 @@ def test_transforms_of_torch_func_take_the_float32_model() -> None:
         torch.testing.assert_close(result, model(X).float(), rtol=0.02, atol=0.01)
 
 
-@pytest.mark.trial("convert: inference only")
+@pytest.mark.trial("CONVERT_INFERENCE")
 def test_a_converted_model_runs_in_evaluation_mode_and_trains_in_float32() -> None:
     model = linear()
     converted = precast.convert(model, example=X)
@@ -172,7 +172,7 @@ def test_a_converted_model_runs_in_evaluation_mode_and_trains_in_float32() -> No
     assert is_converted_like(precast.convert(model.eval(), example=X), model)
 
 
-@pytest.mark.trial("convert: a trace or an export instead of a script")
+@pytest.mark.trial("CONVERT_TRACE")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_converted_model_is_traced_and_its_model_exported() -> None:
     model = linear()
@@ -187,7 +187,7 @@ def test_a_converted_model_is_traced_and_its_model_exported() -> None:
 # --- load ---
 
 
-@pytest.mark.trial("load_converted: the function that creates the model")
+@pytest.mark.trial("LOAD_FUNCTION")
 def test_the_function_creates_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     class Scaled(nn.Linear):
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ def test_the_function_creates_buffers_that_no_state_dict_has(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.trial("load_converted: an example for float32 weights")
+@pytest.mark.trial("LOAD_EXAMPLE")
 def test_a_float32_checkpoint_is_loaded_with_an_example(tmp_path: Path) -> None:
     model = linear()
     torch.save(model.state_dict(), tmp_path / "model.pt")
@@ -228,7 +228,7 @@ def exported_result(model: nn.Module, x: Tensor = X, **settings: Any) -> Tensor:
     return result
 
 
-@pytest.mark.trial("export: the module that was scripted")
+@pytest.mark.trial("EXPORT_UNSCRIPTED")
 def test_the_source_of_a_scripted_module_is_exported() -> None:
     model = linear()
     with advises(cures.EXPORT_UNSCRIPTED, ExportError):
@@ -236,14 +236,14 @@ def test_the_source_of_a_scripted_module_is_exported() -> None:
     assert torch.equal(exported_result(model), in_region(model))
 
 
-@pytest.mark.trial("export: a tuple of arguments")
+@pytest.mark.trial("EXPORT_TUPLE")
 def test_a_single_argument_is_passed_in_a_tuple() -> None:
     with advises(cures.EXPORT_TUPLE, ExportError):
         precast.export(linear(), X)  # type: ignore[arg-type]
     assert exported_result(linear()).shape == (2, 8)
 
 
-@pytest.mark.trial("export: rules of another device")
+@pytest.mark.trial("EXPORT_RETARGET")
 def test_a_policy_is_retargeted_to_the_device_of_the_model() -> None:
     policy = precast.Policy("gpu", {"cuda": precast.Policy.load("default").tables["cuda"]})
     with advises(cures.EXPORT_RETARGET, ExportError, device="cpu", like="cuda"):
@@ -252,7 +252,7 @@ def test_a_policy_is_retargeted_to_the_device_of_the_model() -> None:
     assert exported_result(linear(), policy=retargeted).dtype is torch.bfloat16
 
 
-@pytest.mark.trial("export: control flow on data")
+@pytest.mark.trial("EXPORT_COND")
 def test_a_decision_on_data_is_written_with_cond_or_made_outside() -> None:
     class Decides(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -276,7 +276,7 @@ def test_a_decision_on_data_is_written_with_cond_or_made_outside() -> None:
         assert torch.equal(precast.export(Told(), (x, up)).module()(x, up), Decides()(x))
 
 
-@pytest.mark.trial("export: detach instead of data")
+@pytest.mark.trial("EXPORT_DETACH")
 def test_detach_replaces_data() -> None:
     class Data(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def test_detach_replaces_data() -> None:
     assert torch.equal(exported_result(Detached(), strict=True), Data()(X))
 
 
-@pytest.mark.trial("export: a rule for the operation")
+@pytest.mark.trial("EXPORT_RULE")
 def test_an_operation_whose_values_decide_gets_a_rule_or_runs_outside() -> None:
     class Exponential(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

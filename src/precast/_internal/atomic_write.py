@@ -40,11 +40,7 @@ def is_not_ours(path: Path) -> bool:
 
 
 def replace_own(path: Path, content: bytes) -> None:
-    """Replace a file as `replace` does, but only one that precast wrote.
-
-    Raises:
-        OutputError: it could not be written, or there is a file that precast did not write.
-    """
+    """Replace a file as `replace` does, but only one that precast wrote."""
     try:
         foreign = is_not_ours(path)
     except OSError as unread:

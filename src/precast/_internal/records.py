@@ -126,9 +126,6 @@ def from_json(expected: type[_T], value: object, path: str = "") -> _T:
         value: the value from JSON, which is not changed.
         path: path of the value, for messages.
 
-    Raises:
-        MismatchError: the value does not have that type.
-
     Examples:
         >>> from_json(dict[str, list[int]], {"a": [1, 2.5]})
         Traceback (most recent call last):

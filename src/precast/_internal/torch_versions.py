@@ -26,11 +26,7 @@ _TEXT = re.compile(r"(\d+)\.(\d+)(?!\d)")
 
 
 def parse(text: str) -> Version:
-    """`2.11.0a0+cu130` -> (2, 11).
-
-    Raises:
-        ValueError: the text does not begin with two numbers.
-    """
+    """`2.11.0a0+cu130` -> (2, 11)."""
     match = _TEXT.match(text)
     if match is None:
         raise ValueError(f"{text!r} is not a version")

@@ -48,6 +48,8 @@ _ABOUT_DTYPES: Final = re.compile(
     r"d?types?\b|scalar ?type|not implemented for '|\b(half|bfloat16|float|double)\b", re.IGNORECASE
 )
 """The words about dtypes in messages of extensions, whose refusals no table has."""
+_NO_KERNEL: Final = "could not create a primitive"
+"""The error of oneDNN on a processor for which it has no 16-bit kernel (2.13)."""
 _LOWERED: Final = (Rule.LOWER, Rule.LOWER_OUT_FP32, Rule.FP32, *FLOAT8_RULES)
 """The rules that cast all eligible tensors to one dtype."""
 
@@ -245,8 +247,7 @@ def with_attempt(
     Autocast stays on for the operations inside: the outermost operation on mixed dtypes is promoted, so that its result
     has the widest dtype.
     """
-    message = "refused in 16 bits by PyTorch, ran in float32"
-    note = events.OperationNote(op=op.name, device_type=op.device_type, message=message)
+    note = _note_of_refusal(op)
     refuses = rule is Rule.FALLTHROUGH and refuses_mixtures(op.name, op.device_type)
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -274,6 +275,11 @@ def with_attempt(
     return run
 
 
+def _note_of_refusal(op: Operation) -> events.OperationNote:
+    message = "refused in 16 bits by PyTorch, ran in float32"
+    return events.OperationNote(op=op.name, device_type=op.device_type, message=message)
+
+
 def _derivative_refuses(op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return True if PyTorch would run an operation on such dtypes, and raise in its derivative."""
     if op.name in DERIVATIVE_REFUSES:
@@ -295,8 +301,10 @@ def retry_promoted(
     about dtypes.
     """
     dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
-    if rule in _LOWERED and any(t.layout is not torch.strided for t in tensors_in((args, kwargs))):
-        # Products of sparse matrices in 16 bits do not exist on each device.
+    is_refused = rule in _LOWERED and _NO_KERNEL in str(error)
+    is_sparse = any(t.layout is not torch.strided for t in tensors_in((args, kwargs)))
+    if is_refused or (rule in _LOWERED and is_sparse):
+        # Products of sparse matrices in 16 bits do not exist on each device, nor LSTMs on each processor.
         dtypes |= {op.lower_dtype(), _F32}
     is_pytorchs = op.name.startswith("aten::")
     runs_once = not is_pytorchs and (op.mutated or not _ABOUT_DTYPES.search(str(error)))
@@ -304,9 +312,12 @@ def retry_promoted(
     if len(dtypes) < 2 or regions.attempts or runs_once or is_of_device:
         raise error
     try:
-        return _promoted(op, dtypes, args, kwargs)
+        result = _promoted(op, dtypes, args, kwargs)
     except RuntimeError:
         raise error from None
+    if is_refused:
+        events.emit(_note_of_refusal(op))
+    return result
 
 
 def _promoted(

@@ -442,6 +442,8 @@ def _action(policy: Policy, base: TorchKernel, entry: Entry | None) -> Action:
         matches_torch = base.op.name.startswith("aten::")
         matches_torch &= base.op.name not in reference_kernels.DERIVATIVE_REFUSES
         delegates = matches_torch and rule is Rule.PROMOTE and promotes(policy, base, rule)
+    elif base.op.name == "aten::mkldnn_rnn_layer" and policy.mixed == "promote":
+        return Action.REFERENCE  # some processors refuse it in 16 bits
     else:
         delegates = rule is base.rule
         if rule is Rule.PROMOTE and not delegates and not base.op.mutated:

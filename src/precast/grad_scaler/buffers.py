@@ -126,11 +126,7 @@ class BufferGuard:
 
 
 def guarded(modules: Any) -> BufferGuard:
-    """Return a guard for a module, for several, or for none (None).
-
-    Raises:
-        ScalerError: `modules` contains something else.
-    """
+    """Return a guard for a module, for several, or for none (None)."""
     several = [] if modules is None else [modules] if isinstance(modules, nn.Module) else modules
     checked: list[Any] = list(several) if isinstance(several, Iterable) else [several]
     wrong = [each for each in checked if not isinstance(each, nn.Module)]

@@ -66,9 +66,6 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
 
     Returns:
         The result of the step, and True if it was skipped, that is, undone.
-
-    Raises:
-        ScalerError: The closure returned None, or did not zero the gradients; the step is undone then, too.
     """
     optimizer, checked = state.optimizer, _CheckedClosure(state, closure, unscale, checks)
     if args:
@@ -140,11 +137,7 @@ class _CheckedClosure:
 
 
 def _is_unchanged(parameter: Tensor, gradient: Tensor, version: int, watch: BackwardWatch) -> bool:
-    """Return True if a closure has neither replaced nor written the gradient of a parameter.
-
-    Raises:
-        ScalerError: The closure added to it.
-    """
+    """Return True if a closure has neither replaced nor written the gradient of a parameter."""
     if parameter.grad is not gradient:
         return False
     writes = (_torch.version_if_counted(gradient) or 0) - version

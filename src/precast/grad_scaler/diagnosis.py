@@ -65,11 +65,7 @@ def diagnoses(history: StepHistory, limits: Limits, wait: bool) -> Iterator[Scal
 
 
 def act_on(diagnosis: ScalerDiagnosis, on_diagnosis: OnDiagnosis) -> None:
-    """Report a diagnosis to observers and witnesses, then raise or warn according to `on_diagnosis`.
-
-    Raises:
-        BrokenModelError: `on_diagnosis` is ``"raise"``.
-    """
+    """Report a diagnosis to observers and witnesses, then raise or warn according to `on_diagnosis`."""
     emit(diagnosis)
     for witness in tuple(witnesses):
         witness.on_diagnosis(diagnosis)

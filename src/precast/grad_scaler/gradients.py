@@ -22,8 +22,9 @@ from precast import _torch
 from precast._internal import cures
 from precast._internal.callers import callers_level
 from precast.errors import PrecastWarning, ScalerError
-from precast.grad_scaler.memory import are_finite, is_finite, local, memory_of, moved
+from precast.grad_scaler.memory import are_finite, is_finite, memory_of, moved
 from precast.optim.partial_steps import parameters_of
+from precast.optim.shards import part_of
 from precast.optim.total_norm import clip_to_norm, total_norm
 
 __all__ = [
@@ -87,11 +88,7 @@ def unscaled(
 def total_found_inf(
     device: torch.device | None, each: Iterable[FoundInf], where: str = "for this optimizer."
 ) -> Tensor:
-    """Add up the results of several optimizers on `device`; None: on the first device with a result.
-
-    Raises:
-        ScalerError: No gradients were checked; `where` ends the error's first sentence.
-    """
+    """Add up the results of several optimizers on `device`; None: on the first device with a result."""
     flags = [flag for one in each for flag in one.values()]
     if flags:
         to = device or flags[0].device
@@ -196,7 +193,7 @@ def _gradient_memory(parameter: Tensor) -> Tensor:
     carried out, because the memory holds the values only afterwards.
     """
     assert parameter.grad is not None
-    gradient = local(parameter.grad)
+    gradient = part_of(parameter.grad)
     if gradient.is_sparse and gradient.dtype is torch.float16 and not gradient.is_coalesced():
         gradient = parameter.grad = gradient.coalesce()
     if gradient.is_complex() and gradient.is_conj():

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
+from precast.optim.shards import part_of
 
-__all__ = ["are_finite", "is_finite", "local", "memory_of", "moved"]
+__all__ = ["are_finite", "is_finite", "memory_of", "moved"]
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -21,20 +22,12 @@ def memory_of(tensor: Tensor) -> Tensor:
     These are the stored values of a sparse tensor, the real and imaginary parts of a complex one, and this process's
     part of a `DTensor`.
     """
-    tensor = local(tensor)
+    tensor = part_of(tensor)
     if tensor.is_sparse:
         tensor = _torch.sparse_values(tensor)
     elif tensor.layout is not torch.strided:
         tensor = tensor.values()
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a `DTensor`; any other tensor itself."""
-    if not _torch.is_dtensor(tensor):
-        return tensor
-    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

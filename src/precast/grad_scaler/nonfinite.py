@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from precast._internal.events import NonfiniteOrigin, witnesses
 from precast.grad_scaler.gradients import Place, bad_gradients, bad_parameters
-from precast.grad_scaler.memory import is_finite, local, memory_of
+from precast.grad_scaler.memory import is_finite, memory_of
 from precast.optim.partial_steps import parameters_of
+from precast.optim.shards import part_of
 from precast.policy.module_names import named_buffers
 from precast.policy.module_plan import attached_models, names_of
 
@@ -32,7 +33,7 @@ def loss_to_keep(loss: Tensor) -> Tensor:
     A small loss that is a view into larger memory, such as one element of activations, is copied, so that the rest of
     this memory can be freed.
     """
-    loss = local(loss.detach())
+    loss = part_of(loss.detach())
     if loss.numel() > _SMALL:
         return loss.abs().amax()
     is_plain = type(loss) is Tensor and loss.layout is torch.strided

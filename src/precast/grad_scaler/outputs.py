@@ -25,9 +25,6 @@ def map_losses(
     """Return a loss or containers of losses, with each loss replaced by `scaled(loss)`.
 
     Iterators and sets become lazy ``map`` objects of `scale_later`, as in PyTorch.
-
-    Raises:
-        ScalerError: `outputs` is not empty, and holds no tensor.
     """
     others = []
 

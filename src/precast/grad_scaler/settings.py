@@ -99,11 +99,7 @@ def number_in(value: Any) -> float:
 
 
 def checked_attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the validated arguments of a scaler as its attributes.
-
-    Raises:
-        ScalerError: An argument is out of its range.
-    """
+    """Return the validated arguments of a scaler as its attributes."""
     first = require_number("init_scale", arguments["init_scale"], below=LARGEST_SCALE)
     require_count("history", arguments["history"], least=0)
     return {

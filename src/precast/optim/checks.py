@@ -70,11 +70,7 @@ def _check_sharded(name: str, parameter: Tensor, how: Rounding) -> None:
 
 
 def refuse_copy(optimizer: Optimizer) -> None:
-    """Raise an error if an optimizer has states of weights in bfloat16, and no hooks to step these.
-
-    Raises:
-        AttachError: the optimizer is a copy or was unpickled, or has loaded the states of another one.
-    """
+    """Raise an error if an optimizer has states of weights in bfloat16, and no hooks to step these."""
     if any(weights.optimizer is optimizer for weights in active):
         return
     for parameter, states in optimizer.state.items():

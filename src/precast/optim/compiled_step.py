@@ -98,11 +98,7 @@ class CompiledStep:
             set_gradient(parameter, gradient)
 
     def _has_sparse_gradient(self, parameters: Iterable[Tensor]) -> bool:
-        """Return True if some gradient is sparse: then the optimizer has to see all of them, as it may refuse it.
-
-        Raises:
-            AttachError: a weight in bfloat16 has a sparse gradient.
-        """
+        """Return True if some gradient is sparse: then the optimizer has to see all of them, as it may refuse it."""
         sparse = [
             p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided
         ]

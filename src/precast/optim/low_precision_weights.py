@@ -187,11 +187,7 @@ class LowPrecisionWeights:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Step these weights, except those stepped already, and hide their gradients from the step that follows.
-
-        Raises:
-            AttachError: a CUDA graph is captured, whose replays would repeat the random numbers of this step.
-        """
+        """Step these weights, except those stepped already, and hide their gradients from the step that follows."""
         self._hidden, self._counts = [], {}
         is_captured = is_capturing()
         if is_captured and self._draws_numbers:

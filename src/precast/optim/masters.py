@@ -159,12 +159,6 @@ class Bfloat16Weights:
         while self._removals:
             self._removals.pop(0)()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError(
-            "The handle of precast.optim.bfloat16_weights cannot be copied or pickled: call bfloat16_weights again "
-            "with the copy of the model and the optimizer."
-        )
-
     def _before_hooks(self, optimizer: Optimizer) -> None:
         """Let hooks of the program, such as one that clips, run before the weights are stepped."""
         if optimizer is self._optimizer():
@@ -290,11 +284,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _check_states(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse states that a compiled step does not compute with.
-
-    Raises:
-        AttachError: names the state, the parameter and both dtypes.
-    """
+    """Refuse states that a compiled step does not compute with."""
     for name, parameter in named_parameters(model):
         is_low = parameter.dtype is torch.bfloat16 or is_worth_storing_low(parameter)
         if parameter.dtype not in (torch.float32, torch.bfloat16) or not is_low:

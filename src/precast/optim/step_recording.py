@@ -57,9 +57,6 @@ class OptimizerRecording:
     """One recorded step of one parameter; its single values (step counts) are already those after the step.
 
     `call` calls the optimizer's step for that parameter alone.
-
-    Raises:
-        NotElementwiseError: the step is not elementwise.
     """
 
     def __init__(

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from precast import _torch
 from precast._internal.display import plural
+from precast._internal.records import as_json
 from precast.policy import preset_files, toml_file
 from precast.policy.module_rules import ModuleRule
 from precast.policy.policy import DEVICE_TYPES, Policy, Rule, as_policy, expanded_rules
@@ -38,6 +39,11 @@ from precast.policy.rows import (
 __all__ = ["ModuleChange", "PolicyDifference", "RuleChange", "explain_difference"]
 
 _NO_RULE: Final = "no rule"
+_DEPENDENT: Final = {Rule.LOWER_OUT_FP32, Rule.FP32_IF_REFUSED}
+"""Rules under which the dtype of the result depends on more than the dtype of the arguments."""
+_ARGUMENTS: Final = ("16-bit", "float32")
+_FORMATS: Final = {16: "16 bits", 32: "float32"}
+_BYTES: Final = {16: "two", 32: "four"}
 _MIXED: Final = {
     "raise": "where PyTorch refuses arguments of different dtypes, its error stays",
     "promote": "where PyTorch refuses arguments of different dtypes, an operation that has a rule runs in the widest",
@@ -91,18 +97,9 @@ class PolicyDifference:
             "after": self.after,
             "equal": not self,
             "summary": self.summary(),
-            "changes": [
-                {
-                    "operations": list(change.operations),
-                    "devices": list(change.devices),
-                    "before": change.before,
-                    "after": change.after,
-                    "meaning": list(change.meaning),
-                }
-                for change in self.changes
-            ],
+            "changes": as_json(self.changes),
             "mixed": self.mixed and {"before": self.mixed[0], "after": self.mixed[1]},
-            "modules": [vars(change) for change in self.modules],
+            "modules": as_json(self.modules),
         }
 
     def summary(self) -> list[str]:
@@ -147,9 +144,6 @@ def explain_difference(
     Args:
         before: a policy, the name of a preset such as `torch` or `torch@2.11`, or the path of a policy file.
         after: the policy to compare with.
-
-    Raises:
-        PolicyError: one of them cannot be read.
     """
     first, second = _complete(before), _complete(after)
     return PolicyDifference(
@@ -226,47 +220,22 @@ def _meaning(old: str, new: str) -> Iterator[str]:
     if Rule.BANNED in (old, new):
         yield "It is refused now." if new == Rule.BANNED else "It was refused, and now runs."
         return
-    if {Rule.LOWER_OUT_FP32, Rule.FP32_IF_REFUSED} & {old, new}:
-        meanings = ("no rule" if each == _NO_RULE else Rule(each).meaning for each in (new, old))
-        yield "Now, {}; before, {}.".format(*meanings)
-        return
-    yield from _in_8_bits(old, new)
-    before, after = _dtypes(old), _dtypes(new)
-    if before[0] != after[0]:
-        if after[0] == 32:
-            yield (
-                "With 16-bit arguments it computes in float32 instead of 16 bits: its result has four bytes an element "
-                "instead of two, as has what follows until an operation casts to 16 bits."
-            )
-            yield from _casts(new)
-        else:
-            yield (
-                "With 16-bit arguments it computes in 16 bits instead of float32: its result has two bytes an element "
-                "instead of four, and the precision of 16 bits."
-            )
-    if before[1] != after[1]:
-        if after[1] == 16:
-            yield (
-                "With float32 arguments it computes in 16 bits instead of float32: they are cast, and its result has "
-                "two bytes an element instead of four."
-            )
-        else:
-            yield (
-                "With float32 arguments it computes in float32 instead of 16 bits: its result has four bytes an "
-                "element instead of two."
-            )
-    if before == after and not {old, new} & set(FLOAT8_RULES):
-        yield from _same_dtypes(old, new)
+    if not _DEPENDENT & {old, new}:
+        for arguments, before, after in zip(_ARGUMENTS, _dtypes(old), _dtypes(new), strict=True):
+            if before != after:
+                yield (
+                    f"With {arguments} arguments it computes in {_FORMATS[after]} instead of {_FORMATS[before]}: its "
+                    f"result has {_BYTES[after]} bytes an element instead of {_BYTES[before]}."
+                )
+    if new == Rule.FP32:
+        yield "Copies in float32 stay in memory if backward needs them."
+    yield f"Now: {_meaning_of(new)}. Before: {_meaning_of(old)}."
 
 
-def _in_8_bits(old: str, new: str) -> Iterator[str]:
-    """Yield the effect if one of the rules multiplies matrices in 8 bits."""
-    if old in FLOAT8_RULES and new in FLOAT8_RULES:
-        yield f"Now, {Rule(new).meaning}; before, {Rule(old).meaning}."
-    elif new in FLOAT8_RULES:
-        yield f"Now, {Rule(new).meaning}: operands have 4 bits of precision. Its result has the region's dtype."
-    elif old in FLOAT8_RULES:
-        yield f"Before, {Rule(old).meaning}; that ends."
+def _meaning_of(rule: str) -> str:
+    if rule == _NO_RULE:
+        return "it runs unchanged, and the operations that it calls follow their own rules"
+    return Rule(rule).meaning
 
 
 def _of_what_it_calls(names: list[str], old: str, new: str) -> Iterator[str]:
@@ -282,31 +251,6 @@ def _dtypes(rule: str) -> tuple[int, int]:
     if rule in FLOAT32_RULES:
         return 32, 32
     return (16, 16) if rule == Rule.LOWER or rule in FLOAT8_RULES else (16, 32)
-
-
-def _casts(rule: str) -> Iterator[str]:
-    if rule == Rule.FP32:
-        yield (
-            "The arguments are cast, and their copies in float32 stay in memory if backward needs them."
-        )
-    elif rule in FLOAT32_RULES:
-        yield "The arguments are not cast: it converts while it computes."
-
-
-def _same_dtypes(old: str, new: str) -> Iterator[str]:
-    """Yield the effect of rules with the same result for arguments of one dtype."""
-    if Rule.PROMOTE in (old, new):
-        promotes = "are cast to the widest dtype among them"
-        other = "are left to PyTorch, which may refuse them"
-        order = (promotes, other) if new == Rule.PROMOTE else (other, promotes)
-        yield f"Only arguments of different dtypes differ: they {order[0]}; before, they {order[1]}."
-    elif {old, new} <= set(FLOAT32_RULES):
-        yield "Its result is in float32 with both; they differ in whether the arguments are cast, or the call converts."
-    else:
-        off = "autocast is off in what it calls"
-        on = "the operations that it calls follow their own rules, unless PyTorch's autocast lists the operation itself"
-        order = (off, on) if new == Rule.KEEP else (on, off)
-        yield f"The dtypes of its arguments are the same. Now, {order[0]}; before, {order[1]}."
 
 
 # --- modules ---

@@ -61,11 +61,7 @@ def machine_name(device_type: str) -> str:
 
 
 def check_measured(value: object, where: str) -> Measured:
-    """Return the table as a mapping that cannot be changed.
-
-    Raises:
-        PolicyError: not a mapping, a key that is not text, or a value that is neither text, a number nor a boolean.
-    """
+    """Return the table as a mapping that cannot be changed."""
     example = '{"machine": "Xeon", "torch": "2.13.0"}'
     table = check_mapping(value, where, example)
     for key, entry in table.items():

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from precast._internal import cures
-from precast._internal.display import Card, Displayed, plural
 from precast.errors import PolicyError
 from precast.policy.module_names import modules_by_name, names_in
 from precast.policy.module_rules import MODEL_CONTEXT, ModuleContext, ModuleRule, Precision, decide
@@ -67,8 +66,8 @@ class PlannedModule:
     carried_out: ModuleRule | None
 
 
-@dataclass(frozen=True, repr=False)
-class Plan(Displayed):
+@dataclass(frozen=True)
+class Plan:
     """The effect of a policy's module rules on one model.
 
     Attributes:
@@ -92,17 +91,6 @@ class Plan(Displayed):
         return [
             (m.name or "the model", f"{m.rule}, by {m.pattern}") for m in self.modules if m.rule
         ]
-
-    def _card(self) -> Card:
-        count = plural(len(self.rules), "module")
-        facts = [f"{count} of {len(self.modules):,} with a rule"]
-        if self.unmatched:
-            facts.append(
-                plural(len(self.unmatched), "pattern matches nothing", "patterns match nothing")
-            )
-        nothing = [(pattern, "matches no module") for pattern in self.unmatched]
-        title = f"Plan of the policy {self.policy.name!r}"
-        return Card(title, facts, ("name", "rule"), [*self.rules, *nothing])
 
     def inside(self, name: str) -> ModuleContext:
         """Return the state inside the module of that name."""
@@ -167,10 +155,6 @@ def plan(model: nn.Module, policy: Policy) -> Plan:
     Args:
         model: any module, including scripted and compiled ones.
         policy: the policy.
-
-    Raises:
-        PolicyError: two patterns disagree on a module; a module has two names with different rules; a rule for a
-            module that is scripted as a part of another.
 
     Examples:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
@@ -275,11 +259,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _is_part_of_scripted(name: str, modules: dict[str, nn.Module], changes_nothing: bool) -> bool:
-    """Return True if TorchScript calls the module as a part of another, so that its hooks do not run.
-
-    Raises:
-        PolicyError: it does, and the rules inside the module differ from those outside.
-    """
+    """Return True if TorchScript calls the module as a part of another, so that its hooks do not run."""
     outer = (n for n in outwards(name) if isinstance(modules.get(n), torch.jit.ScriptModule))
     scripted = next(outer, None)
     if scripted is None or changes_nothing:

@@ -185,11 +185,7 @@ MODEL_CONTEXT: Final = ModuleContext()
 
 
 def parse_module_rule(value: object, where: str, version: Version = _torch.VERSION) -> ModuleRule:
-    """Return a rule for the name of a dtype, or for a mapping with `dtype` or `ops` or both, and `reason`.
-
-    Raises:
-        PolicyError: for any other value, with a list of the allowed ones.
-    """
+    """Return a rule for the name of a dtype, or for a mapping with `dtype` or `ops` or both, and `reason`."""
     if isinstance(value, ModuleRule):
         return value
     if not isinstance(value, Mapping):
@@ -211,11 +207,7 @@ def parse_module_rule(value: object, where: str, version: Version = _torch.VERSI
 def parse_module_rules(
     rules: Mapping[Any, object], where: str, version: Version = _torch.VERSION
 ) -> dict[str, ModuleRule]:
-    """Return rules for modules by their patterns; `parse_module_rule` describes the values.
-
-    Raises:
-        PolicyError: a pattern that cannot match any name, or an error of `parse_module_rule`.
-    """
+    """Return rules for modules by their patterns; `parse_module_rule` describes the values."""
     return {
         check_pattern(pattern, where): parse_module_rule(rule, f"{where} {shown(pattern)}", version)
         for pattern, rule in rules.items()

@@ -1,17 +1,16 @@
-"""Matching of a module's name with many patterns, without trying each pattern.
+"""Matching of a module's name with patterns.
 
 Invariants:
     - A name has components, separated by dots; the model's own name is "", which has none. `*` matches any text
       within one component, `**` any number of components, including none. A leading `*.` means `**.`: `*.head`
       matches every `head`, at the top of the model too.
     - Matching one pattern takes at most as many steps as the product of the lengths of pattern and name.
-    - Matching many patterns takes time only for patterns with the same beginning as the name.
+    - An exact name takes no time among others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from precast.errors import PolicyError
@@ -26,11 +25,7 @@ _ADVICE = (
 
 
 def check_pattern(pattern: object, where: str) -> str:
-    """Return `pattern` if it can match the name of a module.
-
-    Raises:
-        PolicyError: it cannot match any name, or its meaning would surprise.
-    """
+    """Return `pattern` if it can match the name of a module."""
     if not isinstance(pattern, str):
         raise PolicyError(f"{where}: {shown(pattern)} is not the name of a module. {_ADVICE}")
     problem = next(filter(None, map(_problem, pattern.split(".") if pattern else ())), None)
@@ -60,64 +55,17 @@ def _components_of_pattern(pattern: str) -> list[str]:
     return ["**", *others] if first == "*" and others else _components(pattern)
 
 
-@dataclass(slots=True, eq=False)
-class _PatternNode:
-    """A node of the tree of patterns: the components that may follow, and the patterns that end here."""
-
-    exact: dict[str, _PatternNode] = field(default_factory=dict)
-    any_number: _PatternNode | None = None
-    is_any_number: bool = False
-    globs: dict[str, dict[str, _PatternNode]] = field(default_factory=dict)
-    """Maps the longest text without stars in a component with stars to the next node of each such component."""
-    lengths: set[int] = field(default_factory=set)
-    """The lengths of these texts."""
-    ends: list[int] = field(default_factory=list)
-
-    def child(self, component: str) -> _PatternNode:
-        """Return the next node for one component of a pattern; create it if there is none."""
-        if component == "**":
-            if self.is_any_number:  # a second ** adds nothing
-                return self
-            self.any_number = self.any_number or _PatternNode(is_any_number=True)
-            return self.any_number
-        if "*" not in component:
-            return self.exact.setdefault(component, _PatternNode())
-        text = max(component.split("*"), key=len)
-        self.lengths.add(len(text))
-        return self.globs.setdefault(text, {}).setdefault(component, _PatternNode())
-
-    def matches(self, component: str) -> Iterator[_PatternNode]:
-        """Yield the next nodes for one component of a name."""
-        if self.is_any_number:
-            yield self
-        if component in self.exact:
-            yield self.exact[component]
-        for text in self._texts_in(component):
-            for glob, node in self.globs[text].items():
-                if fnmatchcase(component, glob):  # takes at most the product of their lengths
-                    yield node
-
-    def _texts_in(self, component: str) -> set[str]:
-        """Return the texts of `globs` that occur in a component; other globs cannot match it."""
-        return {
-            text
-            for length in self.lengths
-            for start in range(len(component) - length + 1)
-            if (text := component[start : start + length]) in self.globs
-        }
-
-
 class PatternIndex:
-    """A tree of patterns by their components; patterns with the same beginning share nodes."""
+    """Patterns, with exact names in a table and the components of the others."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
-        self._root = _PatternNode()
         self._patterns = tuple(patterns)
-        for number, pattern in enumerate(self._patterns):
-            node = self._root
-            for component in _components_of_pattern(pattern):
-                node = node.child(component)
-            node.ends.append(number)
+        self._exact = {p: number for number, p in enumerate(self._patterns) if "*" not in p}
+        self._globs = [
+            (number, _components_of_pattern(pattern))
+            for number, pattern in enumerate(self._patterns)
+            if "*" in pattern
+        ]
 
     def matching(self, name: str) -> list[str]:
         """Return the patterns that match a name, in the order of the constructor's argument.
@@ -128,23 +76,22 @@ class PatternIndex:
         >>> index.matching("encoder"), index.matching("encoder.layer.0")
         (['encoder.**'], ['encoder.**'])
         """
-        *_, matching = self.along(name)
-        return matching
-
-    def along(self, name: str) -> Iterator[list[str]]:
-        """Yield the matching patterns of the model, of each module that contains the named one, and of that one."""
-        nodes = _with_none([self._root])
-        yield self._ending(nodes)
-        for component in _components(name):
-            nodes = _with_none(child for node in nodes for child in node.matches(component))
-            yield self._ending(nodes)
-
-    def _ending(self, nodes: list[_PatternNode]) -> list[str]:
-        return [self._patterns[number] for number in sorted(n for node in nodes for n in node.ends)]
+        components = _components(name)
+        matching = [number for number, glob in self._globs if _matches(glob, components)]
+        if name in self._exact:
+            matching.append(self._exact[name])
+        return [self._patterns[number] for number in sorted(matching)]
 
 
-def _with_none(nodes: Iterable[_PatternNode]) -> list[_PatternNode]:
-    """Return the nodes once each, and those after a `**` that matches no component."""
-    reached = list(nodes)
-    both = [*reached, *(node.any_number for node in reached if node.any_number is not None)]
-    return list({id(node): node for node in both}.values())
+def _matches(pattern: list[str], name: list[str]) -> bool:
+    """Return True if a pattern matches a name, both in components, in at most their product of steps."""
+    ends = {0}
+    """The numbers of components that the beginning of the pattern can match."""
+    for part in pattern:
+        if part == "**":
+            ends = set(range(min(ends), len(name) + 1))
+        else:
+            ends = {end + 1 for end in ends if end < len(name) and fnmatchcase(name[end], part)}
+        if not ends:
+            return False
+    return len(name) in ends

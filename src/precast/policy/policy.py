@@ -355,16 +355,13 @@ def expanded_rules(policy: Policy, device_type: str) -> tuple[dict[str, Entry], 
 
 
 def module_context(policy: Policy, module: str) -> ModuleContext:
-    """Return the state inside a module of that name, from the rules for it and for those that contain it.
-
-    Raises:
-        PolicyError: two patterns match one of them and have different rules.
-    """
+    """Return the state inside a module of that name, from the rules for it and for those that contain it."""
     check_text(module, "the name of a module")
     inside, special = MODEL_CONTEXT, operations_with_product_rules(policy)
-    for depth, matching in enumerate(pattern_index(policy).along(module)):
-        if matching:  # most of the many names match nothing
-            name = ".".join(module.split(".")[:depth])
+    components = module.split(".") if module else []
+    for name in (".".join(components[:depth]) for depth in range(len(components) + 1)):
+        matching = pattern_index(policy).matching(name)
+        if matching:
             pattern, rule = decide(matching, policy.modules, name) or ("", None)
             inside = inside.then(inside.with_products(rule, special), name, pattern)
     return inside

@@ -185,11 +185,7 @@ class Entry:
 
 
 def canonical(text: object, where: str = "operation") -> str:
-    """Return the key for an operation's name: `softmax.int` -> `aten::softmax.int`.
-
-    Raises:
-        PolicyError: the text is not of the form `[namespace::]name[.overload]`.
-    """
+    """Return the key for an operation's name: `softmax.int` -> `aten::softmax.int`."""
     match = _match(text) if isinstance(text, str) else None
     if match is None:
         raise PolicyError(
@@ -232,11 +228,7 @@ def covered_overloads(operation: str) -> list[str]:
 
 
 def parse_entry(value: object, where: str) -> Entry:
-    """Return an entry for a rule, its name, or a mapping with `rule` and optionally the other `ROW_KEYS`.
-
-    Raises:
-        PolicyError: for any other value, with a list of the rules.
-    """
+    """Return an entry for a rule, its name, or a mapping with `rule` and optionally the other `ROW_KEYS`."""
     if isinstance(value, Entry):
         return value
     if isinstance(value, Mapping):
@@ -270,10 +262,6 @@ def check_row(key: str, entry: Entry, where: str) -> None:
     """Check that PyTorch has the operation and that it can follow the rule.
 
     Operations outside the namespace `aten` may be registered later, so they may be missing.
-
-    Raises:
-        PolicyError: a name that the installed torch does not have, with similar names; a dtype rule for an overload
-            without such an argument.
     """
     operation, overload = split(key)
     overloads = _torch.operator_overloads(operation)

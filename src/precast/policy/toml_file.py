@@ -2,7 +2,7 @@
 
 Invariants:
     - `[ops]` applies to every device type; `[ops.cuda]` to one, where its rows replace those of `[ops]`.
-    - The rows of a file replace those of its `base`; a chain of bases may have any length, and must end.
+    - The rows of a file replace those of its `base`, which may have a base in turn.
     - `[modules]` has rules for modules by name; a pattern replaces the same one of the base.
     - `[measured]` applies to the file itself, not to files with it as their base: they have other rules.
     - A row for other versions of PyTorch is ignored; a preset that is pinned to a release is read for that release.
@@ -66,6 +66,7 @@ Tables = Mapping[str, Mapping[str, Entry]]
 Modules = Mapping[str, ModuleRule]
 
 MIXED = ("raise", "promote")
+_MOST_FILES = 32  # in a chain of bases
 _KEYS = ("name", "summary", "base", "mixed", "measured", "ops", "modules")
 
 
@@ -92,14 +93,7 @@ def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION
     Raises:
         PolicyError: there is no such preset or file, or it is not valid.
     """
-    chain = _chain(name_or_path)
-    contents = PolicyContents()
-    for depth in reversed(range(len(chain))):
-        try:
-            contents = _overlaid(contents, chain[depth], version)
-        except PolicyError as error:
-            raise PolicyError(f"{_bases(chain[:depth])}{error}") from error
-    return contents
+    return _read(name_or_path, Path(), None, (), version)
 
 
 def render(contents: PolicyContents) -> str:
@@ -169,53 +163,34 @@ class _Link(NamedTuple):
     release: Version | None
 
 
-def _chain(name_or_path: str | os.PathLike[str]) -> list[_Link]:
-    """Return the file, its base, the base of that ..., each with its contents."""
-    chain: list[_Link] = []
-    visited: set[Path] = set()
-    target, folder = name_or_path, Path()
-    release: Version | None = None
-    while True:
-        try:
-            path, own_release = _locate(target, folder)
-            release = own_release or release  # the base of a pinned preset is pinned with it
-            _refuse_circle(path, chain, visited)
-            document = _parse(path)
-            chain.append(_Link(path, document, release))
-            if "base" not in document:
-                return chain
-            target, folder = _base(document["base"], path), path.parent
-        except PolicyError as error:
-            raise PolicyError(f"{_bases(chain)}{error}") from error
-
-
-def _base(base: object, path: Path) -> str:
-    if not isinstance(base, str):
-        raise PolicyError(f"{path}: base is {shown(base)}; it must be a preset's name or a path")
-    return base
-
-
-def _refuse_circle(path: Path, chain: list[_Link], visited: set[Path]) -> None:
-    try:
-        real = path.resolve()
-    except (OSError, RuntimeError) as error:
-        raise PolicyError(f"{path}: cannot be read: {error}") from error
-    if real in visited:
-        links = " -> ".join(_abbreviated([link.path.name for link in chain] + [path.name]))
+def _read(
+    target: str | os.PathLike[str],
+    folder: Path,
+    release: Version | None,
+    outer: tuple[Path, ...],
+    version: Version,
+) -> PolicyContents:
+    """Return the contents of a file and its bases; `outer` are the files of which it is a base."""
+    path, own_release = _locate(target, folder)
+    release = own_release or release  # the base of a pinned preset is pinned with it
+    files = (*outer, path.resolve())
+    if files[-1] in outer:
+        links = " -> ".join(each.name for each in files)
         raise PolicyError(f"{path}: base: the files form a circle: {links}")
-    visited.add(real)
-
-
-def _bases(chain: list[_Link]) -> str:
-    """Return the path through a chain of files, as the beginning of a message."""
-    links = [f"{path}: base = {shown(document['base'])}" for path, document, _ in chain]
-    return "".join(f"{link}: " for link in _abbreviated(links))
-
-
-def _abbreviated(links: list[str]) -> list[str]:
-    if len(links) <= 6:
-        return links
-    return [*links[:3], f"({len(links) - 5} more files)", *links[-2:]]
+    if len(files) > _MOST_FILES:
+        raise PolicyError(f"{path}: it is the base of a base ... of {_MOST_FILES} files")
+    link, contents = _Link(path, _parse(path), release), PolicyContents()
+    if "base" in link.document:
+        base = link.document["base"]
+        if not isinstance(base, str):
+            raise PolicyError(
+                f"{path}: base is {shown(base)}; it must be a preset's name or a path"
+            )
+        try:
+            contents = _read(base, path.parent, release, files, version)
+        except PolicyError as error:
+            raise PolicyError(f"{path}: base = {shown(base)}: {error}") from error
+    return _overlaid(contents, link, version)
 
 
 def _overlaid(base: PolicyContents, link: _Link, version: Version) -> PolicyContents:

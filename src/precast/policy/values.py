@@ -107,9 +107,6 @@ def check_choice(
         after: its text after the value.
         dtypes: maps PyTorch's name of a dtype to a choice.
         hints: maps PyTorch's name of a dtype that is not allowed to the choice that the message suggests.
-
-    Raises:
-        PolicyError: it is none of them.
     """
     meanings, choices = dtypes or {}, tuple(choices)
     # Only text is compared: for other values, such as arrays, even a comparison with text may raise an error.
@@ -126,11 +123,7 @@ def check_choice(
 
 
 def check_text(value: object, where: str) -> str:
-    """Return `value` if it is text that can be written to a file.
-
-    Raises:
-        PolicyError: it is not text, or contains lone surrogates.
-    """
+    """Return `value` if it is text that can be written to a file."""
     if not isinstance(value, str):
         raise PolicyError(f"{where} is {shown(value)}; it must be text")
     try:
@@ -143,11 +136,7 @@ def check_text(value: object, where: str) -> str:
 
 
 def check_mapping(value: object, where: str, example: str) -> Mapping[Any, Any]:
-    """Return `value` if it is a mapping.
-
-    Raises:
-        PolicyError: it is not; the message contains `example` as a valid one.
-    """
+    """Return `value` if it is a mapping."""
     if not isinstance(value, Mapping):
         raise PolicyError(f"{where} is {shown(value)}; it must be a mapping, such as {example}")
     return value

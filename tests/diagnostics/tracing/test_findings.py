@@ -39,7 +39,7 @@ def pasted(file: str | None, folder: Path) -> Policy:
 # --- whole numbers that a rule rounds ---
 
 
-@pytest.mark.trial("trace: whole numbers in float32")
+@pytest.mark.trial("WHOLE_NUMBERS")
 @pytest.mark.parametrize(
     ("positions", "left"),
     [
@@ -107,7 +107,7 @@ def test_the_cure_of_rounded_positions_is_a_rule_for_their_module(tmp_path: Path
 # --- limits that 16 bits round ---
 
 
-@pytest.mark.trial("trace: limits in float32")
+@pytest.mark.trial("LIMIT_IN_FLOAT32")
 @pytest.mark.parametrize(
     ("dtype", "limits", "rounded"),
     [
@@ -199,7 +199,7 @@ def test_a_needless_round_trip_is_found_with_both_ends() -> None:
     assert found.cost.seconds > 0
 
 
-@pytest.mark.trial("trace: drop the cast")
+@pytest.mark.trial("DROP_THE_CAST")
 def test_taking_the_cast_away_mends_it_and_changes_no_bit() -> None:
     faulty, mended = Needless(cast=True), Needless(cast=False)
     mended.load_state_dict(faulty.state_dict())
@@ -211,7 +211,7 @@ def test_taking_the_cast_away_mends_it_and_changes_no_bit() -> None:
     assert not of_kind(trace, "round-trip")
 
 
-@pytest.mark.trial("trace: keep the dtype")
+@pytest.mark.trial("KEEP_THE_DTYPE")
 def test_a_round_trip_by_a_rule_is_mended_by_its_line(tmp_path: Path) -> None:
     layer = nn.Conv1d(2, 2, 3)
     policy = Policy.load("default").replace(ops={"reflection_pad1d": "fp32"})
@@ -264,7 +264,7 @@ def test_what_needs_float32_in_between_is_no_round_trip(op: Any) -> None:
 # --- weights that are cast again ---
 
 
-@pytest.mark.trial("trace: hold the weights")
+@pytest.mark.trial("HOLD_THE_WEIGHTS")
 def test_a_weight_that_is_cast_ten_times_a_step_is_found() -> None:
     layer = nn.Linear(128, 128, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -290,7 +290,7 @@ def test_a_weight_that_is_cast_ten_times_a_step_is_found() -> None:
     assert not of_kind(mended, "weight-cast-again")
 
 
-@pytest.mark.trial("trace: one region")
+@pytest.mark.trial("ONE_REGION")
 def test_one_region_around_all_uses_casts_a_weight_once() -> None:
     weight = torch.ones(8, 8, requires_grad=True)  # a view of it is none that an attachment holds
 
@@ -332,7 +332,7 @@ def test_a_weight_that_is_cast_once_a_step_is_not() -> None:
 # --- float32 islands ---
 
 
-@pytest.mark.trial("trace: lower an island")
+@pytest.mark.trial("LOWER_THE_ISLAND")
 def test_a_float32_island_is_found_and_its_line_mends_it(
     tmp_path: Path, faster_in_16_bits: None
 ) -> None:
@@ -363,7 +363,7 @@ def test_a_loss_in_float32_is_no_island() -> None:
 # --- float32 against expectation ---
 
 
-@pytest.mark.trial("trace: a region around it")
+@pytest.mark.trial("REGION_AROUND")
 def test_a_layer_outside_of_the_region_is_found(faster_in_16_bits: None) -> None:
     inside, outside = nn.Linear(8, 8), nn.Linear(8, 8)
 
@@ -570,7 +570,7 @@ def test_alike_blocks_share_their_findings(monkeypatch: pytest.MonkeyPatch) -> N
     assert several.where.module in {f"{k}.outside" for k in range(3)}
 
 
-@pytest.mark.trial("trace: a rule for it")
+@pytest.mark.trial("RULE_FOR_IT")
 def test_an_operation_without_a_rule_that_should_have_one(
     tmp_path: Path, faster_in_16_bits: None
 ) -> None:
@@ -625,7 +625,7 @@ def _note(error: BaseException) -> str:
     return str(note)
 
 
-@pytest.mark.trial("error: promote in a policy file")
+@pytest.mark.trial("PROMOTE_ROW")
 def test_a_dtype_mismatch_says_what_led_there_and_what_mends_it(tmp_path: Path) -> None:
     layer = nn.Linear(4, 4)
     places = torch.tensor([0, 2])
@@ -648,7 +648,7 @@ def test_a_dtype_mismatch_says_what_led_there_and_what_mends_it(tmp_path: Path) 
     assert mended.dtype is torch.bfloat16
 
 
-@pytest.mark.trial("error: call it in a region")
+@pytest.mark.trial("CALL_IN_REGION")
 def test_a_mismatch_outside_of_regions_says_to_open_one() -> None:
     layer = nn.Linear(4, 4)
     with precast.trace(), pytest.raises(RuntimeError) as caught:
@@ -658,7 +658,7 @@ def test_a_mismatch_outside_of_regions_says_to_open_one() -> None:
         layer(torch.ones(2, 4).bfloat16())
 
 
-@pytest.mark.trial("error: cast before the call")
+@pytest.mark.trial("CAST_BEFORE")
 @pytest.mark.parametrize("policy", ["torch", "default"])
 def test_a_row_that_raises_another_error_is_not_advised(policy: str) -> None:
     def run(*, cast: bool) -> None:
