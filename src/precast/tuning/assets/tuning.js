@@ -31,7 +31,8 @@ function drawTried(host) {
     height: 380, margin: { l: 60, r: 15, t: 25, b: 50 }, showlegend: true, legend: LEGEND,
     xaxis: axis({ title: { text: isMemory ? `${data.words.memory} (MiB)` : `time of a ${data.words.run} (ms)` }, rangemode: "tozero" }),
     yaxis: axis({ title: { text: `${data.words.value} against float32` }, ticksuffix: "%" }),
-    shapes: [{ ...line, line: { color: css("bad"), width: 1, dash: "dash" }, label: { text: "tolerance", font: { color: css("bad") } } }],
+    shapes: [{ ...line, line: { color: css("bad"), width: 1, dash: "dash" } }],
+    annotations: [{ xref: "paper", x: 0, xanchor: "left", y: line.y0, yanchor: "bottom", showarrow: false, text: "tolerance", font: { color: css("bad") } }],
   });
 }
 
