@@ -60,12 +60,6 @@ def refusal(path: Path, option: str) -> str:
 def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool = True) -> None:
     """Write `content` to `path` in one step. Links are followed; devices and pipes are written to.
 
-    Args:
-        path: path of the file.
-        content: the file's new content.
-        mode: the file's permissions.
-        make_folders: create missing parent folders.
-
     Raises:
         OutputError: it could not be written: a full disk, a folder that is read-only or a file, an invalid path.
     """

@@ -121,11 +121,6 @@ def as_json(value: Any) -> Any:
 def from_json(expected: type[_T], value: object, path: str = "") -> _T:
     """Build a value of the type `expected` from the output of `as_json` or from a file.
 
-    Args:
-        expected: the type.
-        value: the value from JSON, which is not changed.
-        path: path of the value, for messages.
-
     Examples:
         >>> from_json(dict[str, list[int]], {"a": [1, 2.5]})
         Traceback (most recent call last):

@@ -29,12 +29,7 @@ Reduce = Callable[[list[Tensor]], None]
 
 
 class GradientChecks:
-    """Checks gradients, and stores the losses of the iteration, to tell later if they were finite.
-
-    Args:
-        reduce_found_inf: The user's function that combines checks over processes; None to choose one by each
-            optimizer's parameters.
-    """
+    """Checks gradients, and stores the losses of the iteration, to tell later if they were finite."""
 
     def __init__(self, reduce_found_inf: Reduce | None) -> None:
         self._reduce_found_inf = reduce_found_inf

@@ -78,15 +78,7 @@ active: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
 
 
 class LowPrecisionWeights:
-    """Makes an optimizer step weights in bfloat16 so that they learn from small updates.
-
-    Args:
-        optimizer: the optimizer of the weights.
-        parameters: name -> parameter to store in bfloat16, validated by `check`; float32 is converted now.
-        how: the rounding of the weights.
-        states: torch.float32 or torch.bfloat16, the dtype of the optimizer's states between steps.
-        seed: seed of the stochastic rounding, an integer from 0 to 2**31 - 1.
-    """
+    """Makes an optimizer step weights in bfloat16 so that they learn from small updates."""
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from precast import _torch
 from precast._internal.display import plural
 from precast._internal.records import as_json
 from precast.policy import preset_files, toml_file
@@ -139,12 +138,7 @@ class PolicyDifference:
 def explain_difference(
     before: Policy | str | os.PathLike[str], after: Policy | str | os.PathLike[str]
 ) -> PolicyDifference:
-    """Compare two policies.
-
-    Args:
-        before: a policy, the name of a preset such as `torch` or `torch@2.11`, or the path of a policy file.
-        after: the policy to compare with.
-    """
+    """Compare two policies."""
     first, second = _complete(before), _complete(after)
     return PolicyDifference(
         first.name,
@@ -180,8 +174,7 @@ def _changes(first: Policy, second: Policy) -> Iterator[RuleChange]:
     for (name, old, new), devices in by_operation.items():
         alike.setdefault((tuple(devices), old, new), []).append(name)
     for (devices_, old, new), names in sorted(alike.items(), key=lambda item: item[1]):
-        meaning = (*_meaning(old, new), *_of_what_it_calls(names, old, new))
-        yield RuleChange(tuple(_spelled(names)), devices_, old, new, meaning)
+        yield RuleChange(tuple(_spelled(names)), devices_, old, new, tuple(_meaning(old, new)))
 
 
 def _rules(policy: Policy, device: str) -> dict[str, Rule]:
@@ -236,14 +229,6 @@ def _meaning_of(rule: str) -> str:
     if rule == _NO_RULE:
         return "it runs unchanged, and the operations that it calls follow their own rules"
     return Rule(rule).meaning
-
-
-def _of_what_it_calls(names: list[str], old: str, new: str) -> Iterator[str]:
-    """Yield a sentence on operations that only call others, if these follow their own rules."""
-    follow = {_NO_RULE, str(Rule.FALLTHROUGH)}
-    composite = (_torch.is_composite(_torch.find_overload(name)) for name in names)
-    if follow & {old, new} and any(composite):
-        yield "Without a rule, the operations that it calls follow theirs, which may cast in their turn."
 
 
 def _dtypes(rule: str) -> tuple[int, int]:

@@ -79,13 +79,7 @@ def check_measured(value: object, where: str) -> Measured:
 
 
 def warn_elsewhere(name: str, measured: Measured, device_type: str) -> None:
-    """Warn, once for each policy, if it is used elsewhere than it was measured.
-
-    Args:
-        name: name of the policy.
-        measured: its measurements.
-        device_type: device type of the region that uses it.
-    """
+    """Warn, once for each policy, if it is used elsewhere than it was measured."""
     policy = name, frozenset(measured.items())
     if not measured or policy in _reported:
         return

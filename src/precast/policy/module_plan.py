@@ -152,10 +152,6 @@ def _suggestion(pattern: str, names: list[str]) -> str:
 def plan(model: nn.Module, policy: Policy) -> Plan:
     """Return the plan of `policy.modules` for `model`.
 
-    Args:
-        model: any module, including scripted and compiled ones.
-        policy: the policy.
-
     Examples:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         >>> planned = plan(model, Policy.load("torch").replace(modules={"head": "fp32", "tail": "fp32"}))

@@ -151,12 +151,7 @@ class ModuleContext:
         )
 
     def with_products(self, rule: ModuleRule | None, special: Set[str]) -> ModuleRule | None:
-        """Return a rule with its effect on rules for products made explicit: a 16-bit dtype ends them.
-
-        Args:
-            rule: the rule of a module that is called in the state `self`.
-            special: the operations with a rule for products in the policy's own tables.
-        """
+        """Return a rule with its effect on rules for products made explicit: a 16-bit dtype ends them."""
         if rule is None or rule.dtype not in _IN_16_BITS:
             return rule
         outside = {op for op in special if op not in self.ops}
@@ -216,11 +211,6 @@ def parse_module_rules(
 
 def decide(matching: Sequence[str], rules: Mapping[str, ModuleRule], name: str) -> Decision | None:
     """Return the pattern that decides for a module, and its rule; None if none matches.
-
-    Args:
-        matching: the patterns that match its name, in the order of the rules.
-        rules: the rule of each pattern.
-        name: the module's name.
 
     Raises:
         PolicyError: no exact rule, and two patterns with different rules.

@@ -239,14 +239,7 @@ def parse_entry(value: object, where: str) -> Entry:
 def parse_rows(
     rows: Mapping[Any, object], where: str, version: Version = _torch.VERSION, *, check: bool = True
 ) -> dict[str, Entry]:
-    """Return the rows for one version of PyTorch, by their keys.
-
-    Args:
-        rows: operation -> an argument of `parse_entry`.
-        where: the location, for messages.
-        version: rows for other versions are ignored.
-        check: call `check_row` for each row.
-    """
+    """Return the rows for one version of PyTorch, by their keys."""
     parsed: dict[str, Entry] = {}
     for name, value in rows.items():
         location = f"{where} {clipped(name)}"

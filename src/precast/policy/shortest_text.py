@@ -26,14 +26,7 @@ def whole_file(
     modules: Mapping[str, object] | None = None,
     with_reasons: bool = False,
 ) -> str:
-    """Return the text of a policy file for `policy`, optionally with some rules changed.
-
-    Args:
-        policy: the policy to write.
-        ops: the changes, as for `Policy.replace`: device type -> (operation -> rule).
-        modules: the rules for modules that are added, as for `Policy.replace`.
-        with_reasons: write the reasons of the operations' rules, too; those of modules are always written.
-    """
+    """Return the text of a policy file for `policy`, optionally with some rules changed."""
     base = _nearest(policy)
     changed = policy.replace(ops=ops or {}, modules=modules or {}) if ops or modules else policy
     rows = _different(changed, base, with_reasons=with_reasons)

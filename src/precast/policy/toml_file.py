@@ -85,11 +85,6 @@ class PolicyContents:
 def read(name_or_path: str | os.PathLike[str], version: Version = _torch.VERSION) -> PolicyContents:
     """Return the contents of a preset or a file.
 
-    Args:
-        name_or_path: name of the preset, or path of the file.
-        version: the version of PyTorch to read it for; another one than the installed only to show its rules. A preset
-            that is pinned to a release, as in `torch@2.11`, is read for that one.
-
     Raises:
         PolicyError: there is no such preset or file, or it is not valid.
     """
