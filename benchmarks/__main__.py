@@ -43,7 +43,7 @@ Suites = Mapping[str, Suite]
 
 
 class Output(NamedTuple):
-    """Where rows go."""
+    """The destination of the rows."""
 
     path: Path | None
     as_lines: bool
@@ -115,7 +115,7 @@ _ROUNDS_OF_REFERENCE, _ROUNDS_OF_OBSERVING = 7, 9
 @_rounds(overhead.ROUNDS)
 @_output
 def _overhead(rounds: int, output: Output) -> None:
-    """What a call and a region cost."""
+    """Measure the cost of a call and of a region."""
     _measure({"overhead": Suite(lambda: overhead.run(rounds=rounds))}, output)
 
 
@@ -135,7 +135,7 @@ def _shared_process(rounds: int) -> Suites:
 @_rounds(observing.ROUNDS)
 @_output
 def _observing(rounds: int, output: Output) -> None:
-    """What watching a training step costs: traced, counted, monitored."""
+    """Measure the cost of watching a training step: traced, counted, monitored."""
     _measure({"observing": Suite(lambda: observing.run(rounds=rounds))}, output)
 
 
@@ -182,8 +182,8 @@ def _whole(rounds: int, only: tuple[str, ...], device: str, threads: int, output
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def _render(file: Path) -> None:
     """Write the tables and the chart of FILE into docs/figures.md."""
-    for written in page.write(json.loads(file.read_text(encoding="utf-8"))):
-        click.echo(f"wrote {written}")
+    for path in page.write(json.loads(file.read_text(encoding="utf-8"))):
+        click.echo(f"wrote {path}")
 
 
 def _models(
@@ -244,16 +244,16 @@ def _with_progress(name: str, suite: Suite, *, quiet: bool) -> Rows:
         *columns, console=console, transient=True, disable=quiet or not shown
     ) as progress:
         task = progress.add_task(name, total=suite.total)
-        seen: set[tuple[Any, ...]] = set()
+        measurements: set[tuple[Any, ...]] = set()
         start = time.monotonic()
         for row in suite.run():
             keys = ("case", "size", "work", "dtype", "compiled")
             measured = tuple(row[key] for key in keys if key in row)
             case = ", ".join(str(row[key]) for key in ("case", "work") if key in row)
-            if measured not in seen and not shown:
+            if measured not in measurements and not shown:
                 console.out(f"{name}: {case}: {time.monotonic() - start:.0f} s", highlight=False)
-            seen.add(measured)
-            progress.update(task, description=f"{name}: {case}", completed=len(seen))
+            measurements.add(measured)
+            progress.update(task, description=f"{name}: {case}", completed=len(measurements))
             yield row
 
 

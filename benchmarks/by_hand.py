@@ -19,7 +19,7 @@ __all__ = ["Update", "masters", "plain", "scaled", "summing_masters"]
 
 @dataclass(frozen=True)
 class Update:
-    """What a training step does with a loss: `clear` first, `backward` for each batch, `apply` at the end."""
+    """The parts of a training step: `clear` first, `backward` for each batch, `apply` at the end."""
 
     clear: Callable[[], object]
     backward: Callable[[Tensor], object]
@@ -27,7 +27,7 @@ class Update:
 
 
 def plain(optimizer: Optimizer) -> Update:
-    """As the optimizer's documentation has it."""
+    """Return the update in the optimizer's documentation."""
     return Update(optimizer.zero_grad, Tensor.backward, optimizer.step)
 
 
@@ -56,8 +56,8 @@ def masters(
             param.grad = None
 
     def apply() -> None:
-        found: Any = [param.grad for param in params]
-        torch._foreach_copy_(grads, found)
+        gradients: Any = [param.grad for param in params]
+        torch._foreach_copy_(grads, gradients)
         _apply(params, copies, inner)
 
     return Update(clear, inner.backward, apply)

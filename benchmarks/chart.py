@@ -26,7 +26,7 @@ _INK, _GRID = "#1f2328", "#d0d7de"
 
 
 def _measured_on(machine: dict[str, Any]) -> str:
-    """What the chart was measured on, for those who see it without its page."""
+    """Return the machine of the measurements, for readers of the chart without its page."""
     units = ", AMX" if machine.get("amx_bf16") else ""
     gpu = f", {machine['gpu']}" if "gpu" in machine else ""
     threads = machine["threads"]

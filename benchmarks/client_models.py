@@ -22,7 +22,7 @@ _PAD, _BEGIN, _END = 0, 1, 2
 
 @dataclass(frozen=True)
 class Size:
-    """What scales a model and its batch."""
+    """The sizes of a model and its batch."""
 
     width: int
     layers: int
@@ -311,8 +311,8 @@ def _loss_x(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _loss_of_noise(model: nn.Module, batch: Batch) -> Tensor:
-    found = model(batch["sample"], batch["timestep"]).sample
-    return F.mse_loss(found, batch["noise"])
+    prediction = model(batch["sample"], batch["timestep"]).sample
+    return F.mse_loss(prediction, batch["noise"])
 
 
 def _dice(model: nn.Module, batch: Batch) -> Tensor:

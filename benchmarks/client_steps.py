@@ -1,4 +1,4 @@
-"""What is timed of a client: a training step, inference and generation as users of each library write them.
+"""The timed work of a client: a training step, inference and generation as users of each library write them.
 
 Each is made ready once, and is then a function to be called many times. Lightning's trainer cannot be asked for one
 step: it runs eight at each call, on a fresh copy of the model, set-up included.

@@ -94,9 +94,9 @@ def _variants(name: str, work: str, size: Size) -> dict[str, Variant]:
         model, batch = _seeded(name, size)
         if kind == "pure bfloat16":
             model, batch = model.bfloat16(), _lowered(batch)
-        made = WORKS[work](model, MODELS[name], batch, opened)
-        if made is not None:
-            variants[kind] = _variant(kind, made)
+        step = WORKS[work](model, MODELS[name], batch, opened)
+        if step is not None:
+            variants[kind] = _variant(kind, step)
     return variants
 
 
@@ -147,7 +147,7 @@ def _rows(
 
 
 def _seconds(variant: Variant) -> float:
-    """How long a call takes, after the first, which builds what is kept."""
+    """Return the time of a call after the first, which builds caches."""
     variant.work()
     start = time.perf_counter()
     variant.work()

@@ -1,4 +1,4 @@
-"""What is timed on a GPU, in sections; each row is written as soon as it is measured.
+"""Timings on a GPU, in sections; each row is written as soon as it is measured.
 
     python -m benchmarks.cuda SECTION --rows FILE     appends rows to FILE, and measures what is not in it yet
 
@@ -45,7 +45,7 @@ class Unit(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a section runs, and whether it is only tried out there."""
+    """The device of a section, and whether it is only tried out there."""
 
     device: torch.device
     small: bool
@@ -103,10 +103,10 @@ def _optimizer_rows(network: Network, device: torch.device) -> Rows:
     for name, prepare in _STEPS.items():
         model, _ = network.seeded(device, 1)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        kept = prepare(model, optimizer)
+        handle = prepare(model, optimizer)
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 1e-3)
-        step = partial(_step_of, optimizer, (model, kept))
+        step = partial(_step_of, optimizer, (model, handle))
         for _ in range(3):
             step()
         waits[name] = scaler.waits_of(step, device)
@@ -261,7 +261,7 @@ def _replay(
     model, [(inputs, target)] = network.seeded(device, 1)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True, capturable=on_gpu)
-    kept = use.attach(model)
+    attachment = use.attach(model)
     scale = use.scaler(device.type, enabled=dtype is torch.float16)
 
     def step() -> None:
@@ -274,7 +274,7 @@ def _replay(
 
     if not on_gpu:
         return step
-    return partial(_play, graph_of(step), (step, kept))
+    return partial(_play, graph_of(step), (step, attachment))
 
 
 def _play(graph: torch.cuda.CUDAGraph, _alive: object) -> None:

@@ -12,7 +12,7 @@ __all__ = ["counted_waits", "graph_of"]
 
 
 def graph_of(iteration: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """What an iteration does, written down; it has run three times before, on a stream of its own."""
+    """Capture an iteration in a graph, after three runs on another stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -30,7 +30,7 @@ Rows = Iterator[dict[str, Any]]
 
 
 def overhead_of_reference(rounds: int) -> Rows:
-    """What calls and regions cost where there is neither a compiler nor a library."""
+    """Measure the cost of calls and regions on the reference engine, in another process."""
     return _rows("overhead", ["--rounds", str(rounds)], {"PRECAST_ENGINE": "reference"})
 
 

@@ -130,7 +130,7 @@ def _first_line(error: Exception) -> str:
 def variants(
     shape: Shape, device: torch.device, *, compiled: bool
 ) -> tuple[dict[str, Step], dict[str, str]]:
-    """What is timed, by name, each run twice; and what cannot run, with the first line of its error."""
+    """Return the steps by name, each run twice; and the first line of the error of each that cannot run."""
     makers: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         name: partial(_under, shape, device, name, compiled=compiled) for name in (BFLOAT16, *RULES)
     }

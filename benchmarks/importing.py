@@ -1,4 +1,4 @@
-"""What `import precast` adds to `import torch`: alone, and with the first use of its names, which loads what they need.
+"""The time that `import precast` adds to `import torch`: alone, and with the first use of its names.
 
 `python -m benchmarks.importing` prints it; with `--write` it also puts it into docs/performance.md. Each figure is the
 time that a process computes which was forked from one that has loaded PyTorch, the least of several, with compiled

@@ -1,4 +1,4 @@
-"""How many instructions a network of tiny layers runs under each variant: what precast adds, whatever else runs.
+"""The number of instructions of a network of tiny layers under each variant, which does not depend on other load.
 
 `python -m benchmarks.instructions` prints it; with `--write` it also puts it into docs/performance.md. Valgrind counts
 (`callgrind`); it offers programs no AVX512, so PyTorch's kernels are those for AVX2. Where it is missing, the command
@@ -69,7 +69,7 @@ def counted() -> Iterator[tuple[str, str, float]]:
 
 
 def _run_inside() -> None:
-    """What valgrind runs: the calls of each variant, counted one after the other."""
+    """Run the calls of each variant under valgrind, one after the other."""
     torch.set_num_threads(1)
     setting = variants.Setting(torch.device("cpu"), torch.bfloat16)
     cases = [(work, kind) for work in WORKS for kind in KINDS]

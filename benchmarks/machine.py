@@ -14,7 +14,7 @@ from precast.engine import registration
 __all__ = ["about"]
 
 _BFLOAT16_UNITS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""As `torch.cpu.get_capabilities` names them: what computes in bfloat16, on x86 and on ARM."""
+"""Units for bfloat16 on x86 and on ARM, by their names in `torch.cpu.get_capabilities`."""
 
 
 def about() -> dict[str, Any]:

@@ -57,7 +57,7 @@ _GENERATIONS = (GENERATION, GENERATION_IN_INFERENCE_MODE)
 
 
 class Case(NamedTuple):
-    """What is measured.
+    """A network and its measurements.
 
     Attributes:
         make: the network, for a device.
@@ -103,7 +103,7 @@ CASES: Mapping[str, Case] = {
 
 
 def settings(device: torch.device) -> tuple[Setting, ...]:
-    """What is measured on a device: bfloat16 on a CPU; both 16-bit types, eager and compiled, on CUDA."""
+    """Return the settings of a device: bfloat16 on a CPU; both 16-bit types, eager and compiled, on CUDA."""
     if device.type == "cpu":
         return (Setting(device, torch.bfloat16),)
     return tuple(
@@ -154,7 +154,7 @@ def run(
 
 
 def comparisons(only: tuple[str, ...], device: torch.device) -> int:
-    """How many there are to make."""
+    """Return the number of comparisons."""
     works = sum(len(case.works) for case in _chosen(CASES, only).values())
     return works * len(settings(device))
 
@@ -194,7 +194,7 @@ def measure(
 
 
 def variant(prepared: Prepared, setting: Setting) -> Variant:
-    """What is called in its turns."""
+    """Return the variant that is timed in turns."""
     finish = partial(synchronize, setting.device)
     return Variant(prepared.work, before=prepared.before, finish=finish)
 
@@ -241,7 +241,7 @@ def title(row: Mapping[str, Any]) -> str:
 
 
 def _seconds(variant: Variant) -> float:
-    """How long a call takes, after the first, which builds what is kept."""
+    """Return the time of a call after the first, which builds caches."""
     variant.before()
     variant.work()
     variant.finish()

@@ -37,7 +37,7 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
 
 MOST_BATCHES = 4
-"""That a step of any work takes."""
+"""The most batches of a step."""
 
 VOCABULARY = 1024
 _SEED = 0
@@ -68,8 +68,8 @@ class Network:
         with torch.random.fork_rng(devices), device:
             torch.manual_seed(_SEED)
             model = self.model().to(device)
-            drawn = [self.batch(step) for step in range(batches)]
-        return model, [(inputs.to(device), target.to(device)) for inputs, target in drawn]
+            examples = [self.batch(step) for step in range(batches)]
+        return model, [(inputs.to(device), target.to(device)) for inputs, target in examples]
 
 
 def decoder(width: int, batch: int, length: int, *, layers: int = 4) -> Network:

@@ -1,4 +1,4 @@
-"""What one step of a variant needs: its peak memory, and the casts it makes.
+"""Peak memory and casts of one step of a variant.
 
 Measured apart from time, in a run of its own under PyTorch's profiler, which writes down every allocation, every
 release and every operation with the dtypes of its arguments:

@@ -1,4 +1,4 @@
-"""What watching costs: a training step of a decoder of width 512, traced, counted, monitored and plain, in turns.
+"""The cost of watching: a training step of a decoder of width 512, traced, counted, monitored and plain, in turns.
 
 A ratio is taken within a round, so that the load of the machine cancels. "plain" and "ended" are the same step before a
 trace and after one has ended: their ratio is 1, as nothing of a trace is left. A monitor counts the numbers of a step
@@ -31,7 +31,7 @@ CASES = ((1, 16), (4, 64), (8, 128))
 """Batch and length."""
 BASELINE = "plain"
 HEALTH = f"monitored, every {DEFAULT_EVERY}th counted"
-"""What is made of the two steps of a monitor."""
+"""The ratio that is computed from the two steps of a monitor."""
 TARGETS: Mapping[str, float] = {
     "counted": 1.03,
     "traced": 3.0,
@@ -65,7 +65,7 @@ WATCHES: dict[str, RunObserver] = {
     "recorded, modules": lambda model, _: _recorded(model, "modules"),
     "recorded, operations": lambda model, _: _recorded(model, "operations"),
 }
-"""What is measured, beside the plain step; one entry for each thing that watches."""
+"""The steps that are measured beside the plain one, by observer."""
 
 
 def run(
@@ -108,8 +108,8 @@ def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
 def _at_default_interval(comparison: Comparison) -> tuple[float, float]:
     """The ratio, and the spread of the part that is nearly all of it."""
     quiet, spread = comparison.ratio("monitored, not counted", BASELINE)
-    counted, _ = comparison.ratio("monitored, counted", BASELINE)
-    return quiet + (counted - quiet) / DEFAULT_EVERY, spread
+    every_step, _ = comparison.ratio("monitored, counted", BASELINE)
+    return quiet + (every_step - quiet) / DEFAULT_EVERY, spread
 
 
 def _row(

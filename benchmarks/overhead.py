@@ -1,4 +1,4 @@
-"""What a call, and a region, costs under precast beside torch.autocast, in microseconds; and what many regions leave.
+"""The cost of a call and of a region under precast beside torch.autocast, in microseconds; and memory left by regions.
 
 Invariants:
     - PyTorch's side of each round runs with every kernel of ours off the dispatcher, so that its figure is PyTorch's
@@ -218,11 +218,11 @@ def _entering_beside(weights: int) -> Variant:
 
 
 def _memory(regions: int) -> Iterator[dict[str, Any]]:
-    """What stays in memory after many regions, each of which casts a weight and calls `linear`."""
+    """Yield the memory left by many regions, each of which casts a weight and calls `linear`."""
     x, weight = torch.randn(8, 8).bfloat16(), torch.nn.Parameter(torch.randn(8, 8))
-    policy, kept = precast.Policy.load("default"), precast.autocast("cpu")
+    policy, region_object = precast.Policy.load("default"), precast.autocast("cpu")
     ways: dict[str, Callable[[], Any]] = {
-        "a kept object": lambda: kept,
+        "a kept object": lambda: region_object,
         "a new object each": lambda: precast.autocast("cpu", policy=policy),
     }
     for way, region in ways.items():

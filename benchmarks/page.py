@@ -182,13 +182,13 @@ def _clients(rows: Sequence[Row]) -> Iterator[str]:
     yield _line(["size", "model", "work", *shown])
     yield "|---|---|---|" + "---|" * len(shown)
     for size, case, work in dict.fromkeys((r["size"], r["case"], r["work"]) for r in rows):
-        found = {
+        variants = {
             r["kind"]: r
             for r in rows
             if (r["case"], r.get("size"), r.get("work")) == (case, size, work)
         }
-        cells = [_figure(found.get(kind), "ratio") for kind in shown]
-        cells[shown.index(BASELINE)] = f"{found[BASELINE]['median_ms']:.2f} ms"
+        cells = [_figure(variants.get(kind), "ratio") for kind in shown]
+        cells[shown.index(BASELINE)] = f"{variants[BASELINE]['median_ms']:.2f} ms"
         yield _line([size, case, work, *cells])
 
 
@@ -196,10 +196,10 @@ def _times(rows: Sequence[Row]) -> Iterator[str]:
     others = [kind for kind in kinds(ACCUMULATION) if kind not in {BASELINE, LEAN}]
     yield _line(["network", "work", f"`{BASELINE}`, ms", *others])
     yield "|---|---|" + "---|" * (len(others) + 1)
-    for network, work, found in _groups(rows):
-        if base := found.get(BASELINE):
+    for network, work, variants in _groups(rows):
+        if base := variants.get(BASELINE):
             time = f"{base['median_ms']:.2f}"
-            figures = (_figure(found.get(kind), "ratio") for kind in others)
+            figures = (_figure(variants.get(kind), "ratio") for kind in others)
             yield _line([network, work, time, *figures])
     yield from _left_out(rows)
 
@@ -235,7 +235,7 @@ def _groups(rows: Sequence[Row]) -> Iterator[tuple[str, str, dict[str, Row]]]:
 
 
 def _left_out(rows: Sequence[Row]) -> Iterator[str]:
-    """What was skipped, once for each reason."""
+    """Yield the skipped measurements, once for each reason."""
     for reason in dict.fromkeys(row["skipped"] for row in rows if "skipped" in row):
         skipped = [row for row in rows if row.get("skipped") == reason]
         titles = {row["kind"] if row["kind"] != "all" else title(row) for row in skipped}

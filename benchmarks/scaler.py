@@ -1,4 +1,4 @@
-"""What `precast.GradScaler` costs beside PyTorch's, where it waits, and how soon it has its scale.
+"""The cost of `precast.GradScaler` beside PyTorch's, its waits, and the steps until it has found its scale.
 
 `python -m benchmarks.scaler` prints all three; with `--write` it also puts them into docs/scaler.md.
 Times are ratios within a round, taken in turns; waits and skipped steps are counted, and the same on
@@ -109,7 +109,7 @@ class _Reads(TorchDispatchMode):
 
 
 def waits_of(work: Callable[[], object], device: torch.device) -> int:
-    """How often the host waits for its device: on the CPU the values that are read, each of which would wait."""
+    """Return the number of waits for the device: on the CPU the number of values read, each of which would wait."""
     if device.type != "cuda":
         with _Reads() as reads:
             work()
@@ -160,9 +160,9 @@ def searches(*, steps: int = STEPS, only: str = "") -> Iterator[list[str]]:
         plateau = statistics.median(half)
         row = [name, f"2^{torch.tensor(plateau).log2().item():g}"]
         for first in (2.0**16, "auto"):
-            found = Search(network, first, steps, 2000)
-            until = found.steps_until(plateau)
-            row += [str(found.skipped), f"over {steps}" if until is None else str(until)]
+            search = Search(network, first, steps, 2000)
+            until = search.steps_until(plateau)
+            row += [str(search.skipped), f"over {steps}" if until is None else str(until)]
         yield row
 
 

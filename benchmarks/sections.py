@@ -15,10 +15,10 @@ def put(page: Path, begin: str, end: str, text: str) -> None:
     Raises:
         ValueError: a mark is not there.
     """
-    before, begun, rest = page.read_text(encoding="utf-8").partition(begin)
+    before, begin_mark, rest = page.read_text(encoding="utf-8").partition(begin)
     _, ended, after = rest.partition(end)
-    if not (begun and ended):
+    if not (begin_mark and ended):
         raise ValueError(
-            f"{page} has no {(end if begun else begin).strip()!r}: put both marks there"
+            f"{page} has no {(end if begin_mark else begin).strip()!r}: put both marks there"
         )
     replace(page, f"{before}{begin}{text}{end}{after}".encode())

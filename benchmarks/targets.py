@@ -1,4 +1,4 @@
-"""What precast means to reach, and whether the rows of `python -m benchmarks` reach it.
+"""Targets of precast, and their comparison with the rows of `python -m benchmarks`.
 
 Invariants:
     - A target is about one figure of one measured row: a ratio to torch.autocast or to what is written by hand, or the
@@ -34,7 +34,7 @@ _FIGURES = {
     "of_next": "of the next call",
     "grown_bytes": "bytes more",
 }
-"""What each figure of a row is, as the tables say it."""
+"""The description of each figure of a row, for the tables."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def case(self) -> str:
-        """What exactly is measured."""
+        """The exact case."""
         fields = ("size", "case", "policy", "work")
         named = [
             self.row[name]
@@ -92,8 +92,8 @@ def _calls() -> Iterator[Target]:
     yield call(without, "promoted by default", "index_add", "default", 0.3)
     for case in ("cat", "index_add"):
         yield call("takes no weight, promotes", "dtypes mixed", case, "default", 1.0)
-    kept = {"benchmark": "overhead", "kind": "region", "case": "enter and leave, kept"}
-    yield Target("a region", kept, "ratio", 1.1)
+    entry = {"benchmark": "overhead", "kind": "region", "case": "enter and leave, kept"}
+    yield Target("a region", entry, "ratio", 1.1)
 
 
 def _networks() -> Iterator[Target]:
@@ -188,14 +188,14 @@ def judged(machine: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> Iterat
     """
     rows = list(rows)
     for target in TARGETS:
-        found = [row for row in rows if _is(row, target.row)]
-        found.sort(key=lambda row: not _is_of_its_engine(row, machine))
-        measured = target.of(found[0]) if found else None
+        rows_of_target = [row for row in rows if _is(row, target.row)]
+        rows_of_target.sort(key=lambda row: not _is_of_its_engine(row, machine))
+        measured = target.of(rows_of_target[0]) if rows_of_target else None
         value, spread = measured or (None, None)
         if measured:
-            reason = _why_not(target, machine, rows, found[0])
-        elif found:
-            reason = found[0].get("skipped", _NOT_TOLD)
+            reason = _why_not(target, machine, rows, rows_of_target[0])
+        elif rows_of_target:
+            reason = rows_of_target[0].get("skipped", _NOT_TOLD)
         else:
             reason = _skipped(target, rows)
             if not reason:
@@ -215,9 +215,9 @@ def judged(machine: Mapping[str, Any], rows: Iterable[dict[str, Any]]) -> Iterat
         }
 
 
-def summary(found: Iterable[Mapping[str, Any]]) -> str:
-    """How many targets are met, are not met and were not judged."""
-    verdicts = [row["verdict"] for row in found]
+def summary(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the numbers of targets that are met, not met and not judged."""
+    verdicts = [row["verdict"] for row in rows]
     return ", ".join(f"{verdicts.count(one)} {one}" for one in (MET, NOT_MET, NOT_JUDGED))
 
 
@@ -230,7 +230,7 @@ def _is_of_its_engine(row: Mapping[str, Any], machine: Mapping[str, Any]) -> boo
 
 
 def _skipped(target: Target, rows: list[dict[str, Any]]) -> str:
-    """Why all measurements of its kind, or all variants of its work, were skipped; empty if they were not."""
+    """Return the reason for which all measurements of its kind, or all variants of its work, were skipped, or ""."""
     suite = {"benchmark": target.row["benchmark"], "case": "all"}
     return next((str(row["skipped"]) for row in rows if _is(row, suite)), "")
 
@@ -239,11 +239,11 @@ def _why_not(
     target: Target,
     machine: Mapping[str, Any],
     rows: list[dict[str, Any]],
-    found: Mapping[str, Any],
+    rows_of_target: Mapping[str, Any],
 ) -> str:
-    """Why a figure that was measured is not judged; empty if it is."""
-    if not _is_of_its_engine(found, machine):
-        return f"the {found['engine']} engine ran it, and the {machine['engine']} one the rest"
+    """Return the reason for which a measured figure is not judged, or ""."""
+    if not _is_of_its_engine(rows_of_target, machine):
+        return f"the {rows_of_target['engine']} engine ran it, and the {machine['engine']} one the rest"
     if target.needs_units and not machine.get("bfloat16_units"):
         return _NO_UNITS
     if target.as_by_hand:

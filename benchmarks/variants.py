@@ -51,7 +51,7 @@ class SkippedError(Exception):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where, in which 16-bit type, and whether compiled."""
+    """A device, a 16-bit dtype, and whether models are compiled."""
 
     device: torch.device
     dtype: torch.dtype

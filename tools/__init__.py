@@ -1,1 +1,1 @@
-"""What developers of precast run beside its tests; not part of the package."""
+"""Programs for developers of precast; not part of the package."""

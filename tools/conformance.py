@@ -43,11 +43,11 @@ __all__ = ["main", "run_programs"]
 DOCS = Path(__file__).parent.parent / "docs"
 DATA, PAGE = DOCS / "data" / "conformance.json", DOCS / "conformance.md"
 AT_ONCE = 50
-"""How many programs are drawn from one seed."""
+"""The number of programs that are drawn from one seed."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """What the arguments ask for; 0 if nothing is unexplained."""
+    """Run the command; return 0 if nothing is unexplained."""
     chosen = _parser().parse_args(arguments)
     console = Console()
     if chosen.render:
@@ -79,10 +79,10 @@ def run_programs(count: int, seed: int, processes: int) -> Report:
 def _tests(processes: int) -> tuple[int, list[dict[str, Any]]]:
     """The sections of `tools.conformance_tests`, from a process of its own: pytest wants to be the first to import."""
     with TemporaryDirectory() as folder:
-        found = Path(folder) / "sections.json"
-        module = ["-m", "tools.conformance_tests", str(processes), str(found)]
+        path = Path(folder) / "sections.json"
+        module = ["-m", "tools.conformance_tests", str(processes), str(path)]
         code = subprocess.run([sys.executable, *module], cwd=DOCS.parent, check=False).returncode
-        return code, json.loads(found.read_text(encoding="utf-8")) if found.exists() else []
+        return code, json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def _compare(part: tuple[int, int]) -> Report:
@@ -141,7 +141,7 @@ def _explained(report: Report, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _about() -> dict[str, Any]:
-    """What it ran on."""
+    """Return the date, the versions and the processor of the run."""
     capabilities = torch.cpu.get_capabilities()
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
@@ -152,16 +152,16 @@ def _about() -> dict[str, Any]:
 
 
 def _others() -> dict[str, Any]:
-    """What `make test-clients` and `make test-versions` found; nothing where they have not run."""
-    found = {name: _read(DOCS / "data" / f"{name}.json") for name in ("clients", "versions")}
-    programs = found["clients"].get("clients", [])
+    """Return the results of `make test-clients` and `make test-versions`; empty if they have not run."""
+    results = {name: _read(DOCS / "data" / f"{name}.json") for name in ("clients", "versions")}
+    programs = results["clients"].get("clients", [])
     libraries = sorted({(each["library"], each["version"]) for each in programs})
     return {
         "clients": [
             _library(name, version, [p for p in programs if p["library"] == name])
             for name, version in libraries
         ],
-        "versions": found["versions"].get("runs", []),
+        "versions": results["versions"].get("runs", []),
     }
 
 

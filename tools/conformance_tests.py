@@ -27,7 +27,7 @@ TESTS = ROOT / "tests" / "conformance"
 
 @dataclass
 class Section:
-    """What one file of tests found."""
+    """The results of one file of tests."""
 
     file: str
     title: str
@@ -35,7 +35,7 @@ class Section:
     equal: int = 0
     skipped: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
-    """Why tests were skipped, and how many for that."""
+    """The number of skipped tests for each reason."""
 
 
 class _Counter:
@@ -73,7 +73,7 @@ def run(processes: int) -> tuple[int, list[dict[str, Any]]]:
 
 
 def title(file: Path) -> str:
-    """What a file of tests is about, without its full stop."""
+    """Return the subject of a file of tests, without its full stop."""
     module = ast.parse(file.read_text(encoding="utf-8"))
     for node in module.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SECTION":

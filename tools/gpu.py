@@ -146,8 +146,8 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print("interrupted: the page has the rows until here", file=sys.stderr)
         finally:
-            written = _write(machine, out, into_docs=chosen.out is None and not chosen.trial)
-    print(written)
+            path = _write(machine, out, into_docs=chosen.out is None and not chosen.trial)
+    print(path)
     rows = [row for row in _read(state) if row["section"] == "parts"]
     return int(len(rows) < len(these) or any(row["code"] for row in rows))
 
@@ -324,10 +324,10 @@ def _left(before: Rows) -> list[Part]:
     return [part for part in parts(tests) if part.name not in done]
 
 
-def _kept(before: Rows, left: Iterable[Part]) -> Rows:
+def _kept(before: Rows, remaining: Iterable[Part]) -> Rows:
     """The rows of another run that need not be made again."""
     again = {(row["section"], row["unit"]) for row in before if row.get("error")}
-    again |= {("parts", part.name) for part in left}
+    again |= {("parts", part.name) for part in remaining}
     return [row for row in before if (row["section"], row["unit"]) not in again]
 
 
@@ -393,7 +393,7 @@ def _within(
 
 
 def _hear_interrupts() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    """Let a process receive Ctrl-C, which those started in the background by a shell ignore."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -404,7 +404,7 @@ def _last_line(text: str) -> str:
 
 
 def _environment(wheels: Path | None, site: Path) -> dict[str, str]:
-    """What parts see: this source tree, and the wheels of a folder, installed for the run."""
+    """Return the environment of the parts: this source tree, and the wheels of a folder, installed for the run."""
     path = [str(ROOT / "src"), str(ROOT / "lint" / "src"), str(ROOT)]
     if wheels is not None:
         install = [

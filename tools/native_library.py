@@ -55,7 +55,7 @@ _GLIBCXX: Final = {
     (3, 4, 33): (2, 39),
 }
 _OLDEST_GLIBC: Final = (2, 28)
-"""That of PyTorch's own wheels: nothing is won by a claim of more."""
+"""The version of PyTorch's own wheels, below which no claim makes sense."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -104,18 +104,18 @@ def newest_of_each(versions: Iterable[str]) -> list[str]:
 def wheel(versions: Sequence[str], out: Path) -> Path:
     """Makes one wheel with a library for each version."""
     shutil.rmtree(LIBRARIES, ignore_errors=True)
-    installed, made = build.installed_torch(), []
+    installed, libraries = build.installed_torch(), []
     for number, version in enumerate(versions, 1):
         say(f"PyTorch {version} ({number} of {len(versions)})")
         # Only the installed PyTorch can be loaded; the linker has checked all symbols for the others.
         is_here = numbers(version) == numbers(installed.version)
         torch = installed if is_here else build.torch_in(unpack(version))
-        made.append(build.build(LIBRARIES, torch=torch, check=is_here).path)
+        libraries.append(build.build(LIBRARIES, torch=torch, check=is_here).path)
     environment = {
         **os.environ,
         "HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true",  # tools/wheel_hook.py
         "PRECAST_WHEEL_LIBRARIES": str(LIBRARIES),
-        "PRECAST_WHEEL_PLATFORM": platform_tag(made),
+        "PRECAST_WHEEL_PLATFORM": platform_tag(libraries),
     }
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -136,11 +136,11 @@ def wheel(versions: Sequence[str], out: Path) -> Path:
 
 def unpack(version: str) -> Path:
     """The package folder of a PyTorch, with what is needed to compile for it; downloaded where it is not there."""
-    kept = UNPACKED / f"torch-{version}"
-    if not kept.exists():
+    folder_of_version = UNPACKED / f"torch-{version}"
+    if not folder_of_version.exists():
         UNPACKED.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
-            say(f"  taking the headers out of its wheel into {kept.relative_to(ROOT)}")
+            say(f"  taking the headers out of its wheel into {folder_of_version.relative_to(ROOT)}")
             pip = [
                 sys.executable,
                 "-m",
@@ -158,8 +158,8 @@ def unpack(version: str) -> Path:
             with zipfile.ZipFile(downloaded) as archive:
                 names = filter(_NEEDED.fullmatch, archive.namelist())
                 archive.extractall(Path(folder, "unpacked"), names)
-            Path(folder, "unpacked").rename(kept)
-    return kept / "torch"
+            Path(folder, "unpacked").rename(folder_of_version)
+    return folder_of_version / "torch"
 
 
 def platform_tag(libraries: Iterable[Path]) -> str:
@@ -171,8 +171,8 @@ def platform_tag(libraries: Iterable[Path]) -> str:
         raise SystemExit("wheels with libraries are made on Linux")
     glibc: tuple[int, ...] = _OLDEST_GLIBC
     for library in libraries:
-        said = subprocess.check_output(["readelf", "--version-info", str(library)], text=True)
-        for kind, text in re.findall(r"Name: (GLIBC|GLIBCXX)_([\d.]+)", said):
+        symbols = subprocess.check_output(["readelf", "--version-info", str(library)], text=True)
+        for kind, text in re.findall(r"Name: (GLIBC|GLIBCXX)_([\d.]+)", symbols):
             version = numbers(text)
             glibc = max(glibc, version if kind == "GLIBC" else _glibc_with(version))
     return f"manylinux_{glibc[0]}_{glibc[1]}_{platform.machine()}"

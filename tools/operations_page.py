@@ -122,7 +122,7 @@ def note(entry: Entry) -> str:
 
 def _changes(base: Policy, policy: Policy) -> Iterator[str]:
     """The rows of a policy that its base has not: those alike, on the same device types, as one."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for key in sorted({key for device in DEVICE_TYPES for key in policy.rules(device)}):
         by_change: dict[tuple[str, str], list[str]] = {}
         for device in DEVICE_TYPES:
@@ -132,10 +132,10 @@ def _changes(base: Policy, policy: Policy) -> Iterator[str]:
                 by_change.setdefault((f"{was} -> {after.rule}", note(after)), []).append(device)
         for (change, why), devices in by_change.items():
             where = "all" if len(devices) == len(DEVICE_TYPES) else ", ".join(devices)
-            found.setdefault((change, why, where), []).append(name_of(key))
+            groups.setdefault((change, why, where), []).append(name_of(key))
     yield row(["change", "reason", "device types", "operations"])
     yield "|---|---|---|---|"
-    for group, names in sorted(found.items()):
+    for group, names in sorted(groups.items()):
         yield row([*group, ", ".join(names)])
 
 

@@ -120,7 +120,7 @@ def refusing_operations(device: str, seeds: Iterable[int] = range(40)) -> set[st
 
 
 def refuses_all(name: str, device: str, seeds: Iterable[int]) -> bool:
-    """Whether an operation raises on every mixture of tensors with several elements, and resizes no argument."""
+    """Return True if an operation raises on every mixture of tensors with several elements, and resizes no argument."""
     overload = _torch.find_overload(name)
     assert overload is not None
     random, refused = Random(0), False
@@ -208,13 +208,15 @@ class _Probe:
         rule = self._table[name].rule
 
         def kernel(_keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            given = _as_tensors(overload, args, kwargs)
+            arguments = _as_tensors(overload, args, kwargs)
             with self._off():
                 try:
-                    args, kwargs = _follow(rule, given)
+                    args, kwargs = _follow(rule, arguments)
                     return overload(*args, **kwargs)
                 except Exception:
-                    args, kwargs = _widened(given)  # `default` promotes what raises under a rule
+                    args, kwargs = _widened(
+                        arguments
+                    )  # `default` promotes what raises under a rule
                     return overload(*args, **kwargs)
 
         return kernel
@@ -236,14 +238,14 @@ class _Probe:
 
         return kernel
 
-    def _note(self, name: str, overload: OpOverload, given: Any, error: str) -> None:
-        dtypes = _floating(given)
+    def _note(self, name: str, overload: OpOverload, arguments: Any, error: str) -> None:
+        dtypes = _floating(arguments)
         missing_kernel = "not implemented for" in error or "Unsupported dtype" in error
         narrowing = _writes_out(overload) and F64 in dtypes
         left_out = LEFT_OUT.search(name) is not None
         if len(set(dtypes)) < 2 or missing_kernel or narrowing or left_out:
             return
-        args, kwargs = _widened(given)
+        args, kwargs = _widened(arguments)
         with contextlib.suppress(Exception), self._off():
             overload(*args, **kwargs)
             mixture = " ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -261,12 +263,12 @@ def _calls(only: Container[str] | None) -> Iterator[Callable[[Callable[[Any], An
             print(f"{info.name}: no samples: {error}", file=sys.stderr)
             continue
         for sample in samples:
-            given = ((sample.input, *sample.args), sample.kwargs)
-            yield _plain(info.op, given)
+            arguments = ((sample.input, *sample.args), sample.kwargs)
+            yield _plain(info.op, arguments)
             if info.inplace_variant is not None:
-                yield _plain(info.inplace_variant, given)
+                yield _plain(info.inplace_variant, arguments)
             if info.supports_out:
-                yield from (_with_out(info.op, given, dtype) for dtype in (F32, BF16, F64))
+                yield from (_with_out(info.op, arguments, dtype) for dtype in (F32, BF16, F64))
 
 
 def _runs(call: Callable[[Callable[[Any], Any]], Any], pattern: tuple[torch.dtype, ...]) -> bool:
@@ -280,30 +282,30 @@ def _runs(call: Callable[[Callable[[Any], Any]], Any], pattern: tuple[torch.dtyp
     return True
 
 
-def _plain(function: Callable[..., Any], given: Any) -> Callable[[Callable[[Any], Any]], Any]:
+def _plain(function: Callable[..., Any], arguments: Any) -> Callable[[Callable[[Any], Any]], Any]:
     def call(cast: Callable[[Any], Any]) -> Any:
-        args, kwargs = cast(given)
+        args, kwargs = cast(arguments)
         return function(*args, **kwargs)
 
     return call
 
 
 def _with_out(
-    function: Callable[..., Any], given: Any, dtype: torch.dtype
+    function: Callable[..., Any], arguments: Any, dtype: torch.dtype
 ) -> Callable[[Callable[[Any], Any]], Any]:
     def call(cast: Callable[[Any], Any]) -> Any:
-        args, kwargs = given
+        args, kwargs = arguments
         with torch.autocast("cpu", enabled=False):
             out = _cast(function(*_copied(args), **_copied(kwargs)), lambda _: dtype)
-        args, kwargs = cast(given)
+        args, kwargs = cast(arguments)
         return function(*args, **kwargs, out=out)
 
     return call
 
 
-def _follow(rule: Rule, given: Any) -> Any:
+def _follow(rule: Rule, arguments: Any) -> Any:
     """The arguments as a rule wants them; of its dtype only what decides whether a call raises."""
-    eligible = [dtype for dtype in _floating(given) if dtype is not F64]
+    eligible = [dtype for dtype in _floating(arguments) if dtype is not F64]
     if rule is Rule.PROMOTE:
         if any(d is not BF16 for d in itertools.takewhile(lambda d: d is not F32, eligible)):
             raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
@@ -313,8 +315,8 @@ def _follow(rule: Rule, given: Any) -> Any:
     elif rule is Rule.BANNED:
         raise RuntimeError("unsafe to autocast")
     else:
-        return given
-    return _cast(given, lambda dtype: dtype if dtype is F64 else target)
+        return arguments
+    return _cast(arguments, lambda dtype: dtype if dtype is F64 else target)
 
 
 def _cast(tree: Any, target: Callable[[torch.dtype], torch.dtype]) -> Any:
@@ -329,10 +331,10 @@ def _cast(tree: Any, target: Callable[[torch.dtype], torch.dtype]) -> Any:
     return tree_map(convert, tree)
 
 
-def _widened(given: Any) -> Any:
+def _widened(arguments: Any) -> Any:
     """The arguments in the widest floating dtype among them."""
-    dtypes = _floating(given)
-    return _cast(given, lambda _: functools.reduce(torch.promote_types, dtypes))
+    dtypes = _floating(arguments)
+    return _cast(arguments, lambda _: functools.reduce(torch.promote_types, dtypes))
 
 
 def _as_tensors(overload: OpOverload, args: Any, kwargs: Any) -> Any:

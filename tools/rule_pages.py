@@ -1,4 +1,4 @@
-"""What is written from the rules of precast-lint: `python -m tools.rule_pages` writes docs/rules/ and the index.
+"""Pages and index of the rules of precast-lint: `python -m tools.rule_pages` writes docs/rules/ and the index.
 
 The index is what `precast-lint check` asks before it loads a rule: see `lint/src/precast_lint/selecting/registry.py`.
 """

@@ -91,8 +91,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def found_by_pip(python: str) -> list[str]:
     """All versions of PyTorch that pip can find for a Python."""
-    asked = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    command = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     listed = re.search(r"Available versions: (.+)", done.stdout)
     if listed is None:
         raise SystemExit(
@@ -111,7 +111,7 @@ def oldest_and_newest(versions: Iterable[str]) -> list[str]:
 
 
 def read_report(path: Path) -> tuple[int, int, tuple[str, ...]]:
-    """From pytest's JUnit file: how many passed, how many were skipped, and the names of the others."""
+    """Read pytest's JUnit file: the numbers of passed and of skipped tests, and the names of the others."""
     passed = skipped = 0
     failures = []
     for case in ElementTree.parse(path).iter("testcase"):

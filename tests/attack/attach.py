@@ -60,8 +60,8 @@ def _trains_alike(make: Callable[[Any], Any], dtype: torch.dtype) -> Callable[[]
         )
         optimizer = make(mine.parameters())
         precast.attach(mine)
-        found = trained(mine, optimizer, lambda: precast.autocast("cpu", dtype), batches)
-        equal(found, expected)
+        result = trained(mine, optimizer, lambda: precast.autocast("cpu", dtype), batches)
+        equal(result, expected)
         same_state(mine, theirs)
 
     return run
@@ -144,10 +144,10 @@ def an_untold_write_is_found() -> None:
     for _ in range(20):
         try:
             with torch.no_grad(), precast.autocast("cpu"):
-                found = float(layer(x)[0, 0])
+                result = float(layer(x)[0, 0])
         except precast.errors.StaleWeightError:
             return
-        if found == 24.0:
+        if result == 24.0:
             return
     raise AssertionError("the old copy is used for ever")
 
@@ -156,7 +156,7 @@ def an_untold_write_is_found() -> None:
     "attach", "weights that are tied by their storage are both new after a step", "plain PyTorch"
 )
 def tied_by_storage() -> None:
-    found = []
+    result = []
     for attached in (False, True):
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -166,8 +166,8 @@ def tied_by_storage() -> None:
         optimizer = torch.optim.SGD(model[0].parameters(), 0.5)
         x = torch.ones(2, 4)
         region = precast.autocast if attached else torch.autocast
-        found.append(trained(model, optimizer, lambda r=region: r("cpu"), [x] * 5))
-    equal(found[1], found[0])
+        result.append(trained(model, optimizer, lambda r=region: r("cpu"), [x] * 5))
+    equal(result[1], result[0])
 
 
 GEOMETRIES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -192,9 +192,9 @@ def _geometry(change: Callable[[Tensor], Tensor]) -> Callable[[], None]:
         layer.weight.data = change(layer.weight.data)
         for _ in range(4):
             with torch.no_grad(), precast.autocast("cpu"):
-                found = layer(x)
+                result = layer(x)
                 other(x)
-            equal(found, F.linear(x.bfloat16(), layer.weight.detach().bfloat16()))
+            equal(result, F.linear(x.bfloat16(), layer.weight.detach().bfloat16()))
 
     return run
 
@@ -270,8 +270,8 @@ def checkpoints_attached() -> None:
         expected = trained(theirs, optimizer, lambda: torch.autocast("cpu"), batches, call)
         optimizer = torch.optim.Adam(mine.parameters(), 0.05)
         precast.attach(mine)
-        found = trained(mine, optimizer, lambda: precast.autocast("cpu"), batches, call)
-        equal(found, expected)
+        result = trained(mine, optimizer, lambda: precast.autocast("cpu"), batches, call)
+        equal(result, expected)
         same_state(mine, theirs)
 
 
@@ -285,13 +285,13 @@ def order_of_hooks() -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 2, 1), nn.Flatten(), nn.Linear(2, 2))
         if attached:
             precast.attach(model)
-        seen: list[str] = []
+        records: list[str] = []
         for name, p in model.named_parameters():
-            p.register_hook(lambda g, name=name: seen.append(name))
+            p.register_hook(lambda g, name=name: records.append(name))
         with region("cpu"):
             loss = model[3](model[2](model[1](model[0](torch.ones(3, 3)).unsqueeze(-1)))).sum()
         loss.float().backward()
-        return seen
+        return records
 
     expected = order(torch.autocast, False)
     for name in registration.available_engines():
@@ -336,10 +336,10 @@ def attached_models_go() -> None:
     precast.attach(model)
     with torch.no_grad(), precast.autocast("cpu"):
         model(torch.ones(1, 2, 8))
-    gone = weakref.ref(model)
+    reference = weakref.ref(model)
     del model
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
 @scenario(

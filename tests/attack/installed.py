@@ -32,8 +32,8 @@ def _training(dtype: torch.dtype, attached: bool) -> Callable[[], None]:
         with precast.install():
             if attached:
                 precast.attach(mine)
-            found = trained(mine, optimizer, lambda: torch.autocast("cpu", dtype), batches)
-        equal(found, expected)
+            result = trained(mine, optimizer, lambda: torch.autocast("cpu", dtype), batches)
+        equal(result, expected)
         same_state(mine, theirs)
 
     return run
@@ -235,8 +235,8 @@ def policies_that_went() -> None:
         rule = ("fp32", "lower")[number % 2]
         policy = precast.Policy.load("torch").replace(ops={"matmul": rule})
         with precast.autocast("cpu", policy=policy):
-            found = compiled(torch.ones(2, 2)).dtype
-        assert found is (torch.float32, torch.bfloat16)[number % 2]
+            result = compiled(torch.ones(2, 2)).dtype
+        assert result is (torch.float32, torch.bfloat16)[number % 2]
         del policy
         gc.collect()
 

@@ -39,8 +39,8 @@ def section() -> str:
 def write(seeds: int) -> None:
     """Puts the section into the page, between its marks, with the number of seeds that each scenario had."""
     each = "a fresh seed" if seeds == 1 else f"{seeds} fresh seeds"
-    said = f"Each scenario was tried with {each}: {seeds * len(TABLE):,} tries in all.\n\n"
-    put(PAGE, f"{BEGIN}\n", END, f"\n{said}{section()}\n")
+    message = f"Each scenario was tried with {each}: {seeds * len(TABLE):,} tries in all.\n\n"
+    put(PAGE, f"{BEGIN}\n", END, f"\n{message}{section()}\n")
 
 
 def _counts(name: str, some: list[Scenario]) -> str:

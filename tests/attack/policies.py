@@ -166,15 +166,15 @@ def drawn_policies_in_files() -> None:
 
 @scenario("policies", "policies that nobody uses keep no frame", "by hand")
 def dropped_policies() -> None:
-    gone = []
+    reference = []
     for number in range(20):
         policy = T.replace(name=f"p{number}", ops={"matmul": "fp32"})
         with precast.autocast("cpu", policy=policy):
             assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype is torch.float32
-        gone.append(weakref.ref(policy))
+        reference.append(weakref.ref(policy))
     del policy
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 20
+    assert [ref() for ref in reference] == [None] * 20
 
 
 @scenario(
@@ -194,8 +194,8 @@ def operations_defined_later() -> None:
             return x.clone()
 
         with precast.autocast("cpu", policy=policy):
-            found = getattr(torch.ops.attack_late, f"op{number}")(torch.ones(1).bfloat16())
-        assert found.dtype is torch.float32
+            result = getattr(torch.ops.attack_late, f"op{number}")(torch.ones(1).bfloat16())
+        assert result.dtype is torch.float32
 
 
 @scenario("policies", "what resolve says of an operation is what the operation does", "by hand")
@@ -262,8 +262,8 @@ def coroutines_follow_rules() -> None:
         return await asyncio.gather(*(model[n](torch.ones(1, 2)) for n in "abab"))
 
     with precast.autocast("cpu"):
-        found = asyncio.run(both())
-    assert found == [torch.float32, torch.float16] * 2
+        result = asyncio.run(both())
+    assert result == [torch.float32, torch.float16] * 2
 
 
 @scenario(
@@ -287,9 +287,9 @@ def rules_as_regions_by_hand() -> None:
                 expected = model.head(y)
         _ruled(model, head=rule)
         with precast.autocast("cpu"):
-            found = model(x)
-        assert found.dtype is expected.dtype, rule
-        assert torch.equal(found, expected), rule
+            result = model(x)
+        assert result.dtype is expected.dtype, rule
+        assert torch.equal(result, expected), rule
 
 
 @scenario("modules", "an exception inside a module restores what was there around it", "by hand")
@@ -383,5 +383,5 @@ def operations_that_leave_no_sign() -> None:
         return x.clone()
 
     with precast.autocast("cpu", policy=policy):
-        found = op(torch.ones(1).bfloat16())
-    assert found.dtype is torch.float32, "not yet"
+        result = op(torch.ones(1).bfloat16())
+    assert result.dtype is torch.float32, "not yet"

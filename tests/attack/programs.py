@@ -62,11 +62,11 @@ def _as_python(text: str) -> None:
     mine = program(text, "--lr", "1", under=RUN)
     assert mine.returncode == theirs.returncode, mine.stderr[-900:]
     folder = {str(vars(mine)["folder"]): "F", str(vars(theirs)["folder"]): "F"}
-    said = [done.stdout for done in (mine, theirs)]
+    message = [done.stdout for done in (mine, theirs)]
     for path, short in folder.items():
-        said = [text.replace(path, short) for text in said]
-    first, second = (text.split("\n") for text in said)
-    assert first[: len(second) - 1] == second[:-1], said
+        message = [text.replace(path, short) for text in message]
+    first, second = (text.split("\n") for text in message)
+    assert first[: len(second) - 1] == second[:-1], message
 
 
 for _what, _text in PROGRAMS.items():
@@ -139,8 +139,8 @@ def _words(document: Any) -> str:
 )
 def nothing_in_16_bits() -> None:
     rules = 'base = "torch"\n[ops]\nlinear = "fp32"\naddmm = "fp32"\n'
-    said = _words(_document(TRAIN, "--policy", "p.toml", p__toml=rules))
-    assert "nothing wrong was found" not in said, said
+    message = _words(_document(TRAIN, "--policy", "p.toml", p__toml=rules))
+    assert "nothing wrong was found" not in message, message
 
 
 @scenario(

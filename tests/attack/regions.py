@@ -68,10 +68,10 @@ OPERATIONS: dict[str, Callable[[], tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 def _as_pytorch(make: Callable[[], Any], dtype: torch.dtype) -> Callable[[], None]:
     def run() -> None:
-        function, given = make()
+        function, arguments = make()
         results = []
         for region in (torch.autocast, precast.autocast):
-            inputs = [t.clone().requires_grad_() for t in given]
+            inputs = [t.clone().requires_grad_() for t in arguments]
             with region("cpu", dtype=dtype):
                 out = function(*inputs)
             out.float().sum().backward()
@@ -97,9 +97,9 @@ for _name, _make in OPERATIONS.items():
 def products_near_float64() -> None:
     a, b = torch.rand(64, 512) + 0.5, torch.rand(512, 64) + 0.5
     with precast.autocast("cpu", dtype=torch.bfloat16):
-        found = a @ b
+        result = a @ b
     exact = a.double() @ b.double()
-    assert ((found.double() - exact).abs() / exact).max() < 2**-6
+    assert ((result.double() - exact).abs() / exact).max() < 2**-6
 
 
 @scenario("regions", "what a rule keeps in float32 is as near to float64 as float32 is", "float64")
@@ -107,9 +107,9 @@ def float32_where_a_rule_says_so() -> None:
     policy = precast.Policy.load("default").replace(ops={"matmul": "fp32"})
     a, b = torch.rand(9, 300) + 0.5, torch.rand(300, 9) + 0.5
     with precast.autocast("cpu", policy=policy):
-        found = a @ b
+        result = a @ b
     exact = a.double() @ b.double()
-    assert ((found.double() - exact).abs() / exact).max() < 1e-5
+    assert ((result.double() - exact).abs() / exact).max() < 1e-5
 
 
 @scenario(
@@ -284,26 +284,28 @@ def the_widest_dtype() -> None:
         a, b = (torch.randn(3).to(kind) for kind in kinds)
         wide = torch.promote_types(*kinds)
         with precast.autocast("cpu", policy="default"):
-            found = torch.dot(a, b)
-        equal(found, torch.dot(a.to(wide), b.to(wide)))
+            result = torch.dot(a, b)
+        equal(result, torch.dot(a.to(wide), b.to(wide)))
 
 
 @scenario("regions", "a checkpoint in a region gives the gradients of none", "plain PyTorch")
 def checkpoints_of_both_kinds() -> None:
     x, weight = torch.randn(3, 4), torch.randn(4, 4)
-    found = []
+    result = []
     for kind in (None, True, False):
         leaf = weight.clone().requires_grad_()
 
         def forward(t: Tensor, leaf: Tensor = leaf) -> Tensor:
             return torch.tanh(t @ leaf) @ leaf
 
-        given = x.clone().requires_grad_()
+        inputs = x.clone().requires_grad_()
         with precast.autocast("cpu", policy="default"):
-            out = forward(given) if kind is None else checkpoint(forward, given, use_reentrant=kind)
+            out = (
+                forward(inputs) if kind is None else checkpoint(forward, inputs, use_reentrant=kind)
+            )
         out.float().sum().backward()
-        found.append([out.detach(), leaf.grad, given.grad])
-    equal(found[1:], [found[0]] * 2)
+        result.append([out.detach(), leaf.grad, inputs.grad])
+    equal(result[1:], [result[0]] * 2)
 
 
 @scenario("regions", "regions and policies survive pickling and copying", "by hand")
@@ -340,9 +342,9 @@ def layouts_of_results() -> None:
     for _ in range(10):
         a, b = torch.randn(2, 3, 4), torch.randn(4, 5)
         a = random.choice([a, a.transpose(0, 1), a[::2], a.flip(0)])
-        found = []
+        result = []
         for region in (torch.autocast, precast.autocast):
             with region("cpu"):
                 out = torch.matmul(a, b)
-            found.append((out.stride(), out.is_contiguous(), out.shape))
-        assert found[0] == found[1]
+            result.append((out.stride(), out.is_contiguous(), out.shape))
+        assert result[0] == result[1]

@@ -30,7 +30,7 @@ _LONGEST = 4000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a scenario with one seed."""
+    """The result of a scenario with one seed."""
 
     name: str
     area: str
@@ -41,7 +41,7 @@ class Outcome:
     message: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """As plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
@@ -58,7 +58,7 @@ class _Running:
 def attack(
     tries: Iterable[tuple[Scenario, int]], *, jobs: int, seconds: float
 ) -> Iterator[Outcome]:
-    """What becomes of each scenario with each seed, as they end.
+    """Run each scenario with each seed, and yield the results as they end.
 
     Args:
         tries: scenarios and seeds.
@@ -101,14 +101,14 @@ def _start(scenario: Scenario, seed: int) -> _Running:
         return _Running(scenario, seed, process, out, started)
     os.close(out)
     os.setsid()  # so that what it starts can be ended with it
-    said = _try(scenario.attack, seed)
-    os.write(into, json.dumps(said).encode()[:_LONGEST])
+    text = _try(scenario.attack, seed)
+    os.write(into, json.dumps(text).encode()[:_LONGEST])
     os.close(into)
     os._exit(0)
 
 
 def _try(function: Callable[[], None], seed: int) -> str:
-    """What went wrong; empty where nothing did."""
+    """Return the failure of a scenario, or ""."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

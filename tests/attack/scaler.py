@@ -41,9 +41,9 @@ def _run(
 
 def _as_pytorch(factors: Callable[[], list[float]], **settings: Any) -> Callable[[], None]:
     def run() -> None:
-        drawn, start = factors(), nn.Linear(4, 4)
-        theirs = _run(torch.amp.GradScaler, drawn, start, **settings)
-        mine = _run(precast.GradScaler, drawn, start, **settings)
+        sample, start = factors(), nn.Linear(4, 4)
+        theirs = _run(torch.amp.GradScaler, sample, start, **settings)
+        mine = _run(precast.GradScaler, sample, start, **settings)
         assert mine[0] == theirs[0]
         same_state(mine[1], theirs[1])
 

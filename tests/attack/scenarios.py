@@ -1,4 +1,4 @@
-"""What a scenario is, and the table of all: a name, an area, a claim, an oracle, a function that tries to break it."""
+"""Scenarios and their table: a name, an area, a claim, an oracle, a function that tries to break the claim."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AREAS = (
 
 @dataclass(frozen=True)
 class Limit:
-    """Why a scenario cannot hold, and what its failure says: one that no longer fails so is an error in the table."""
+    """The reason for which a scenario fails, and its message: one that no longer fails so is an error in the table."""
 
     reason: str
     shows: str

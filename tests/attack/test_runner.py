@@ -47,8 +47,8 @@ def test_each_claim_is_one_sentence_of_its_own() -> None:
 
 def test_the_page_has_the_table() -> None:
     text = page.PAGE.read_text(encoding="utf-8")
-    written = text.partition(page.BEGIN)[2].partition(page.END)[0]
-    assert page.section() in written, "run: make attack"
+    contents = text.partition(page.BEGIN)[2].partition(page.END)[0]
+    assert page.section() in contents, "run: make attack"
 
 
 # --- the runner ---
@@ -73,8 +73,8 @@ def test_what_holds_and_what_does_not() -> None:
 
 def test_a_limit_must_fail_and_in_its_own_way() -> None:
     assert ran(fails, Limit("why", "3 for")).result == LIMIT
-    gone = ran(lambda: None, Limit("why", "3 for"))
-    assert (gone.result, "is gone" in gone.message) == (FAILED, True)
+    reference = ran(lambda: None, Limit("why", "3 for"))
+    assert (reference.result, "is gone" in reference.message) == (FAILED, True)
     other = ran(fails, Limit("why", "5 for"))
     assert (other.result, "another way" in other.message) == (FAILED, True)
 

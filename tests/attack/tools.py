@@ -1,4 +1,4 @@
-"""What scenarios share: bits, models, programs that are started, and interruptions."""
+"""Helpers of the scenarios: bits, models, programs in other processes, and interruptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def equal(found: Any, expected: Any, what: str = "") -> None:
-    """That two results have the same dtypes and bits; NaN equals NaN."""
+    """Assert that two results have the same dtypes and bits; NaN equals NaN."""
     if isinstance(expected, Tensor):
         assert found.dtype is expected.dtype, f"{what}: {found.dtype} for {expected.dtype}"
         same = torch.equal(found, expected) or torch.equal(
@@ -48,7 +48,7 @@ def equal(found: Any, expected: Any, what: str = "") -> None:
 
 
 def same_state(mine: nn.Module, theirs: nn.Module) -> None:
-    """That two models have the same parameters, bit for bit."""
+    """Assert that two models have the same parameters, bit for bit."""
     for (name, ours), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         equal(ours.detach(), other.detach(), name)
 
@@ -111,7 +111,7 @@ def trained(
 def program(
     text: str, *arguments: str, under: tuple[str, ...] = (), seconds: float = 120, **files: str
 ) -> subprocess.CompletedProcess[str]:
-    """What a program does that is written to a folder of its own, `main.py`, with other files beside it."""
+    """Run a program as `main.py` in a new folder, with other files beside it."""
     folder = Path(tempfile.mkdtemp())
     for name, content in files.items():
         (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")

@@ -44,11 +44,11 @@ def _first(out: Any) -> Tensor:
 
 def _casts_as_the_profiler(make: Callable[[], Any]) -> Callable[[], None]:
     def run() -> None:
-        model, given = make()
+        model, inputs = make()
 
         def step() -> None:
             with precast.autocast("cpu"):
-                out = _first(model(*given))
+                out = _first(model(*inputs))
             out.float().sum().backward()
 
         step()
@@ -67,7 +67,7 @@ def _changes_nothing(
     make: Callable[[], Any], watch: Callable[[nn.Module], Any], mode: str
 ) -> Callable[[], None]:
     def run() -> None:
-        model, given = make()
+        model, inputs = make()
         model.train(mode == "training")
         results = []
         for watched in (False, True):
@@ -76,11 +76,11 @@ def _changes_nothing(
             grads = mode == "training"
             with manager, torch.inference_mode(not grads):
                 with precast.autocast("cpu"):
-                    out = _first(mine(*given))
+                    out = _first(mine(*inputs))
                 if grads:
                     out.float().square().sum().backward()
-            found = [out.detach().clone()] if grads else [out]
-            results.append([*found, *[p.grad for p in mine.parameters() if grads]])
+            result = [out.detach().clone()] if grads else [out]
+            results.append([*result, *[p.grad for p in mine.parameters() if grads]])
         equal(results[1], results[0])
 
     return run

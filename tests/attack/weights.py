@@ -82,16 +82,16 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _uses(region: Any, write: Writes, mode: Any, frozen: bool) -> list[float]:
-    """What a layer gives after each write, in one region."""
+    """Return the outputs of a layer after each write, in one region."""
     layer = nn.Linear(2, 2, bias=False).requires_grad_(not frozen)
     _assign(layer, 0.0)
-    found, x = [], torch.ones(1, 2)
+    result, x = [], torch.ones(1, 2)
     with region("cpu"), mode():
         for value in range(6):
-            found += [float(layer(x)[0, 0]) / 2 for _ in range(2)]
+            result += [float(layer(x)[0, 0]) / 2 for _ in range(2)]
             with torch.inference_mode(False):
                 write(layer, value + 1.0)
-    return found
+    return result
 
 
 def _never_staler(write: Writes, mode: Any, frozen: bool) -> Callable[[], None]:
@@ -143,7 +143,7 @@ def a_gradient_kept_by_its_storage() -> None:
     "plain PyTorch",
 )
 def tensors_of_graph_trees() -> None:
-    found = []
+    result = []
     for region in (torch.autocast, precast.autocast):
         weight = torch.full((2, 2), 2.0, requires_grad=True)
         torch._C._set_cached_tensors_enabled(True)
@@ -153,11 +153,11 @@ def tensors_of_graph_trees() -> None:
                 first = F.linear(torch.ones(1, 2), weight)
                 weight.data.zero_()
                 second = F.linear(torch.ones(1, 2), weight)
-            found.append((float(first[0, 0]), float(second[0, 0])))
+            result.append((float(first[0, 0]), float(second[0, 0])))
         finally:
             torch._C._remove_cached_tensor(weight)
             torch._C._set_cached_tensors_enabled(False)
-    assert found[1] == found[0], found
+    assert result[1] == result[0], result
 
 
 @scenario("weights", "swap_tensors works after a region as before it", "plain PyTorch")
@@ -186,10 +186,10 @@ def regions_keep_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     with precast.autocast("cpu"):
         loss = model(torch.randn(2, 4)).sum()
-    gone = [weakref.ref(t) for t in (model, loss, *model.parameters())]
+    reference = [weakref.ref(t) for t in (model, loss, *model.parameters())]
     del model, loss
     gc.collect()
-    assert [thing() for thing in gone] == [None] * 6
+    assert [thing() for thing in reference] == [None] * 6
 
 
 @scenario(
@@ -199,7 +199,7 @@ def regions_keep_nothing() -> None:
 )
 def a_weight_used_many_times() -> None:
     start = torch.randn(5, 5)
-    found = []
+    result = []
     for region in (torch.autocast, precast.autocast):
         weight = start.clone().requires_grad_()
         with region("cpu"):
@@ -207,8 +207,8 @@ def a_weight_used_many_times() -> None:
             for _ in range(4):
                 x = torch.tanh(F.linear(x, weight))
         x.float().sum().backward()
-        found.append(weight.grad)
-    equal(found[1], found[0])
+        result.append(weight.grad)
+    equal(result[1], result[0])
 
 
 @scenario("weights", "float16 and bfloat16 regions that nest do not share a copy", "by hand")

@@ -101,12 +101,12 @@ def test_it_loads_in_silence_asks_for_nothing_and_fits(name: str, opened: Opened
     browser = opened(DOCUMENTS[name](), 360)
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {
+    requests = {
         message["params"]["request"]["url"].split(":")[0]
         for message in messages
         if message["method"] == "Network.requestWillBeSent"
     }
-    assert asked <= {"file", "data", "blob"}
+    assert requests <= {"file", "data", "blob"}
     for width in (360, 1280):
         resize(browser, width)
         assert ask(browser, "document.documentElement.scrollWidth") <= width
@@ -143,14 +143,14 @@ def test_a_search_wants_all_words_and_says_how_many_rows_it_found(opened: Opened
     made = document()
     browser = opened(made)
     put(browser, "[data-table=rows] input", "softmax decoder.3 BACKWARD")
-    wanted = [
+    expected = [
         row["module"]
         for row in made["trace"]["rows"]
         if row["op"].startswith("softmax")
         and row["phase"] == "backward"
         and "decoder.3" in row["module"]
     ]
-    assert column(browser, "rows", "Module") == wanted
+    assert column(browser, "rows", "Module") == expected
     status = "document.querySelector('[data-table=rows] [role=status]').textContent"
     assert ask(browser, status) == f"1 of {len(made['trace']['rows'])}"
     put(browser, "[data-table=rows] input", "nowhere to be found")
@@ -272,11 +272,11 @@ def test_what_is_not_there_is_said_in_words(opened: Opened) -> None:
 def test_what_is_not_known_of_an_offender_is_not_called_infinite(opened: Opened) -> None:
     made: Any = document(layers=2)
     first = made["steps"][23]["first"]
-    given = {"of": "the output of `a`", "dtype": "float16"}
+    inputs = {"of": "the output of `a`", "dtype": "float16"}
     first["message"] = "In step 23 the output of `a.b` was the first to be infinite."
     first["inputs"] = [
-        given | {"minimum": -2.0, "maximum": 3.0, "nonfinite": 0},
-        given | {"minimum": None, "maximum": None, "nonfinite": 1},
+        inputs | {"minimum": -2.0, "maximum": 3.0, "nonfinite": 0},
+        inputs | {"minimum": None, "maximum": None, "nonfinite": 1},
     ]
     browser = opened(made)
     browser.find_element("css selector", "[data-table=skipped] tbody button").click()
@@ -291,12 +291,12 @@ def test_what_is_not_known_of_an_offender_is_not_called_infinite(opened: Opened)
 @pytest.mark.parametrize("name", ["a run that overflows", "the shortest run"])
 def test_charts_stay_clear_of_tables_when_the_window_changes(name: str, opened: Opened) -> None:
     browser = opened(DOCUMENTS[name]())
-    drawn = """[...document.querySelectorAll('.js-plotly-plot')].filter((chart) => chart.offsetHeight).map((chart) =>
+    sample = """[...document.querySelectorAll('.js-plotly-plot')].filter((chart) => chart.offsetHeight).map((chart) =>
         [chart.querySelectorAll('table').length, chart.querySelector('.main-svg').getBoundingClientRect().bottom
         - chart.getBoundingClientRect().bottom])"""
     for width, height in ((1280, 900), (900, 500), (360, 800)):
         resize(browser, width, height)
-        for tables, below in ask(browser, drawn):
+        for tables, below in ask(browser, sample):
             assert tables == 0
             assert below <= 0.5
 

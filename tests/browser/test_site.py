@@ -67,15 +67,17 @@ def test_a_page_fits_and_loads_nothing_from_elsewhere(
     visit(browser, address, page)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     sent = [json.loads(each["message"])["message"] for each in browser.get_log("performance")]
-    asked = [
+    requests = [
         m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"
     ]
-    assert asked
-    assert {urlsplit(url).netloc for url in asked if not url.startswith("data:")} == {
+    assert requests
+    assert {urlsplit(url).netloc for url in requests if not url.startswith("data:")} == {
         urlsplit(address).netloc
     }
-    told = [each["message"] for each in browser.get_log("browser")]
-    assert [message for message in told if "sitemap.xml" not in message] == []  # asked for in vain
+    reports = [each["message"] for each in browser.get_log("browser")]
+    assert [
+        message for message in reports if "sitemap.xml" not in message
+    ] == []  # asked for in vain
 
 
 @pytest.mark.parametrize(

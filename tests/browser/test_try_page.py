@@ -24,6 +24,6 @@ def test_it_loads_in_silence_draws_the_losses_and_fits(
     resize(browser, width)
     go(browser, page)
     assert browser.get_log("browser") == []
-    drawn = "return document.querySelectorAll('#losses .scatterlayer .trace').length"
-    assert browser.execute_script(drawn) == 2
+    sample = "return document.querySelectorAll('#losses .scatterlayer .trace').length"
+    assert browser.execute_script(sample) == 2
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width

@@ -33,30 +33,30 @@ def test_it_loads_in_silence_and_fits(browser: Any, page: Path, width: int) -> N
     opened(browser, page, width)
     assert browser.get_log("browser") == []
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-    asked = browser.execute_script(
+    requests = browser.execute_script(
         "return performance.getEntriesByType('resource').map((entry) => entry.name)"
     )
-    assert asked == []
+    assert requests == []
 
 
 def test_charts_tree_and_table_are_drawn(browser: Any, page: Path) -> None:
     opened(browser, page, 1280)
-    drawn = "return document.querySelectorAll(arguments[0]).length"
-    assert browser.execute_script(drawn, "[data-chart=tried] .scatterlayer .point") >= 2
-    assert browser.execute_script(drawn, "[data-chart=losses] .scatterlayer .trace") >= 2
+    sample = "return document.querySelectorAll(arguments[0]).length"
+    assert browser.execute_script(sample, "[data-chart=tried] .scatterlayer .point") >= 2
+    assert browser.execute_script(sample, "[data-chart=losses] .scatterlayer .trace") >= 2
     shown = browser.execute_script("return document.querySelector('.tree').textContent")
     for word in ("body", "head", "Linear", "Error", "%"):
         assert word in shown
-    assert browser.execute_script(drawn, "[data-table=sites] tbody tr") >= 3
-    assert browser.execute_script(drawn, ".empty:not([hidden])") == 0
+    assert browser.execute_script(sample, "[data-table=sites] tbody tr") >= 3
+    assert browser.execute_script(sample, ".empty:not([hidden])") == 0
 
 
 def test_it_is_light_and_dark(browser: Any, page: Path) -> None:
     opened(browser, page, 1280)
     ground = "return getComputedStyle(document.body).backgroundColor"
-    found = []
+    result = []
     for scheme in ("light", "dark"):
         prefers(browser, scheme)
-        found.append(browser.execute_script(ground))
-    assert found == ["rgb(255, 255, 255)", "rgb(13, 17, 23)"]
+        result.append(browser.execute_script(ground))
+    assert result == ["rgb(255, 255, 255)", "rgb(13, 17, 23)"]
     prefers(browser, "light")

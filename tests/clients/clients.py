@@ -64,12 +64,12 @@ def loop(name: str, dtype: torch.dtype | None) -> Outcome:
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())
-    found = outcome(model, losses, **_used(name, model, batches[0], dtype))
-    return found | {"scale": torch.tensor(scaler.get_scale())}
+    result = outcome(model, losses, **_used(name, model, batches[0], dtype))
+    return result | {"scale": torch.tensor(scaler.get_scale())}
 
 
 def _used(name: str, model: nn.Module, batch: Batch, dtype: torch.dtype | None) -> Batch:
-    """What the trained model answers."""
+    """The outputs of the trained model."""
     model.eval()
     with torch.inference_mode(), torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
         outputs = {"evaluation": MODELS[name].loss(model, batch)}
@@ -282,4 +282,4 @@ CASES = {
     for client in _clients()
     for dtype in client.dtypes
 }
-"""What is run: each program in each of its precisions, by a name that says both."""
+"""Each program in each of its precisions, by a name with both."""

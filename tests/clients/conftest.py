@@ -1,4 +1,4 @@
-"""What holds for the tests of clients: nothing is downloaded, and what was compared is written down as JSON."""
+"""Settings of the tests of clients: nothing is downloaded, and the comparisons are written as JSON."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes rows, versions and the date; a file that says the same already keeps its date."""
-    found = {"torch": version("torch"), "clients": rows}
+    result = {"torch": version("torch"), "clients": rows}
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if {name: kept.get(name) for name in found} != found:
-        text = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", **found}, indent=2)
+    if {name: kept.get(name) for name in result} != result:
+        text = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", **result}, indent=2)
         path.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a client's run leaves behind, and in which of it two runs differ."""
+"""The results of a client's run, and the differences of two runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Outcome = dict[str, Tensor]
 
 def outcome(model: nn.Module, losses: Iterable[Tensor | float], **outputs: Tensor) -> Outcome:
     """Copies of all that a run computed."""
-    found = {f"loss {step}": torch.as_tensor(loss) for step, loss in enumerate(losses)}
-    found |= {f"output {name}": value for name, value in outputs.items()}
+    result = {f"loss {step}": torch.as_tensor(loss) for step, loss in enumerate(losses)}
+    result |= {f"output {name}": value for name, value in outputs.items()}
     for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = parameter
+        result[f"parameter {name}"] = parameter
         if parameter.grad is not None:
-            found[f"gradient {name}"] = parameter.grad
-    found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
-    return {name: value.detach().clone() for name, value in found.items()}
+            result[f"gradient {name}"] = parameter.grad
+    result |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    return {name: value.detach().clone() for name, value in result.items()}
 
 
 def steps_in(run: Outcome) -> int:
-    """How many losses a run has."""
+    """The number of losses of a run."""
     return sum(name.startswith("loss ") for name in run)
 
 

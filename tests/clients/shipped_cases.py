@@ -202,7 +202,7 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.name: case for case in _cases()}
-"""What is shipped, by name."""
+"""The shipped models by name."""
 
 
 def _by_module(model: nn.Module, dtype: torch.dtype) -> Policy:

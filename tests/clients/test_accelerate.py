@@ -62,7 +62,7 @@ def train(made: Any, *, start: Callable[..., Any], before: bool, **settings: Any
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
     rows = torch.randn(BATCHES * 4, 8)
-    losses, told = [], []
+    losses, reports = [], []
     with start(made, model) if before else nullcontext():
         prepared, optimizer, loader = made.prepare(
             model, optimizer, DataLoader(list(rows), batch_size=4)
@@ -77,11 +77,11 @@ def train(made: Any, *, start: Callable[..., Any], before: bool, **settings: Any
                     if made.sync_gradients:
                         made.clip_grad_norm_(prepared.parameters(), 0.5)
                     optimizer.step()
-                    told.append(float(made.optimizer_step_was_skipped))
+                    reports.append(float(made.optimizer_step_was_skipped))
                     optimizer.zero_grad()
                 losses.append(loss.detach())
     scale = {} if made.scaler is None else {"scale": torch.tensor(made.scaler.get_scale())}
-    return outcome(model, [*losses, *told], **scale)
+    return outcome(model, [*losses, *reports], **scale)
 
 
 def without(*_: Any) -> Any:
@@ -105,8 +105,8 @@ def test_a_loop_has_the_bits_of_accelerates_own(
         runs.append(train(made, start=start, before=before))
     ours, theirs = runs
     assert differences(ours, theirs) == []
-    told = [float(ours[f"loss {BATCHES + number}"]) for number in range(BATCHES)]
-    assert any(told) == (precision == "fp16")
+    reports = [float(ours[f"loss {BATCHES + number}"]) for number in range(BATCHES)]
+    assert any(reports) == (precision == "fp16")
 
 
 def test_the_scaler_is_precasts_under_every_reference_while_it_is_in_use() -> None:
@@ -167,9 +167,9 @@ def test_the_policy_and_its_rules_for_modules_hold_until_the_end() -> None:
     policy = precast.Policy.load("default").replace(modules={"last": "fp32"})
     made = accelerator("bf16")
     model = Net()
-    seen: list[torch.dtype] = []
+    records: list[torch.dtype] = []
     for layer in (model.first, model.last):
-        layer.register_forward_hook(lambda _, __, output: seen.append(output.dtype))
+        layer.register_forward_hook(lambda _, __, output: records.append(output.dtype))
     prepared = made.prepare(model)
     with use(made, model, policy=policy):
         prepared(torch.ones(2, 8))
@@ -179,7 +179,7 @@ def test_the_policy_and_its_rules_for_modules_hold_until_the_end() -> None:
             torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()])
     prepared(torch.ones(2, 8))
     lower = torch.bfloat16
-    assert seen == [lower, torch.float32, lower, lower]
+    assert records == [lower, torch.float32, lower, lower]
     with made.autocast(), pytest.raises(RuntimeError):
         torch.cat([torch.ones(2).half(), torch.ones(2).bfloat16()])
 

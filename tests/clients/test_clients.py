@@ -88,8 +88,8 @@ def test_clients_imported_after_precast_was_installed_compute_the_same(
         cwd=ROOT,
         env={**os.environ, "PRECAST_ENGINE": engine},
     )
-    found = torch.load(saved)
-    differ = {case: differences(found[case], by_torch(case)) for case in CASES}
+    result = torch.load(saved)
+    differ = {case: differences(result[case], by_torch(case)) for case in CASES}
     assert differ == {case: [] for case in CASES}
 
 

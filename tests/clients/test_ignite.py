@@ -34,8 +34,8 @@ BATCHES, BROKEN = 6, 2
 
 
 def batches(broken: int = -1) -> list[tuple[Tensor, Tensor]]:
-    drawn = torch.Generator().manual_seed(1)
-    made = [torch.randn(4, 8, generator=drawn) for _ in range(BATCHES)]
+    sample = torch.Generator().manual_seed(1)
+    made = [torch.randn(4, 8, generator=sample) for _ in range(BATCHES)]
     return [
         (x, x.sum(1, keepdim=True) * (math.inf if n == broken else 1.0)) for n, x in enumerate(made)
     ]
@@ -112,7 +112,7 @@ def test_an_update_has_the_bits_of_torchs_own_loop(
 
 def test_the_model_may_be_called_and_its_output_transformed_in_any_way() -> None:
     model = net()
-    seen: list[Any] = []
+    records: list[Any] = []
 
     def called(model: nn.Module, x: Tensor) -> list[Tensor]:
         return [model(x), x]
@@ -125,11 +125,11 @@ def test_the_model_may_be_called_and_its_output_transformed_in_any_way() -> None
         prepare_batch=lambda batch, device, non_blocking: (batch["x"], batch["y"]),
         model_fn=called,
         model_transform=lambda output: output[0],
-        output_transform=lambda x, y, y_pred, loss: seen.append((y_pred.dtype, loss.dtype)) or 7,
+        output_transform=lambda x, y, y_pred, loss: records.append((y_pred.dtype, loss.dtype)) or 7,
     )
     state = Engine(update).run([{"x": x, "y": y} for x, y in batches()])
     assert state.output == 7
-    assert set(seen) == {(torch.bfloat16, torch.float32)}
+    assert set(records) == {(torch.bfloat16, torch.float32)}
 
 
 def test_ignites_own_update_takes_precasts_scaler() -> None:
@@ -167,15 +167,15 @@ def test_metrics_events_and_a_monitor_tell_what_was_skipped() -> None:
     trainer = Engine(supervised_training_step(model, optimizer, F.mse_loss, region, scaler=scaler))
     ScalerMetrics(scaler).attach(trainer)
     ScalerMetrics(scaler, "late/").attach(trainer, Events.ITERATION_COMPLETED(every=BATCHES))
-    told: list[Any] = []
+    reports: list[Any] = []
     trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda engine: told.append(dict(engine.state.metrics))
+        Events.ITERATION_COMPLETED, lambda engine: reports.append(dict(engine.state.metrics))
     )
     with precast.monitor(model) as monitor, precast.observe(TensorBoard(writer)):
         trainer.run(batches(BROKEN))
-    assert [entry["loss_scale"] for entry in told] == [1024.0] * 2 + [512.0] * 4
-    assert [entry["skipped_steps"] for entry in told] == [0] * 2 + [1] * 4
-    assert [entry.get("late/skipped_steps") for entry in told] == [None] * 5 + [1]
+    assert [entry["loss_scale"] for entry in reports] == [1024.0] * 2 + [512.0] * 4
+    assert [entry["skipped_steps"] for entry in reports] == [0] * 2 + [1] * 4
+    assert [entry.get("late/skipped_steps") for entry in reports] == [None] * 5 + [1]
     assert monitor.first.step == BROKEN
     assert any("0.weight" in text for _, text, _ in writer.texts)
 

@@ -415,15 +415,15 @@ def test_lbfgs_in_fabric_steps_under_a_scale() -> None:
 def test_the_policy_holds_in_every_step_and_its_rules_for_modules_too() -> None:
     policy = precast.Policy.load("default").replace(modules={"last": "fp32"})
     plugin = Precast("bf16-mixed", policy=policy)
-    seen = []
+    records = []
 
     class Sees(Module):
         def training_step(self, rows: Tensor, index: int) -> Tensor:
-            seen.append((self.first(rows).dtype, self.last(torch.ones(2, 16)).dtype))
+            records.append((self.first(rows).dtype, self.last(torch.ones(2, 16)).dtype))
             return super().training_step(rows, index)
 
     model = fit(plugin, Sees)
-    assert set(seen) == {(torch.bfloat16, torch.float32)}
+    assert set(records) == {(torch.bfloat16, torch.float32)}
     assert model.seen == dict.fromkeys(("train", "validate"), torch.float32)
     with torch.autocast("cpu"):
         assert model.last(torch.ones(2, 16)).dtype is torch.bfloat16, "the run is over"

@@ -27,14 +27,14 @@ CANNOT = {
 def test_what_is_shipped_is_the_model_in_a_region(name: str, policy: str, dtype: str) -> None:
     if name == "digits network":
         pytest.importorskip("sklearn", reason="its data are those of scikit-learn")
-    found = compared(CASES[name], policy, DTYPES[dtype], ["converted"])
+    result = compared(CASES[name], policy, DTYPES[dtype], ["converted"])
     if "scripted" in name:
-        assert "refused" in found["converted"]
-        assert "scripted" in found["converted"]
+        assert "refused" in result["converted"]
+        assert "scripted" in result["converted"]
     elif (name, policy, dtype) in CANNOT:
-        assert all("in a region too" in what for what in found.values()), found
+        assert all("in a region too" in what for what in result.values()), result
     else:
-        assert found == dict.fromkeys(found, "equal")
+        assert result == dict.fromkeys(result, "equal")
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,6 @@ def test_what_is_shipped_is_the_model_in_a_region(name: str, policy: str, dtype:
     ],
 )
 def test_a_sample_of_what_is_exported(name: str, policy: str, dtype: str) -> None:
-    found = compared(CASES[name], policy, DTYPES[dtype], ["exported", "AOTInductor", "ONNX"])
-    assert found["exported"] == found["AOTInductor"] == "equal"
-    assert found["ONNX"].startswith(("equal on ", "differs by ")), found
+    result = compared(CASES[name], policy, DTYPES[dtype], ["exported", "AOTInductor", "ONNX"])
+    assert result["exported"] == result["AOTInductor"] == "equal"
+    assert result["ONNX"].startswith(("equal on ", "differs by ")), result

@@ -51,8 +51,8 @@ class Net(nn.Module):
 
 
 def rows(number: int = STEPS * 4) -> list[dict[str, Tensor]]:
-    drawn = torch.randn(number, 8, generator=torch.Generator().manual_seed(1))
-    return [{"rows": row} for row in drawn]
+    sample = torch.randn(number, 8, generator=torch.Generator().manual_seed(1))
+    return [{"rows": row} for row in sample]
 
 
 def trainer(
@@ -84,10 +84,12 @@ def run(folder: Path, *callbacks: Any, broken: int = -1, **settings: Any) -> tup
     made = trainer(folder, model, *callbacks, **settings)
     made.train()
     logs = [entry for entry in made.state.log_history if "loss" in entry]
-    told = [float(entry[key]) for key in ("loss", "grad_norm", "learning_rate") for entry in logs]
+    reports = [
+        float(entry[key]) for key in ("loss", "grad_norm", "learning_rate") for entry in logs
+    ]
     scaler = made.accelerator.scaler
     scale = {} if scaler is None else {"scale": torch.tensor(scaler.get_scale())}
-    return made, outcome(model, [*torch.tensor(told).nan_to_num(-1.0, posinf=-2.0)], **scale)
+    return made, outcome(model, [*torch.tensor(reports).nan_to_num(-1.0, posinf=-2.0)], **scale)
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -122,9 +124,9 @@ def test_the_logs_say_what_the_scaler_and_the_monitor_saw(tmp_path: Path) -> Non
     logs = [entry for entry in made.state.log_history if "loss" in entry]
     assert [entry["loss_scale"] for entry in logs] == [1024.0] * BROKEN + [512.0] * (STEPS - BROKEN)
     assert [entry["skipped_steps"] for entry in logs] == [0] * BROKEN + [1] * (STEPS - BROKEN)
-    told = [entry.get("first_nonfinite") for entry in logs]
-    assert [step for step, text in enumerate(told) if text] == [BROKEN]
-    assert "In step 3 the output of" in told[BROKEN]
+    reports = [entry.get("first_nonfinite") for entry in logs]
+    assert [step for step, text in enumerate(reports) if text] == [BROKEN]
+    assert "In step 3 the output of" in reports[BROKEN]
     assert [entry.get("loss_scale") for entry in heard if "loss" in entry] == [
         entry["loss_scale"] for entry in logs
     ]
@@ -178,8 +180,8 @@ def test_training_goes_on_from_a_checkpoint(tmp_path: Path, saver: str, given: b
     again = callback()
     made = trainer(tmp_path, Net(), again, precision="fp16")
     made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    found = {f"parameter {name}": value.detach() for name, value in made.model.named_parameters()}
-    assert differences(found, {name: whole[name] for name in found}) == []
+    result = {f"parameter {name}": value.detach() for name, value in made.model.named_parameters()}
+    assert differences(result, {name: whole[name] for name in result}) == []
     assert made.accelerator.scaler.get_scale() == 2.0**9 == float(whole["output scale"])
     assert again.used.scaler.counters.steps == STEPS - 4
 

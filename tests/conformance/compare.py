@@ -53,12 +53,12 @@ def assert_same(system: System, program: Program, *args: Any) -> None:
 
     What is asked of PyTorch more than once, by the same program and arguments, it is asked once.
     """
-    found = difference(_run(system, program, args), _expected(program, args), "result")
-    assert not found, found
+    result = difference(_run(system, program, args), _expected(program, args), "result")
+    assert not result, result
 
 
 def amp(region: MakeRegion) -> Any:
-    """Where the program that gets `region` finds `GradScaler`, `custom_fwd` and `custom_bwd`."""
+    """Return the module with `GradScaler`, `custom_fwd` and `custom_bwd` for the program that gets `region`."""
     return torch.amp if region in (torch.autocast, _off) else precast
 
 
@@ -101,7 +101,7 @@ def differentiate(results: Any, leaves: Iterable[Tensor]) -> list[Tensor | None]
 
 
 def refused(call: Callable[[], Any]) -> Any:
-    """What `call` returns, or the type of its error."""
+    """Return the result of `call`, or the type of its error."""
     try:
         return call()
     except (RuntimeError, ValueError, TypeError) as error:
@@ -110,9 +110,9 @@ def refused(call: Callable[[], Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a result, in order."""
-    found: list[Tensor] = []
-    map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return found
+    result: list[Tensor] = []
+    map_tensors(value, lambda t: result.append(t) or t)  # type: ignore[func-returns-value]
+    return result
 
 
 def difference(ours: Any, theirs: Any, where: str) -> str:

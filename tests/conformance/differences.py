@@ -16,9 +16,9 @@ class Difference(NamedTuple):
     """One line of the list."""
 
     point: str
-    """Where a run comes by it."""
+    """The divergence point of a run."""
     when_installed: bool
-    """Whether it is so for PyTorch's own regions too, while precast is installed."""
+    """True if PyTorch's own regions differ too, while precast is installed."""
     name: str
     what: str
     test: str

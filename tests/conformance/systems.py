@@ -28,7 +28,7 @@ MakeRegion = Callable[..., AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class System:
-    """Where a program runs: what makes its regions, and what is in force around it."""
+    """The system of a program: its class of regions, and the state around it."""
 
     name: str
     region: MakeRegion

@@ -28,11 +28,11 @@ HIDDEN = torch.tensor([[False, False, False, True, True], [False, False, False, 
 
 def attention(shape: tuple[int, ...] = (2, 5, 8), **options: Any) -> Callable[..., Make]:
     """Multihead attention of a batch with itself, called with these arguments."""
-    given = {"num_heads": 2, "batch_first": True, **options}
+    inputs = {"num_heads": 2, "batch_first": True, **options}
 
     def called(**arguments: Any) -> Make:
         def make() -> Any:
-            module = nn.MultiheadAttention(8, **given)
+            module = nn.MultiheadAttention(8, **inputs)
             x = torch.randn(shape)
             return module, lambda: module(x, x, x, **arguments)
 
@@ -55,8 +55,8 @@ def _layer(kind: type[nn.Module], masks: bool = False, **options: Any) -> Make:
         module = kind(8, 2, 16, **{"dropout": 0.0, "batch_first": True, **options})
         x = torch.randn(2, 5, 8)
         if kind is nn.TransformerDecoderLayer:
-            given = {"tgt_mask": CAUSAL, "tgt_is_causal": True} if masks else {}
-            return module, lambda: module(x, x, **given)
+            inputs = {"tgt_mask": CAUSAL, "tgt_is_causal": True} if masks else {}
+            return module, lambda: module(x, x, **inputs)
         return module, lambda: module(x, **({"src_key_padding_mask": HIDDEN} if masks else {}))
 
     return make

@@ -149,7 +149,7 @@ def _in_one_thread(region: MakeRegion, module: Network, x: Tensor) -> Any:
 
 
 def _saved_elsewhere(region: MakeRegion, module: Network, x: Tensor) -> Any:
-    """What backward needs is packed in another dtype meanwhile."""
+    """Saved tensors are packed in another dtype between forward and backward."""
     hooks = graph.saved_tensors_hooks(
         lambda t: (t.dtype, t.double()), lambda packed: packed[1].to(packed[0])
     )
@@ -236,7 +236,7 @@ threads: list[int] = []
 @pytest.mark.parametrize("inside", [False, True])
 @on_all_systems
 def test_reentrant_backward(system: System, inside: bool, depth: int) -> None:
-    """From 60 on PyTorch goes on in a thread of its own, to spare the stack."""
+    """PyTorch continues at depth 60 in another thread, to save stack."""
     assert_same(system, _reentrant, inside, depth)
 
 
@@ -260,7 +260,7 @@ def test_one_tensor_in_several_places(system: System) -> None:
 
 
 def _in_several_places(region: MakeRegion, count: int) -> Any:
-    found = []
+    result = []
     for _ in range(count):
         x, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
         with region("cpu", cache_enabled=False):
@@ -272,5 +272,5 @@ def _in_several_places(region: MakeRegion, count: int) -> Any:
             ]
             results += [F.linear(other, y, y[0]), torch.einsum("ij,kj,lk->il", y, y, y), y * 3]
         total = sum(r.float().square().sum() for r in results)
-        found += [*results, *torch.autograd.grad(total, x)]  # type: ignore[arg-type]
-    return found
+        result += [*results, *torch.autograd.grad(total, x)]  # type: ignore[arg-type]
+    return result

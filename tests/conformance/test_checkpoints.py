@@ -170,6 +170,6 @@ def _run(forward: Forward, where: str, region: MakeRegion, dtype: torch.dtype) -
         thread = threading.Thread(target=backward)
         thread.start()
         thread.join()
-    [found] = gradients
-    assert isinstance(found, list), found
-    return results, found
+    [result] = gradients
+    assert isinstance(result, list), result
+    return results, result

@@ -1,4 +1,4 @@
-"""How the suite compares: whatever differs is seen, and so is a program that autocast has no part in."""
+"""Comparison in this suite: every difference is seen, and so is a program in which autocast has no part."""
 
 from __future__ import annotations
 

@@ -201,10 +201,10 @@ def test_a_region_inside_a_compiled_function_runs_its_policy(
     function = write(POLICIES[policy])
     compiled = torch.compile(function, backend=backend, fullgraph=write in WHOLE)
     x = torch.randn(3, 4, requires_grad=True)
-    found = [computed(compiled, x) for _ in range(3)]
+    results = [computed(compiled, x) for _ in range(3)]
     torch.compiler.reset()
     expected = computed(function, x)
-    for result, *gradients in found:
+    for result, *gradients in results:
         assert same((result,), expected[:1])
         assert close(gradients, expected[1:])
 
@@ -295,10 +295,10 @@ def test_pytorchs_region_inside_runs_the_installed_policy(policy: str) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     with precast.install(POLICIES[policy]):
         expected = computed(inside, x)
-        found = computed(torch.compile(inside, backend="aot_eager", fullgraph=True), x)
-    assert same(found[:1], expected[:1])
-    assert close(found[1:], expected[1:])
-    assert found[0].dtype is (torch.float32 if policy == "other" else torch.bfloat16)
+        result = computed(torch.compile(inside, backend="aot_eager", fullgraph=True), x)
+    assert same(result[:1], expected[:1])
+    assert close(result[1:], expected[1:])
+    assert result[0].dtype is (torch.float32 if policy == "other" else torch.bfloat16)
 
 
 def test_a_change_of_policy_compiles_again_and_a_return_to_one_does_not() -> None:

@@ -72,7 +72,7 @@ RUNS = {
     ],
     "no tag of a user's": [("torch", "outside", ""), ("other", "outside", "")],
 }
-"""What is run: a policy's name, where the region is, and what a user set as the cache's tag.
+"""A run: a policy's name, the place of the region, and the user's tag of the cache.
 
 The tags keep the groups apart, as folders would; the kernels, which are in no group's key, are compiled once.
 """

@@ -271,11 +271,11 @@ def test_functions_for_one_dtype(system: System) -> None:
 
 
 def _particular(region: MakeRegion, dtypes: tuple[torch.dtype, ...]) -> Any:
-    call, found = particular(amp(region)), []
+    call, result = particular(amp(region)), []
     for dtype in dtypes:
         a, b = (torch.randn(3, 3).to(dtype).requires_grad_() for _ in range(2))
         with region("cpu"):
             y = refused(lambda: torch.mm(call(torch.mm(a, b), a), b))  # noqa: B023
             z = refused(lambda: call(a, b))  # noqa: B023
-        found.append((y, z, refused(lambda: differentiate([y, z], [a, b]))))  # noqa: B023
-    return found
+        result.append((y, z, refused(lambda: differentiate([y, z], [a, b]))))  # noqa: B023
+    return result

@@ -148,7 +148,7 @@ def _trained(region: MakeRegion, make: Any, name: str, dtype: torch.dtype) -> An
     model = WRAPS[name](make())
     forwards = 1 if name.startswith("FSDP") else 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    found = []
+    result = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         with region("cpu", dtype=dtype):
@@ -163,8 +163,8 @@ def _trained(region: MakeRegion, make: Any, name: str, dtype: torch.dtype) -> An
         gradients = [_whole(p.grad) for p in model.parameters()]
         optimizer.step()
         with torch.no_grad(), region("cpu", dtype=dtype):
-            found.append((plain, _whole(loss), gradients, _whole(model(torch.ones(2, 4)))))
-    return found, [_whole(p) for p in model.parameters()]
+            result.append((plain, _whole(loss), gradients, _whole(model(torch.ones(2, 4)))))
+    return result, [_whole(p) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP", "sequence parallel"])
@@ -178,7 +178,7 @@ def _scaled(region: MakeRegion, name: str) -> Any:
     model = WRAPS[name](Network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = amp(region).GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
-    found = []
+    result = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         for last in (False, True):
@@ -191,8 +191,8 @@ def _scaled(region: MakeRegion, name: str) -> Any:
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=False)
         scaler.step(optimizer)
         scaler.update()
-        found.append((_whole(loss), _whole(norm), scaler.get_scale()))
-    return found, [_whole(p) for p in model.parameters()]
+        result.append((_whole(loss), _whole(norm), scaler.get_scale()))
+    return result, [_whole(p) for p in model.parameters()]
 
 
 TENSORS: dict[str, Callable[[DTensor, Tensor], Any]] = {

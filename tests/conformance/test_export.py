@@ -59,7 +59,7 @@ def exported(module: nn.Module, strict: bool) -> torch.export.ExportedProgram:
 
 
 def operations(program: torch.export.ExportedProgram) -> list[str]:
-    """What is in the graph and in the graphs in it."""
+    """Return the nodes of a graph and of the graphs in it."""
     return [
         f"{node.op} {node.target}"
         for graph in program.graph_module.modules()

@@ -151,7 +151,7 @@ def _call(function: Callable[..., Any], sample: Sample) -> Any:
 
 @functools.cache
 def torch_outcomes(source: Callable[[str], list[Case]], device: str) -> list[Outcome]:
-    """What PyTorch does with the cases of a device, without kernels of precast."""
+    """Return PyTorch's decisions for the cases of a device, without kernels of precast."""
     cases = source(device)
     assert registration.unregister()
     with fake_tensor.FakeTensorMode():
@@ -160,7 +160,7 @@ def torch_outcomes(source: Callable[[str], list[Case]], device: str) -> list[Out
 
 @functools.cache
 def documented_rows(device: str, mode: str) -> list[Outcome]:
-    """What the rows of a device do in a mode."""
+    """Return the decisions of the rows of a device in a mode."""
     torchs = torch_outcomes(rows, device)
     if mode in ("torch", "installed"):
         return torchs
@@ -170,7 +170,7 @@ def documented_rows(device: str, mode: str) -> list[Outcome]:
 
 
 def documented(case: Case, torchs: Outcome, policy: Policy) -> Outcome:
-    """What docs/operations.md says of a row under `default` or `lean`; its kernels only if they are PyTorch's."""
+    """Return the decision that docs/operations.md states for a row under `default` or `lean`."""
     own, original = (
         expanded_rules(each, case.device)[0].get(case.name) for each in (policy, POLICIES["torch"])
     )
@@ -193,7 +193,7 @@ def documented(case: Case, torchs: Outcome, policy: Policy) -> Outcome:
 
 
 def _is_refused_mixture(case: Case) -> bool:
-    """Whether an operation that refuses every mixture gets one, which fake tensors may accept."""
+    """Return True if an operation that refuses every mixture gets one, which fake tensors may accept."""
     floating = [t for t in tensors_in(case.sample) if t.is_floating_point()]
     is_mixed = len({t.dtype for t in floating}) > 1
     has_elements = all(t.numel() > 1 for t in floating)
@@ -213,13 +213,15 @@ def _promoted(case: Case, others: set[torch.dtype]) -> Outcome:
     outcome = observe(lambda: case.call(wide))
     overload = _torch.find_overload(case.name)
     assert overload is not None
-    written = [a.name for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write]
-    if written and not outcome.error:
+    contents = [
+        a.name for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
+    if contents and not outcome.error:
         values = {
             **dict(zip((a.name for a in overload._schema.arguments), sample.args, strict=False)),
             **sample.kwargs,
         }
-        outcome = observe(lambda: [values[name] for name in written])
+        outcome = observe(lambda: [values[name] for name in contents])
     return outcome._replace(kernels=[])
 
 
@@ -227,7 +229,7 @@ def _promoted(case: Case, others: set[torch.dtype]) -> Outcome:
 
 
 def outcomes(cases: Iterable[Case], mode: str, engine: str) -> Iterator[tuple[Case, Outcome]]:
-    """What precast does with cases."""
+    """Return precast's decisions for cases."""
     with registration.use_engine(engine), fake_tensor.FakeTensorMode():
         if mode in POLICIES:
             for case in cases:

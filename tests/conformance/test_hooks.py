@@ -183,7 +183,7 @@ def _hooked(region: MakeRegion, name: str, inside: bool, dtype: torch.dtype) -> 
 
 @on_all_systems
 def test_saved_tensors(system: System) -> None:
-    """What is packed and unpacked, with its dtypes."""
+    """Return the packed and unpacked tensors, with their dtypes."""
     assert_same(system, _saved, None)
 
 
@@ -217,19 +217,21 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, int]]] = {
 def test_hooks_of_parameters_are_called_in_pytorchs_order(
     system: System, name: str, attached: bool
 ) -> None:
-    """What hooks draw at random depends on it, and in which order gradients are sent to other processes."""
+    """Random numbers in hooks depend on the order, and so does the order of gradients sent to other processes."""
     assert_same(system, _order, name, attached)
 
 
 def _order(region: MakeRegion, name: str, attached: bool) -> Any:
     module, inputs = LAYERS[name]()
-    seen: Seen = []
+    records: Seen = []
     for key, parameter in module.named_parameters():
-        parameter.register_hook(lambda _, key=key: seen.append(key))
-        parameter.register_post_accumulate_grad_hook(lambda _, key=key: seen.append(f"{key}.grad"))
+        parameter.register_hook(lambda _, key=key: records.append(key))
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, key=key: records.append(f"{key}.grad")
+        )
     width = 256 if "large" in name else 4
     x = torch.randn(4, width) if name == "Conv1d" else torch.randn(2, width)
     with precast.attach(module) if attached else nullcontext(), region("cpu"):
         y = module(*[x] * inputs)
         (y[0] if isinstance(y, tuple) else y).float().sum().backward()
-    return seen, [parameter.grad for parameter in module.parameters()]
+    return records, [parameter.grad for parameter in module.parameters()]

@@ -40,17 +40,17 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     run_as: torch.dtype
-    """What its arguments are cast to."""
+    """The dtype to which its arguments are cast."""
     out: torch.dtype
     lower: torch.dtype
     """The lower precision of the region."""
 
 
 class Reading(NamedTuple):
-    """How the entries of a list are read."""
+    """The format of the entries of a list."""
 
     module: Any
-    """Where its functions are; None where there are methods alone."""
+    """The module of its functions; None if there are methods alone."""
     calls: Callable[[Entry], Iterator[Call]]
 
 
@@ -193,7 +193,7 @@ def _check(results: list[Any], call: Call, expected: Any) -> None:
 
 
 def _results(module: Any, calls: list[Call], system: System, device: str) -> list[list[Any]]:
-    """What each call gives in a region of the system, as a function and as a method where it is that."""
+    """Return the results of each call in a region of the system, as a function and as a method if there is one."""
     with system() as region:
         return [_in_region(region, module, call, device) for call in calls]
 
@@ -213,7 +213,7 @@ def _callables(module: Any, call: Call) -> list[Callable[..., Any]]:
 
 
 def _by_hand(module: Any, call: Call) -> Any:
-    """What a person would write without a region."""
+    """Return the result of the casts that a person would write without a region."""
     cast = map_tensors(
         (call.args, call.kwargs), lambda t: t.to(call.run_as) if t.is_floating_point() else t
     )

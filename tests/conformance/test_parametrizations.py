@@ -66,7 +66,7 @@ def _cached() -> Any:
 
 
 def _taken_off() -> Any:
-    """What the weight was at the first use is left as a plain one for the second."""
+    """The weight of the first use is a plain tensor for the second."""
     module = nn.Linear(4, 4)
     _own(Symmetric)(module)
     x = torch.randn(3, 4)

@@ -211,7 +211,7 @@ def test_values_are_those_of_casting_at_each_use_whatever_is_written_to_weights(
 
 
 def _values(found: Found) -> list[Any]:
-    """What was computed: all but what says whether the cache is on."""
+    """Return the results without the state of the cache."""
     return [value for value in found.results if not isinstance(value, State)]
 
 
@@ -222,7 +222,7 @@ def _uncached(
 
 
 def _close(mine: Any, other: Any) -> bool:
-    """As near as a sum in 16 bits is to one in 32; where that overflows in 16 bits, the other is large."""
+    """Return True if two results are as near as sums in 16 and 32 bits; if one overflows, the other is large."""
     if mine is None or other is None:
         return mine is other
     a, b = mine.copy, other.copy

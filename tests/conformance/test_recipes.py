@@ -81,8 +81,8 @@ def accumulated_in_one_region(t: Training) -> None:
     for x, target in t.batches():
         t.optimizer.zero_grad()
         with t.autocast():
-            for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
-                loss = F.mse_loss(t.model(part), wanted) / 2
+            for part, expected in zip(x.chunk(2), target.chunk(2), strict=True):
+                loss = F.mse_loss(t.model(part), expected) / 2
                 t.scaler.scale(loss).backward()
         t.scaler.step(t.optimizer)
         t.scaler.update()
@@ -168,7 +168,7 @@ def evaluated(t: Training) -> None:
 
 
 def by_threads(t: Training) -> None:
-    """As `DataParallel` does on its devices: a thread for each part, with the region inside of the model's forward."""
+    """Run a thread for each part, with the region inside of the model's forward, as `DataParallel` does."""
 
     class Replica(nn.Module):
         def __init__(self, model: nn.Module) -> None:

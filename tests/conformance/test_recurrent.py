@@ -45,7 +45,7 @@ def _first_state(module: nn.RNNBase, x: Tensor) -> Any:
 
 
 def _state_of_before(module: nn.RNNBase, x: Tensor) -> Any:
-    """What one call leaves is in 16 bits, and the first state of the next."""
+    """The last state of one call is in 16 bits, and the first state of the next."""
     y, state = module(x)
     return module(torch.cat([y, y], -1)[..., :4], state)
 
@@ -110,7 +110,7 @@ def test_networks(system: System, name: str, dtype: torch.dtype) -> None:
 
 @on_all_systems
 def test_weights_in_one_memory(system: System) -> None:
-    """As `flatten_parameters` leaves them on other devices: each weight a view of one buffer."""
+    """Make each weight a view of one buffer, as `flatten_parameters` does on other devices."""
 
     def make() -> Any:
         module = (nn.LSTM if runs_lstm_in_bfloat16() else nn.GRU)(4, 3)

@@ -19,7 +19,7 @@ from tests.conformance.compare import assert_same, differentiate, in_both_dtypes
 from tests.conformance.systems import MakeRegion, System, on_all_systems
 
 READS = ("__get__", "is_floating_point")
-"""What precast's kernels ask a tensor; to hide that from modes would cost every call."""
+"""The attributes that precast's kernels read; hiding the reads from modes would cost every call."""
 
 heard: list[str] = []
 
@@ -91,7 +91,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _plain(tensor: Any) -> Any:
-    """What a tensor holds, with the name of its class."""
+    """Return the values of a tensor, with the name of its class."""
     if isinstance(tensor, Wrapped):
         return "Wrapped", tensor.held
     if isinstance(tensor, TwoTensor):

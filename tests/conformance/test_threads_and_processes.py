@@ -41,21 +41,21 @@ class Model(nn.Module):
 
 def _new_threads(region: MakeRegion, dtype: torch.dtype) -> Any:
     """A thread starts outside of all regions; what it opens is its own."""
-    model, x, found = nn.Linear(4, 4), torch.randn(3, 4), []
+    model, x, result = nn.Linear(4, 4), torch.randn(3, 4), []
 
     def work() -> None:
-        found.append((_flags(), model(x)))
+        result.append((_flags(), model(x)))
         with region("cpu", dtype=dtype):
-            found.append((_flags(), model(x)))
-        found.append(_flags())
+            result.append((_flags(), model(x)))
+        result.append(_flags())
 
     with region("cpu", dtype=torch.bfloat16):
         for _ in range(2):
             thread = threading.Thread(target=work)
             thread.start()
             thread.join()
-        found.append((_flags(), model(x)))
-    return found
+        result.append((_flags(), model(x)))
+    return result
 
 
 def _a_pool(region: MakeRegion, dtype: torch.dtype) -> Any:
@@ -75,23 +75,23 @@ def _a_pool(region: MakeRegion, dtype: torch.dtype) -> Any:
 
 def _regions_that_cross(region: MakeRegion, dtype: torch.dtype) -> Any:
     """Two threads, each in its region at the same time, of other dtypes, without a weight in common."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     both = threading.Barrier(2)
     models, x = [nn.Linear(4, 4) for _ in range(2)], torch.randn(3, 4)
 
     def work(i: int) -> None:
         with region("cpu", dtype=(dtype, torch.bfloat16)[i]):
             both.wait()
-            found[f"in {i}"] = models[i](x), _flags()
+            result[f"in {i}"] = models[i](x), _flags()
             both.wait()
-        found[f"after {i}"] = models[i](x), _flags()
+        result[f"after {i}"] = models[i](x), _flags()
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return dict(sorted(found.items()))
+    return dict(sorted(result.items()))
 
 
 def _generators(region: MakeRegion, dtype: torch.dtype) -> Any:

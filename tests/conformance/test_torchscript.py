@@ -114,14 +114,14 @@ def test_modules(system: System, name: str, way: str, dtype: torch.dtype) -> Non
 def _runs(region: MakeRegion, name: str, way: str, dtype: torch.dtype) -> Any:
     """Results and gradients of every run."""
     script = WAYS[way](fresh(name))
-    x, found = torch.randn(2, 4), []
+    x, result = torch.randn(2, 4), []
     for _ in range(RUNS):
         with region("cpu", dtype=dtype):
             results = script(x)
         script.zero_grad()
         # In float16, PyTorch's own derivative of a region of bfloat16 inside mixes the two.
-        found.append((results, refused(lambda r=results: differentiate(r, script.parameters()))))
-    return found
+        result.append((results, refused(lambda r=results: differentiate(r, script.parameters()))))
+    return result
 
 
 @on_all_systems
@@ -138,9 +138,9 @@ def _opening(region: MakeRegion, runs: int) -> Any:
             y = torch.mm(x, weight)
         return torch.mm(y.float(), weight)
 
-    weight, x, found = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4), []
+    weight, x, result = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4), []
     for _ in range(runs):
         with region("cpu"):
             y = F.linear(x, weight)
-        found.append((y, scripted(x, weight)))
-    return found
+        result.append((y, scripted(x, weight)))
+    return result

@@ -62,10 +62,10 @@ def test_check_fix_and_rule_work_with_these_packages_alone(
     (tmp_path / "a.py").write_text(OLD)
     cells = '{"cells": [{"cell_type": "code", "source": "import apex.amp\\napex.amp.init()"}]}'
     (tmp_path / "b.ipynb").write_text(cells)
-    found = run(alone, tmp_path, "check", "--jobs", "2", "a.py", "b.ipynb")
-    assert found.returncode == 1, found.stderr
-    assert "AMP001" in found.stdout
-    assert "AMP009" in found.stdout
+    result = run(alone, tmp_path, "check", "--jobs", "2", "a.py", "b.ipynb")
+    assert result.returncode == 1, result.stderr
+    assert "AMP001" in result.stdout
+    assert "AMP009" in result.stdout
     assert run(alone, tmp_path, "check", "--fix", "a.py").returncode == 0
     assert (tmp_path / "a.py").read_text() == NEW
     for arguments in (

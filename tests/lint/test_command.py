@@ -32,10 +32,10 @@ def precast_(*arguments: str, stdin: bytes | None = None) -> Result:
 
 def test_findings_exit_with_one_and_a_clean_tree_with_zero(here: Path) -> None:
     (here / "a.py").write_text(OLD)
-    found = precast_("check", "a.py")
-    assert found.exit_code == 1
-    assert "a.py:3:6: AMP001 [*]" in found.stdout
-    assert "^^^^^" in found.stdout
+    result = precast_("check", "a.py")
+    assert result.exit_code == 1
+    assert "a.py:3:6: AMP001 [*]" in result.stdout
+    assert "^^^^^" in result.stdout
     assert precast_("check", "a.py", "--exit-zero").exit_code == 0
     (here / "a.py").write_text(NEW)
     clean = precast_("check")
@@ -167,9 +167,9 @@ def test_stdin_comes_out_fixed(here: Path) -> None:
     result = precast_("check", "--fix", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
     assert result.stdout == NEW
     assert result.exit_code == 0
-    found = precast_("check", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
-    assert "src/x.py:3:6" in found.stdout
-    assert found.exit_code == 1
+    results = precast_("check", "-", "--stdin-filename", "src/x.py", stdin=OLD.encode())
+    assert "src/x.py:3:6" in results.stdout
+    assert results.exit_code == 1
 
 
 # --- comments that silence ---
@@ -278,8 +278,8 @@ def test_a_notebook_changes_only_where_it_is_fixed(here: Path) -> None:
     path = here / "a.ipynb"
     before = json.dumps({"nbformat": 4, "cells": cells}, indent=1, ensure_ascii=False) + "\n"
     path.write_text(before, encoding="utf-8")
-    found = precast_("check", "--output-format", "concise")
-    assert "a.ipynb:cell 4:1:6: AMP001" in found.stdout
+    result = precast_("check", "--output-format", "concise")
+    assert "a.ipynb:cell 4:1:6: AMP001" in result.stdout
     assert precast_("check", "--fix").exit_code == 0
     old, new = "torch.cuda.amp.autocast():", 'torch.amp.autocast(\\"cuda\\"):'
     assert path.read_text(encoding="utf-8") == before.replace(f"with {old}", f"with {new}")
@@ -296,8 +296,8 @@ def _notebook(path: Path, *cells: str, language: str = "python") -> None:
 def test_edits_in_a_notebook_say_in_which_cell(here: Path) -> None:
     uses = "x = 1\nscaler = GradScaler()"
     _notebook(here / "a.ipynb", "from torch.cuda.amp import GradScaler", uses)
-    found = json.loads(precast_("check", "--output-format", "json").stdout)
-    call = next(finding for finding in found if finding["code"] == "AMP003")
+    result = json.loads(precast_("check", "--output-format", "json").stdout)
+    call = next(finding for finding in result if finding["code"] == "AMP003")
     assert (call["cell"], call["location"]) == (2, {"row": 2, "column": 10})
     edits = [(e["cell"], e["location"], e["content"]) for e in call["fix"]["edits"]]
     assert edits == [
@@ -310,10 +310,10 @@ def test_edits_in_a_notebook_say_in_which_cell(here: Path) -> None:
 def test_cells_that_are_not_python_are_one_finding(here: Path) -> None:
     good = "import torch\nwith torch.cuda.amp.autocast():\n    pass"
     _notebook(here / "a.ipynb", "%%bash\nls |", "x = 1\ny = (", good, "else:\n    pass")
-    found = json.loads(precast_("check", "--output-format", "json").stdout)
-    assert [finding["code"] for finding in found] == ["AMP900", "AMP001"]
-    assert (found[0]["cell"], found[0]["location"]["row"]) == (2, 2)
-    assert "(and 1 more)" in found[0]["message"]
+    result = json.loads(precast_("check", "--output-format", "json").stdout)
+    assert [finding["code"] for finding in result] == ["AMP900", "AMP001"]
+    assert (result[0]["cell"], result[0]["location"]["row"]) == (2, 2)
+    assert "(and 1 more)" in result[0]["message"]
     assert precast_("check", "--fix").exit_code == 1
     assert "torch.amp.autocast" in (here / "a.ipynb").read_text()
     assert precast_("check", "--ignore", "AMP900").exit_code == 0

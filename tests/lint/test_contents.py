@@ -18,7 +18,7 @@ MADE = "torch.amp.GradScaler()"
 
 
 def looked_at(text: str) -> tuple[Source, Node]:
-    """What stands in `look(...)`."""
+    """Return the source, and the argument of `look(...)`."""
     source = Source(decode(textwrap.dedent("import torch\n" + text).encode()))
     call = next(c for c in source.all(cst.Call) if source.code(c.func) == "look")
     return source, call.args[0].value
@@ -102,10 +102,10 @@ def test_one_value_that_is_not_known_is_enough_to_say_nothing(text: str) -> None
 )
 def test_what_refers_to_itself_ends(text: str) -> None:
     settings = LintSettings()
-    found = check(
+    result = check(
         decode(f"import torch\nautocast = softmax = None\n{text}\n".encode()), "a.py", settings
     )
-    assert "AMP900" not in [finding.code for finding in found.findings]
+    assert "AMP900" not in [finding.code for finding in result.findings]
 
 
 def test_a_device_that_is_stored_on_arguments_is_one() -> None:

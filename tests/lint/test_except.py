@@ -1,4 +1,4 @@
-"""What `except` blocks do counts, as if nothing of what was tried had happened; what may have happened only excuses."""
+"""Code in `except` blocks counts as if nothing in `try` had happened; what may have happened only excuses it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
 
 def rows(code: str) -> list[int]:
     text = decode((START + textwrap.dedent(code).format(clip=CLIP)).encode())
-    found = check(text, "example.py", LintSettings(codes=frozenset({"AMP203"}))).findings
-    return [text.position(finding.span.start)[0] - START.count("\n") for finding in found]
+    result = check(text, "example.py", LintSettings(codes=frozenset({"AMP203"}))).findings
+    return [text.position(finding.span.start)[0] - START.count("\n") for finding in result]
 
 
 def test_a_mistake_in_a_handler_is_found() -> None:

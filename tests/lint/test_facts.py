@@ -1,4 +1,4 @@
-"""What the rules about scalers and numbers say of PyTorch, run with the installed one."""
+"""Facts about PyTorch in the rules about scalers and numbers, run with the installed one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_products_are_float16_in_a_region() -> None:
 
 
 def test_a_checkpoint_by_hand_computes_something_else_again() -> None:  # AMP314
-    seen = []
+    records = []
 
     class Checkpoint(torch.autograd.Function):
         @staticmethod
@@ -140,10 +140,10 @@ def test_a_checkpoint_by_hand_computes_something_else_again() -> None:  # AMP314
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = x @ x
-        seen.append(y.dtype)
+        records.append(y.dtype)
         return y
 
     with torch.autocast("cpu"):
         y = Checkpoint.apply(run, torch.randn(3, 3, requires_grad=True))
     y.sum().backward()
-    assert seen == [torch.bfloat16, torch.float32]
+    assert records == [torch.bfloat16, torch.float32]

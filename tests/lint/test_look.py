@@ -26,10 +26,10 @@ def _fits(text: str, entries: list[list[str]]) -> bool:
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.sets(st.sampled_from(sorted(ENTRIES))))
 def test_a_look_finds_what_its_words_say(pieces: list[str], codes: set[str]) -> None:
     for text in ("".join(pieces), " ".join(pieces)):
-        asked = frozenset(codes) or frozenset(ENTRIES)
-        found = _plainly(text, asked)
-        assert interesting(text.encode(), asked) == bool(found)
-        assert list(looks_at(text.encode(), asked)) == found
+        requests = frozenset(codes) or frozenset(ENTRIES)
+        result = _plainly(text, requests)
+        assert interesting(text.encode(), requests) == bool(result)
+        assert list(looks_at(text.encode(), requests)) == result
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def test_a_rule_finds_its_mistakes_however_they_are_written(code: str) -> None:
     mistakes = sample(code, SEED, SIZE)
     missed = [mistake for mistake in mistakes if not is_found(mistake)]
     assert mistakes
-    found = len(mistakes) - len(missed)
-    assert found >= SHARE * len(mistakes), "\n".join(map(str, [*missed, missed[0].text]))
+    result = len(mistakes) - len(missed)
+    assert result >= SHARE * len(mistakes), "\n".join(map(str, [*missed, missed[0].text]))
 
 
 def test_correct_programs_are_quiet_however_they_are_written() -> None:

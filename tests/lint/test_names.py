@@ -26,20 +26,20 @@ def _object(path: str) -> object:
 
 
 def _exports(module: types.ModuleType, name: str) -> bool:
-    """Whether a module offers a name to others; one without `__all__` that is no package only imports it for itself."""
+    """Return True if a module offers a name to others; without `__all__` only packages do."""
     return name in getattr(module, "__all__", vars(module) if hasattr(module, "__path__") else ())
 
 
 @pytest.mark.parametrize("documented", DOCUMENTED)
 def test_an_alias_of_pytorchs_is_known_as_what_it_stands_for(documented: str) -> None:
-    wanted = _object(documented)
+    expected = _object(documented)
     modules = [m for name, m in list(sys.modules.items()) if name.split(".")[0] == "torch"]
     aliases = {
         f"{module.__name__}.{name}"
         for module in modules
         if isinstance(module, types.ModuleType) and module.__name__.startswith("torch")
         for name, value in list(vars(module).items())
-        if value is wanted and _exports(module, name)
+        if value is expected and _exports(module, name)
     }
     assert documented in aliases
     public = {a for a in aliases if not any(part.startswith("_") for part in a.split("."))}

@@ -104,5 +104,5 @@ def test_any_text_is_read(tmp_path_factory: pytest.TempPathFactory, text: str) -
     folder = tmp_path_factory.mktemp("project")
     for name in ("pyproject.toml", "setup.py", "setup.cfg", "requirements.txt"):
         (folder / name).write_text(f"torch>={text}", encoding="utf-8")
-    found = oldest_torch(folder)
-    assert found is None or found[0].isdigit()
+    result = oldest_torch(folder)
+    assert result is None or result[0].isdigit()

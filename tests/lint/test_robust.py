@@ -99,11 +99,11 @@ def test_what_programs_write_is_read(kind: str) -> None:
 
 def calls(what: Callable[[], object]) -> int:
     """The number of calls and returns in Python."""
-    seen = 0
+    records = 0
 
     def count(*event: object) -> None:
-        nonlocal seen
-        seen += 1
+        nonlocal records
+        records += 1
 
     gc.disable()  # what it calls for other tests' garbage is not counted
     sys.setprofile(count)
@@ -112,7 +112,7 @@ def calls(what: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         gc.enable()
-    return seen
+    return records
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
@@ -126,7 +126,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
 
 
 class Panic(BaseException):
-    """As extensions in Rust raise it: no `Exception`."""
+    """An error of an extension in Rust, which is no `Exception`."""
 
 
 @pytest.mark.parametrize("failure", [KeyError("x"), Panic("x")])
@@ -136,10 +136,10 @@ def test_a_rule_that_fails_on_a_file_leaves_the_others(
     (here / "a.py").write_text(OLD)
     (here / "b.py").write_text("import apex.amp\napex.amp.init()\n")
     _failing(monkeypatch, failure)
-    found = precast_("check", "--output-format", "concise")
-    assert found.exit_code == 2
-    assert "b.py:2:1: AMP009" in found.stdout
-    assert found.stderr.startswith("error: skipped a.py: AMP001 failed on a.py: ")
+    result = precast_("check", "--output-format", "concise")
+    assert result.exit_code == 2
+    assert "b.py:2:1: AMP009" in result.stdout
+    assert result.stderr.startswith("error: skipped a.py: AMP001 failed on a.py: ")
     (here / "b.py").unlink()
     alone = precast_("check")
     assert "passed" not in alone.stdout
@@ -162,17 +162,17 @@ def test_a_process_that_dies_takes_one_file_with_it(
         return check_text(filename, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "run_text", dies)
-    found = precast_("check", "--jobs", "2", "--output-format", "concise")
-    assert found.exit_code == 2
-    assert found.stdout.count("AMP001") == 2 * runner._FEW - 1
-    assert "error: skipped f05.py" in found.stderr
+    result = precast_("check", "--jobs", "2", "--output-format", "concise")
+    assert result.exit_code == 2
+    assert result.stdout.count("AMP001") == 2 * runner._FEW - 1
+    assert "error: skipped f05.py" in result.stderr
 
 
 def test_a_name_that_is_no_text_is_printed_somehow(here: Path) -> None:
     (here / os.fsdecode(b"\xff.py")).write_text(OLD)
     for kind in ("full", "concise", "json", "github"):
-        found = precast_("check", "--output-format", kind)
-        assert found.exit_code == 1, found.exception
+        result = precast_("check", "--output-format", kind)
+        assert result.exit_code == 1, result.exception
     assert precast_("check", "--diff").exit_code == 1
     assert precast_("check", "--fix").exit_code == 0
 

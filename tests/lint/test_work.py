@@ -47,5 +47,5 @@ LONG = (
 
 
 def test_a_trainer_that_logs_and_saves_is_followed_through_both() -> None:
-    found = check(decode(LONG.encode()), "example.py", LintSettings(codes=frozenset({"AMP203"})))
-    assert [finding.code for finding in found.findings] == ["AMP203"]
+    result = check(decode(LONG.encode()), "example.py", LintSettings(codes=frozenset({"AMP203"})))
+    assert [finding.code for finding in result.findings] == ["AMP203"]

@@ -49,11 +49,11 @@ def test_the_command_and_the_readme_need_nothing_more(programs: Path, tmp_path: 
     command = str(programs / "precast")
     assert run([command, "--version"], tmp_path) == f"precast, version {precast.__version__}\n"
     (tmp_path / "readme.py").write_text(page(README), encoding="utf-8")
-    told = subprocess.run(
+    reports = subprocess.run(
         [command, "check", "readme.py"], capture_output=True, text=True, check=False
     )
-    assert told.returncode == 1
-    assert "pip install ./lint" in told.stderr
+    assert reports.returncode == 1
+    assert "pip install ./lint" in reports.stderr
     run([str(programs / "python"), *WITHOUT_NUMPY, "readme.py"], tmp_path)
     code = "import precast; print(precast.__file__)"
     home = run([str(programs / "python"), "-c", code], tmp_path).strip()
@@ -77,13 +77,13 @@ def test_the_checker_needs_no_pytorch_and_is_found_by_precast_where_both_are(
     # Beside precast it is its commands: the environment of the other tests stays as it is.
     site = run([str(alone / "python"), "-c", "import click; print(click.__path__[0])"], tmp_path)
     both = {"PYTHONPATH": str(Path(site.strip()).parent)}
-    found = subprocess.run(
+    result = subprocess.run(
         [str(programs / "precast"), "check", "readme.py"],
         cwd=tmp_path,
         env=both,
         check=False,
     )
-    assert found.returncode == 0
+    assert result.returncode == 0
 
 
 def test_the_source_distribution_installs_the_same(
@@ -140,11 +140,16 @@ UNTYPED = "allow_untyped_defs = true\nallow_untyped_calls = true\nallow_incomple
 
 
 def types(programs: Path, folder: Path, program: str, settings: str = SETTINGS) -> str:
-    """What mypy says of a program that is outside of the source tree, as is all that it sees of precast."""
+    """Return mypy's output for a program outside of the source tree, which sees the installed precast."""
     (folder / "program.py").write_text(program, encoding="utf-8")
     (folder / "mypy.ini").write_text(settings, encoding="utf-8")
-    found = ["--python-executable", str(programs / "python"), "--cache-dir", str(programs / "mypy")]
-    command = [sys.executable, "-m", "mypy", "--no-error-summary", *found, "program.py"]
+    result = [
+        "--python-executable",
+        str(programs / "python"),
+        "--cache-dir",
+        str(programs / "mypy"),
+    ]
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", *result, "program.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.stderr == ""
     return done.stdout
@@ -164,8 +169,8 @@ def test_a_strict_type_checker_accepts_a_typed_program(programs: Path, tmp_path:
 
 
 def test_a_type_checker_sees_what_is_wrong(programs: Path, tmp_path: Path) -> None:
-    said = types(programs, tmp_path, "\n".join(["import precast", *WRONG])).splitlines()
-    assert len(said) == len(WRONG)
-    for number, (line, code) in enumerate(zip(said, WRONG.values(), strict=True), 2):
+    message = types(programs, tmp_path, "\n".join(["import precast", *WRONG])).splitlines()
+    assert len(message) == len(WRONG)
+    for number, (line, code) in enumerate(zip(message, WRONG.values(), strict=True), 2):
         assert line.startswith(f"program.py:{number}: error:")
         assert line.endswith(f"[{code}]")

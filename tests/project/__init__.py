@@ -1,1 +1,1 @@
-"""What is not part of the package: documentation, site, benchmarks, examples, tools, and how the source is laid out."""
+"""Tests of documentation, site, benchmarks, examples, tools, and the layout of the source."""

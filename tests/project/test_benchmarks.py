@@ -72,19 +72,19 @@ def _ready(
 
 @pytest.mark.parametrize("work", [INFERENCE, TRAINING, ACCUMULATION])
 def test_variants_compute_the_same_within_16_bits(network: Network, work: str) -> None:
-    found = {}
+    results = {}
     for kind, prepared in _ready(network, work):
         outputs = [prepared.work().float() for _ in range(5)]
-        found[kind] = torch.stack(outputs)
-        assert found[kind].isfinite().all()
-    scale = found["float32"].abs().max()
-    for kind, value in found.items():
+        results[kind] = torch.stack(outputs)
+        assert results[kind].isfinite().all()
+    scale = results["float32"].abs().max()
+    for kind, value in results.items():
         # bfloat16 has 8 bits: 2 ** -8 a rounding, and a few dozen of them follow each other.
-        assert (value - found["float32"]).abs().max() < 0.04 * scale, kind
+        assert (value - results["float32"]).abs().max() < 0.04 * scale, kind
     for kind in ("precast", "attached"):
-        assert torch.equal(found[kind], found[BASELINE]), kind
+        assert torch.equal(results[kind], results[BASELINE]), kind
     if work != INFERENCE:
-        assert (found["float32"][0] != found["float32"][-1]).all(), "it trains"
+        assert (results["float32"][0] != results["float32"][-1]).all(), "it trains"
 
 
 # --- what is observed ---
@@ -106,9 +106,9 @@ def test_peak_memory_is_what_is_held_and_the_most_on_top() -> None:
 
         return Prepared(work)
 
-    found = _observed(make)
-    assert 12 * MIB <= found.peak_bytes < 12 * MIB + 4096
-    assert (found.casts, found.cast_bytes) == (0, 0)
+    results = _observed(make)
+    assert 12 * MIB <= results.peak_bytes < 12 * MIB + 4096
+    assert (results.casts, results.cast_bytes) == (0, 0)
 
 
 def test_a_cast_is_a_copy_between_floating_dtypes_whoever_asks() -> None:
@@ -124,8 +124,8 @@ def test_a_cast_is_a_copy_between_floating_dtypes_whoever_asks() -> None:
 
         return Prepared(work)
 
-    found = _observed(make)
-    assert (found.casts, found.cast_bytes) == (4, 1200)
+    results = _observed(make)
+    assert (results.casts, results.cast_bytes) == (4, 1200)
 
 
 # --- turns ---
@@ -159,10 +159,10 @@ COUNTS = {"peak_bytes", "casts", "cast_bytes", "rounds", "calls"}
 @pytest.fixture
 def no_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All else is found: Dynamo asks when it is loaded, and never again."""
-    found = importlib.util.find_spec
+    results = importlib.util.find_spec
 
     def find_spec(name: str, *package: Any) -> Any:
-        return None if name == "transformers" else found(name, *package)
+        return None if name == "transformers" else results(name, *package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
@@ -205,16 +205,16 @@ def _verdict(
     machine = {"bfloat16_units": ["amx_bf16"] if units else [], "engine": engine}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(targets, "TARGETS", (TARGETS[target],))
-        [found] = judged(machine, rows)
-    return found["verdict"], found["reason"]
+        [results] = judged(machine, rows)
+    return results["verdict"], results["reason"]
 
 
 def _index(kind: str, figure: str, **row: str) -> int:
-    wanted = {"kind": kind, **row}
+    expected = {"kind": kind, **row}
     return next(
         i
         for i, target in enumerate(TARGETS)
-        if target.figure == figure and wanted.items() <= target.row.items()
+        if target.figure == figure and expected.items() <= target.row.items()
     )
 
 
@@ -245,10 +245,10 @@ def test_what_a_machine_cannot_show_is_not_judged() -> None:
 def test_what_was_skipped_is_told_and_what_was_not_asked_for_is_not() -> None:
     assert list(judged({}, [])) == []
     skipped = {"benchmark": "clients", "case": "all", "skipped": "no clients here"}
-    found = list(judged({}, [skipped]))
-    assert {row["reason"] for row in found} == {"no clients here"}
-    assert {row["verdict"] for row in found} == {NOT_JUDGED}
-    assert {row["work"] for row in found} == {"transformers under install()"}
+    results = list(judged({}, [skipped]))
+    assert {row["reason"] for row in results} == {"no clients here"}
+    assert {row["verdict"] for row in results} == {NOT_JUDGED}
+    assert {row["work"] for row in results} == {"transformers under install()"}
 
 
 def test_every_target_is_about_a_case_that_is_measured() -> None:
@@ -267,18 +267,18 @@ def test_every_target_is_about_a_case_that_is_measured() -> None:
 
 
 _APART = {"models", "clients", "shared process"}
-"""What other tests measure."""
+"""Benchmarks of other tests."""
 
 
 def test_every_target_about_calls_is_measured() -> None:
     rows = list(overhead.run(rounds=1, calls=1, regions=10))
-    found = list(judged({"engine": rows[0]["engine"]}, rows))
+    results = list(judged({"engine": rows[0]["engine"]}, rows))
     expected = [t for t in TARGETS if t.row["benchmark"] not in _APART]
-    assert [row["case"] for row in found] == [target.case for target in expected]
-    assert {row["figure"] for row in found} == {targets._FIGURES[t.figure] for t in expected}
-    for row in found:
+    assert [row["case"] for row in results] == [target.case for target in expected]
+    assert {row["figure"] for row in results} == {targets._FIGURES[t.figure] for t in expected}
+    for row in results:
         assert row["value"] is not None, row
-    json.dumps(found)
+    json.dumps(results)
 
 
 def test_first_calls_after_other_work_cast_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,14 +427,14 @@ def test_the_command_prints_and_writes_rows(
     result = CliRunner().invoke(main, [*arguments, "--json", str(path)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert "[test-clients]" in result.stdout.replace("\n", "")
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert {row["case"] for row in written["rows"]} == {"MLP 1 x 8, 4", "transformers"}
-    measured = {row["kind"]: row for row in written["rows"] if row["case"] != "transformers"}
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    assert {row["case"] for row in contents["rows"]} == {"MLP 1 x 8, 4", "transformers"}
+    measured = {row["kind"]: row for row in contents["rows"] if row["case"] != "transformers"}
     assert measured.keys() == set(kinds(ACCUMULATION))
     assert all(row.keys() >= FIGURES | COUNTS for row in measured.values())
     assert measured[BASELINE]["ratio"] == measured[BY_HAND]["by_hand"] == 1
-    assert written["machine"]["threads"] == torch.get_num_threads()
-    assert page.render(written)
+    assert contents["machine"]["threads"] == torch.get_num_threads()
+    assert page.render(contents)
 
 
 def test_what_others_measured_is_kept_when_one_measurement_fails(
@@ -449,9 +449,9 @@ def test_what_others_measured_is_kept_when_one_measurement_fails(
     result = CliRunner().invoke(main, ["observing", "--json", str(path)])
     assert result.exit_code == 1
     assert "no more" in result.output
-    written = json.loads(path.read_text(encoding="utf-8"))
-    assert written["rows"] == [
+    contents = json.loads(path.read_text(encoding="utf-8"))
+    assert contents["rows"] == [
         DATA["rows"][0],
         elsewhere.skipped("observing", "RuntimeError: no more"),
     ]
-    assert "Not all measured: observing: RuntimeError: no more." in page.render(written)
+    assert "Not all measured: observing: RuntimeError: no more." in page.render(contents)

@@ -6,7 +6,7 @@ from benchmarks import importing
 
 
 def test_each_case_has_its_time_and_more_names_take_longer() -> None:
-    found = dict(importing.cost(rounds=1))
-    assert tuple(found) == importing.CASES
-    assert 0 < found["import precast"] < found["from precast import *"]
-    assert importing.TARGETS.keys() <= found.keys()
+    result = dict(importing.cost(rounds=1))
+    assert tuple(result) == importing.CASES
+    assert 0 < result["import precast"] < result["from precast import *"]
+    assert importing.TARGETS.keys() <= result.keys()

@@ -32,8 +32,8 @@ def test_the_table_has_ratios_to_torch_autocast(monkeypatch: pytest.MonkeyPatch)
 def test_what_valgrind_runs_says_what_it_has_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(instructions, "_control", asked.append)
+    requests: list[str] = []
+    monkeypatch.setattr(instructions, "_control", requests.append)
     CliRunner().invoke(instructions.main, ["--inside"], catch_exceptions=False)
     cases = len(instructions.WORKS) * len(instructions.KINDS)
-    assert asked == ["--instr=on", "--dump", "--instr=off"] * cases
+    assert requests == ["--instr=on", "--dump", "--instr=off"] * cases

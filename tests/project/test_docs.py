@@ -1,4 +1,4 @@
-"""What the README files and the pages in `docs/` say is run: examples, links, commands, names.
+"""The README files and the pages in `docs/` are run: examples, links, commands, names.
 
 Invariants:
     - Every ```python block runs, each page from top to bottom in one namespace, on the CPU. In it
@@ -122,7 +122,7 @@ def test_both_languages_have_the_same_examples_and_structure(page: Path) -> None
 
 
 def _directives(page: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What the site's build puts into a page."""
+    """Yield the directives of a page to the site's build."""
     return ((each.kind, each.words) for each in asked(_read(page)))
 
 
@@ -133,7 +133,7 @@ def _bare(text: str) -> list[str]:
 
 
 def _skeleton(page: Path) -> list[str]:
-    """What a page is made of: levels of headings, columns of tables, links of its own project."""
+    """Return the structure of a page: levels of headings, columns of tables, list items."""
     text = BLOCK.sub("", _read(page))
     shapes = re.findall(r"^(#+) |^(\|.*\|)$|^([-*]) ", text, re.M)
     return [heading or ("|" * row.count("|")) or item for heading, row, item in shapes]

@@ -53,12 +53,12 @@ def test_derivatives() -> None:
 def test_modules_find_the_line(name: str) -> None:
     modules, seed = example("02_modules"), random.randrange(1000)
     for region, room in ((plain, 0.01), (mixed, 0.06)):  # bfloat16's steps near 5 are 1/32
-        found = modules.fit(modules.MODELS[name], region, seed)
-        assert found.slope == pytest.approx(5, abs=room)
-        assert found.intercept == pytest.approx(3, abs=room)
+        result = modules.fit(modules.MODELS[name], region, seed)
+        assert result.slope == pytest.approx(5, abs=room)
+        assert result.intercept == pytest.approx(3, abs=room)
         lowered = region is mixed and name != "parameters"
-        assert found.output == (torch.bfloat16 if lowered else torch.float32)
-        assert found.parameters == found.gradients == torch.float32
+        assert result.output == (torch.bfloat16 if lowered else torch.float32)
+        assert result.parameters == result.gradients == torch.float32
 
 
 # --- 3: broadcasting ---
@@ -126,9 +126,9 @@ def test_gathers_are_equal_for_any_trailing_shape(
         scripts.script(scripts.gather_by_loop),
         scripts.script(scripts.gather),
     ):
-        found = way(x, indices)
-        assert found.dtype == dtype
-        assert np.array_equal(found.float().numpy(), expected)
+        result = way(x, indices)
+        assert result.dtype == dtype
+        assert np.array_equal(result.float().numpy(), expected)
 
 
 # --- what they share ---

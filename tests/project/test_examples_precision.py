@@ -24,11 +24,11 @@ FORMATS = pytest.mark.parametrize("dtype", LIMITS.FORMATS, ids=str)
 
 @FORMATS
 def test_the_limits_that_are_measured_are_the_formats(dtype: torch.dtype) -> None:
-    info, found = torch.finfo(dtype), LIMITS.measured(dtype)
-    assert found.largest == info.max
-    assert found.smallest_normal == info.smallest_normal
-    assert found.smallest == info.smallest_normal * info.eps
-    assert found.epsilon == info.eps
+    info, result = torch.finfo(dtype), LIMITS.measured(dtype)
+    assert result.largest == info.max
+    assert result.smallest_normal == info.smallest_normal
+    assert result.smallest == info.smallest_normal * info.eps
+    assert result.epsilon == info.eps
 
 
 # --- 7: softmax and cross-entropy ---
@@ -45,8 +45,8 @@ def test_both_forms_are_pytorchs_in_float64(stable: bool) -> None:
         x = logits.clone().requires_grad_()
         expected = theirs(x)
         (gradient,) = torch.autograd.grad(expected.reshape(-1)[0], x)
-        found = SOFTMAX.value_and_gradient(ours, logits, SOFTMAX.exactly)
-        torch.testing.assert_close(found, (expected.detach(), gradient), rtol=1e-12, atol=1e-14)
+        result = SOFTMAX.value_and_gradient(ours, logits, SOFTMAX.exactly)
+        torch.testing.assert_close(result, (expected.detach(), gradient), rtol=1e-12, atol=1e-14)
 
 
 @FORMATS
@@ -123,5 +123,5 @@ def test_recipes_give_the_gradients_of_float64(dtype: torch.dtype | None) -> Non
         RECIPES.penalised: _exact(model, x, target, penalty=True),
     }
     for recipe, exact in expected.items():
-        found = torch.cat([g.flatten() for g in recipe(model, x, target, dtype)]).double()
-        assert (found - exact).norm() <= room * exact.norm(), recipe.__name__
+        result = torch.cat([g.flatten() for g in recipe(model, x, target, dtype)]).double()
+        assert (result - exact).norm() <= room * exact.norm(), recipe.__name__

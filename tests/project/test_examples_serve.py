@@ -36,8 +36,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answer(folder: Path) -> torch.Tensor:
-    found: torch.Tensor = torch.load(folder / "answer.pt")
-    return found
+    result: torch.Tensor = torch.load(folder / "answer.pt")
+    return result
 
 
 def test_the_five_commands_lead_to_an_answer_without_precast(served: Path) -> None:
@@ -65,9 +65,9 @@ def test_a_program_in_cpp_gives_the_bits_of_python(served: Path) -> None:
         pytest.skip("this PyTorch comes without headers")
     headers = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    found = [f"-Wl,-rpath,{TORCH / 'lib'}"]
+    result = [f"-Wl,-rpath,{TORCH / 'lib'}"]
     compiler = ["g++", "-std=c++20", "-O0", "serve.cpp", "-o", "serve"]
-    subprocess.run([*compiler, *headers, *libraries, *found], cwd=served, check=True)
+    subprocess.run([*compiler, *headers, *libraries, *result], cwd=served, check=True)
     names = ["classifier.aoti.pt2", "points.pt", "cpp.pt"]
     subprocess.run(["./serve", *names], cwd=served, check=True, stdout=subprocess.DEVNULL)
     assert torch.equal(torch.load(served / "cpp.pt"), answer(served))

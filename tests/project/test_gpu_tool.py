@@ -89,23 +89,23 @@ def test_every_part_starts_a_command_that_exists() -> None:
         if module == "benchmarks.cuda":
             assert rest[0] in SECTIONS
         commands = [word for word in rest[:1] if module == "precast"]
-        asked = CliRunner().invoke(
+        requests = CliRunner().invoke(
             {"precast": precast, "benchmarks.cuda": cuda}[module], [*commands, "--help"]
         )
-        assert asked.exit_code == 0, asked.output
-        assert all(a in asked.output for a in rest if a.startswith("--"))
+        assert requests.exit_code == 0, requests.output
+        assert all(a in requests.output for a in rest if a.startswith("--"))
 
 
 def test_tests_are_those_of_the_files_that_have_one_for_a_gpu() -> None:
     """Other files may import what a GPU machine lacks, and one that cannot be read ends the whole run."""
     files = gpu.files_of_tests()
     assert "tests/float8/test_gpu.py" in files
-    asked = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "--quiet"]
+    requests = [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "--quiet"]
     whole = {name: value for name, value in os.environ.items() if name != "PRECAST_DRAW"}
-    said = subprocess.run(
-        [*asked, *files], cwd=gpu.ROOT, env=whole, capture_output=True, text=True, check=True
+    message = subprocess.run(
+        [*requests, *files], cwd=gpu.ROOT, env=whole, capture_output=True, text=True, check=True
     )
-    collected = {line.partition("::")[0] for line in said.stdout.splitlines() if "::" in line}
+    collected = {line.partition("::")[0] for line in message.stdout.splitlines() if "::" in line}
     assert collected == {*files}
 
 

@@ -123,8 +123,8 @@ def test_no_module_is_named_as_a_public_callable() -> None:
     "path", [p for p in SOURCES if p.relative_to(PACKAGE).parts[0] != "_torch"], ids=_id
 )
 def test_private_torch_names_live_in_one_package(path: Path) -> None:
-    found = {name for name in _private(_tree(path)) if (path.name, name) not in ALLOWED}
-    assert not found, f"{_id(path)} uses {sorted(found)}: give it a door in _torch"
+    result = {name for name in _private(_tree(path)) if (path.name, name) not in ALLOWED}
+    assert not result, f"{_id(path)} uses {sorted(result)}: give it a door in _torch"
 
 
 def test_every_allowed_private_name_is_still_used() -> None:
@@ -188,7 +188,7 @@ def _private(tree: ast.Module) -> Iterator[str]:
 
 
 def _names_of_torch(tree: ast.Module) -> dict[str, str]:
-    """What each name that a file imports from torch stands for."""
+    """Return the full name of each name that a file imports from torch."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -23,8 +23,8 @@ LINUX = pytest.mark.skipif(
 
 
 def test_a_wheel_is_for_the_newest_release_of_each_supported_version() -> None:
-    found = ["2.99.0", "2.15.0", "2.9.1", "2.14.0", "2.14.1", "2.14.10", "2.11.0"]
-    assert native_library.newest_of_each(found) == ["2.11.0", "2.14.10", "2.15.0"]
+    result = ["2.99.0", "2.15.0", "2.9.1", "2.14.0", "2.14.1", "2.14.10", "2.11.0"]
+    assert native_library.newest_of_each(result) == ["2.11.0", "2.14.10", "2.15.0"]
 
 
 @LINUX
@@ -40,10 +40,10 @@ def test_a_wheel_is_for_the_newest_release_of_each_supported_version() -> None:
 def test_the_platform_is_what_the_symbols_need(
     symbols: str, glibc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "".join(
+    message = "".join(
         f"  0x0010:   Name: {name}  Flags: none  Version: 3\n" for name in symbols.split()
     )
-    monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: said)
+    monkeypatch.setattr(subprocess, "check_output", lambda *_, **__: message)
     expected = f"manylinux_{glibc}_{platform.machine()}"
     assert native_library.platform_tag([Path("a.so")]) == expected
 

@@ -90,7 +90,7 @@ def source_tree(source: Path = ROOT / "src") -> dict[str, bytes]:
 
 
 def unwanted(names: Iterable[str]) -> list[str]:
-    """What has no place in the wheel."""
+    """Files that do not belong into the wheel."""
     return [name for name in names if not any(fnmatch(name, kind) for kind in MAY_SHIP)]
 
 
@@ -179,9 +179,9 @@ def test_the_extra_all_has_every_extra_but_those_of_trainers(
         return {r.name for r in required if r.marker and r.marker.evaluate({"extra": extra})}
 
     always = brought_by("")
-    wanted = {name for extra in extras - trainers - work for name in brought_by(extra)}
-    assert brought_by("all") == wanted | always > always
-    assert not {"lightning", "accelerate", "transformers", "pytorch-ignite"} & wanted
+    expected = {name for extra in extras - trainers - work for name in brought_by(extra)}
+    assert brought_by("all") == expected | always > always
+    assert not {"lightning", "accelerate", "transformers", "pytorch-ignite"} & expected
 
 
 # --- installed ---
@@ -208,7 +208,7 @@ def installed(built: Built, checker: Built, tmp_path_factory: pytest.TempPathFac
 
 
 def run(command: list[str], folder: Path, *, code: int = 0) -> str:
-    """What a program prints that knows of no source tree."""
+    """Return the output of a program that does not see the source tree."""
     environment = {n: v for n, v in os.environ.items() if n not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -109,7 +109,7 @@ def test_what_a_public_name_offers_is_documented(value: Any) -> None:
 
 @pytest.mark.parametrize("value", OBJECTS, ids=lambda value: value.__name__)
 def test_every_type_in_a_public_signature_can_be_imported(value: Any) -> None:
-    """From precast, or one of its public modules, without knowing where it is defined."""
+    """The import is from precast or one of its public modules, without knowing the place of the definition."""
     public = [each for each in OBJECTS if isinstance(each, type)]
     signatures = {value.__name__: _hints(value)}
     for name, member in _members(value):

@@ -1,4 +1,4 @@
-"""What a measurement writes into a page stands between its marks, and nowhere else."""
+"""A measurement writes between its marks in a page, and nowhere else."""
 
 from __future__ import annotations
 

@@ -210,20 +210,20 @@ def test_a_link_to_nothing_is_a_problem_with_its_line(link: str) -> None:
 def test_the_rules_of_a_policy_are_all_there(language: str) -> None:
     entries = for_all_versions("default").rules("cuda")
     _, _, *rows = tables.rules("default", "cuda", language).split("\n")
-    told = {}
+    reports = {}
     for row in rows:
         rule, meaning, names = row.strip("| ").split(" | ")
         which = Rule(rule.strip("`"))
         assert meaning == (tables.CHINESE[which] if language == "zh" else which.meaning)
-        told |= dict.fromkeys(re.findall(r"`([\w.:]+)`", names), which)
-    assert told == {key.removeprefix("aten::"): entry.rule for key, entry in entries.items()}
+        reports |= dict.fromkeys(re.findall(r"`([\w.:]+)`", names), which)
+    assert reports == {key.removeprefix("aten::"): entry.rule for key, entry in entries.items()}
 
 
 def test_a_difference_is_what_makes_one_policy_of_the_other() -> None:
     lean, default = (for_all_versions(name).rules("cpu") for name in ("lean", "default"))
-    told = tables.difference("lean", "default", "cpu")
+    reports = tables.difference("lean", "default", "cpu")
     differ = {key for key in {*lean, *default} if lean.get(key) != default.get(key)}
-    head, _, *rows = told.split("\n")
+    head, _, *rows = reports.split("\n")
     assert head == "| operations on `cpu` | `default` | `lean` | why |"
     names = [name for row in rows for name in re.findall(r"`([\w.]+)`", row.split(" | ")[0])]
     assert sorted(names) == sorted(key.removeprefix("aten::") for key in differ)
@@ -257,9 +257,9 @@ def project(programs: Programs) -> Path:
 def written(project: Path, problems: list[str] | None = None) -> dict[str, str]:
     folder = project / "pages"
     folder.mkdir(exist_ok=True)
-    found = Site(project, project / "cache").write(folder)
-    told = [problem.split(": ")[0] for problem in found]
-    assert told == (problems or []), found
+    result = Site(project, project / "cache").write(folder)
+    reports = [problem.split(": ")[0] for problem in result]
+    assert reports == (problems or []), result
     paths = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in paths}
 
@@ -313,7 +313,7 @@ def _told() -> list[str]:
 
 
 def _is_public(name: str, module: str) -> bool:
-    """Whether `precast` itself has this very object under its name, which another module may give to something else."""
+    """Return True if `precast` has this object under its name, which other modules may give to something else."""
     known = getattr(precast, name, None) if name in precast.__all__ else None
     return known is not None and getattr(known, "__module__", module).startswith(module)
 
@@ -325,7 +325,7 @@ def test_every_public_name_is_on_one_page_of_the_api() -> None:
     public |= {f"precast.{home}.{name}" for home in homes for name in homes[home].__all__}
     files = [sorted((ROOT / "src" / "precast").glob(pattern)) for pattern in _MODULES]
     assert all(files), "a pattern that finds no file checks nothing"
-    for path in (path for found in files for path in found):
+    for path in (path for result in files for path in result):
         module = _module(path)
         public |= {f"{module}.{name}" for name in _all(path) if not _is_public(name, module)}
     assert sorted(_told()) == sorted(public - _INTERNAL)
@@ -334,9 +334,9 @@ def test_every_public_name_is_on_one_page_of_the_api() -> None:
 @pytest.mark.parametrize("name", _told())
 def test_a_docstring_reads_as_markdown(name: str) -> None:
     """Examples are in a section of their own; stars and colons that Markdown or reST would take are not bare."""
-    found = _package()[name.removeprefix("precast.")]
-    members = found.members.values() if found.is_class else ()
-    for each in [found, *(member for member in members if member.is_public)]:
+    result = _package()[name.removeprefix("precast.")]
+    members = result.members.values() if result.is_class else ()
+    for each in [result, *(member for member in members if member.is_public)]:
         for section in each.docstring.parse("google") if each.docstring else ():
             if section.kind is not griffe.DocstringSectionKind.examples:
                 values = section.value if isinstance(section.value, list) else [section.value]
@@ -371,10 +371,10 @@ def test_a_default_is_shown_as_its_value(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "with_defaults.py").write_text(MODULE)
     extensions = griffe.load_extensions(Values)
-    found = griffe.load("with_defaults", search_paths=[tmp_path], extensions=extensions)
-    shown = [None if p.default is None else str(p.default) for p in found["f"].parameters]
+    result = griffe.load("with_defaults", search_paths=[tmp_path], extensions=extensions)
+    shown = [None if p.default is None else str(p.default) for p in result["f"].parameters]
     assert shown == [None, "40", "0.125", "'raise'", "2.0 ** 16", "TABLE", "max", "None"]
-    bases = {name: [str(base) for base in found[name].bases] for name in ("Reader", "Wrong")}
+    bases = {name: [str(base) for base in result[name].bases] for name in ("Reader", "Wrong")}
     assert bases == {"Reader": ["precast.Trace"], "Wrong": ["errors.PrecastError"]}
 
 
@@ -390,9 +390,9 @@ def test_every_entry_of_the_navigation_has_a_name_in_chinese() -> None:
 
 @functools.cache
 def _package() -> griffe.Module:
-    found = griffe.load("precast", search_paths=[ROOT / "src"], resolve_aliases=True)
-    assert isinstance(found, griffe.Module)
-    return found
+    result = griffe.load("precast", search_paths=[ROOT / "src"], resolve_aliases=True)
+    assert isinstance(result, griffe.Module)
+    return result
 
 
 def _module(path: Path) -> str:
@@ -407,5 +407,5 @@ def _all(path: Path) -> list[str]:
         for node in ast.parse(path.read_text("utf-8")).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    found: list[str] = ast.literal_eval(names)
-    return found
+    result: list[str] = ast.literal_eval(names)
+    return result

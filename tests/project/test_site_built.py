@@ -36,7 +36,7 @@ def mkdocs(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def settings() -> str:
-    """Those of the project, without its navigation."""
+    """Return the settings of the project, without its navigation."""
     text = (ROOT / "mkdocs.yml").read_text("utf-8")
     text = text[: text.index("\nnav:\n") + 1].replace("tools/site/", f"{ROOT}/tools/site/")
     text = text.replace("paths: [src]", f"paths: [{ROOT}/src]")

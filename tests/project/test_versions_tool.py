@@ -29,16 +29,16 @@ def run(torch: str, **changes: Any) -> Run:
 
 
 def test_the_ends_of_the_supported_range_that_pip_finds() -> None:
-    found = ["2.99.0", "2.15.0", "2.9.1", "2.11.1", "2.11.0", "1.13.1", "2.13.0+cpu"]
-    assert oldest_and_newest(found) == ["2.11.0", "2.15.0"]
+    result = ["2.99.0", "2.15.0", "2.9.1", "2.11.1", "2.11.0", "1.13.1", "2.13.0+cpu"]
+    assert oldest_and_newest(result) == ["2.11.0", "2.15.0"]
     assert oldest_and_newest(["2.9.1", "2.13.0+cpu"]) == ["2.13.0+cpu"]
     with pytest.raises(SystemExit, match="no PyTorch that precast supports"):
         oldest_and_newest(["2.9.1"])
 
 
 def test_what_pip_says_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1\n  INSTALLED: 2.13.0+cpu\n"
-    done = SimpleNamespace(stdout=said, stderr="")
+    message = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1\n  INSTALLED: 2.13.0+cpu\n"
+    done = SimpleNamespace(stdout=message, stderr="")
     monkeypatch.setattr(versions.subprocess, "run", lambda *_, **__: done)
     assert versions.found_by_pip("python") == ["2.15.0", "2.14.1"]
     done.stdout, done.stderr = "", "ERROR: no network"
@@ -90,11 +90,11 @@ def test_any_failure_fails_and_all_is_told(
 ) -> None:
     ends = {"2.10.0": run("2.10.0"), "2.15.0": second}
     assert command("2.10.0", "2.15.0", "--json", ends=ends) == code
-    told = capsys.readouterr()
-    assert [row["torch"] for row in json.loads(told.out)["runs"]] == ["2.10.0", "2.15.0"]
-    assert "torch 2.10.0 (1 of 2): 3 passed, 1 skipped, 0 failed" in told.err
-    written = json.loads((tmp_path / "data" / "versions.json").read_text())["runs"]
-    assert [row["torch"] for row in written] == ["2.10.0", "2.15.0"][: 1 + bool(second.passed)]
+    reports = capsys.readouterr()
+    assert [row["torch"] for row in json.loads(reports.out)["runs"]] == ["2.10.0", "2.15.0"]
+    assert "torch 2.10.0 (1 of 2): 3 passed, 1 skipped, 0 failed" in reports.err
+    contents = json.loads((tmp_path / "data" / "versions.json").read_text())["runs"]
+    assert [row["torch"] for row in contents] == ["2.10.0", "2.15.0"][: 1 + bool(second.passed)]
 
 
 def test_a_run_of_some_tests_is_not_written_down(command: Any, tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What tests share: samples of operations, oracles, comparisons."""
+"""Helpers of the tests: samples of operations, oracles, comparisons."""

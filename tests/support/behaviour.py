@@ -1,4 +1,4 @@
-"""What PyTorch's own autocast does to an operation, found by watching it.
+"""The behaviour of PyTorch's own autocast for an operation, found by watching it.
 
 An operation runs inside a region and once more outside, for each rule, with its arguments cast by
 hand as that rule says. The rules under which the same kernels see the same dtypes are the answer.
@@ -94,8 +94,8 @@ def _still_consistent(rules: set[Rule], name: str, device: str, sample: Sample) 
         if fake is not None:
             sample = map_tensors(lambda t: on_device(t, device), sample)
         with torch_region(device):
-            seen = observe(lambda: op_samples.call(name, sample))
-        return {rule for rule in rules if _explains(rule, name, sample, seen)}
+            records = observe(lambda: op_samples.call(name, sample))
+        return {rule for rule in rules if _explains(rule, name, sample, records)}
 
 
 def _tensors_on(device: str) -> contextlib.AbstractContextManager[object]:
@@ -177,19 +177,19 @@ def _with_dtype(rule: Rule, name: str, sample: Sample) -> tuple[str, Sample] | N
     packet = getattr(torch.ops.aten, operation)
     own = getattr(packet, overload or "default")._schema.arguments
     values = dict(zip((a.name for a in own), sample.args, strict=False)) | sample.kwargs
-    given = {a.name: values.get(a.name, a.default_value) for a in own}
+    inputs = {a.name: values.get(a.name, a.default_value) for a in own}
     first = sample.args[0]
-    if rule is Rule.FP32_SET_DTYPE and "dtype" in given:
-        dtype = torch.float32 if _eligible(first) and given["dtype"] is None else given["dtype"]
-        return name, Sample((), given | {"dtype": dtype})
+    if rule is Rule.FP32_SET_DTYPE and "dtype" in inputs:
+        dtype = torch.float32 if _eligible(first) and inputs["dtype"] is None else inputs["dtype"]
+        return name, Sample((), inputs | {"dtype": dtype})
     if rule is Rule.FP32_APPEND_DTYPE and isinstance(first, Tensor):
-        given |= {"dtype": torch.float32 if _eligible(first) else first.dtype}
+        inputs |= {"dtype": torch.float32 if _eligible(first) else first.dtype}
         longer = (
             other
             for other in packet.overloads()
-            if [a.name for a in getattr(packet, other)._schema.arguments] == list(given)
+            if [a.name for a in getattr(packet, other)._schema.arguments] == list(inputs)
         )
-        return next(((f"{operation}.{other}", Sample((), given)) for other in longer), None)
+        return next(((f"{operation}.{other}", Sample((), inputs)) for other in longer), None)
     return None
 
 

@@ -44,6 +44,6 @@ class Casts:
             self._calls.record_casts()
 
     def alive(self) -> int:
-        """How many of them are not freed."""
+        """The number of copies that are not freed."""
         by_python = sum(cast() is not None for cast in self._made)
         return by_python + (self._calls.recorded_casts()[1] if self._calls else 0)

@@ -90,7 +90,7 @@ def with_rows(count: int) -> dict[str, Any]:
 
 
 def flat() -> dict[str, Any]:
-    """What the shortest run leaves: no step, nothing traced, nothing watched."""
+    """Return the document of the shortest run: no step, nothing traced, nothing watched."""
     made = document(layers=1, steps=0, overflow_at=None)
     return made | {
         "counts": [],

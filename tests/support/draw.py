@@ -53,7 +53,7 @@ SLOW_FILES = frozenset(
         "tuning/test_tuner",
     )
 )
-"""Those that start programs, compile or train: two thirds of the time of all tests."""
+"""Files that start programs, compile or train: two thirds of the time of all tests."""
 
 
 def is_drawn(test: str, seed: int, share: int) -> bool:

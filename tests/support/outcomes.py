@@ -45,9 +45,9 @@ class Outcome:
 
 def floating(sample: Sample) -> list[Tensor]:
     """The floating-point tensors of a call, in order."""
-    found: list[Tensor] = []
-    map_tensors(sample, lambda t: found.append(t) or t if t.is_floating_point() else t)  # type: ignore[func-returns-value]
-    return found
+    result: list[Tensor] = []
+    map_tensors(sample, lambda t: result.append(t) or t if t.is_floating_point() else t)  # type: ignore[func-returns-value]
+    return result
 
 
 def mixtures(sample: Sample) -> Iterator[tuple[torch.dtype, ...]]:
@@ -88,7 +88,7 @@ def outcome(
     dtypes: tuple[torch.dtype, ...],
     run: Callable[[str, Sample], Any] = op_samples.call,
 ) -> Outcome:
-    """What one call gives in a region: its results, then the gradients of its floating arguments."""
+    """Return the results of one call in a region, then the gradients of its floating arguments."""
     fresh = cast(sample, dtypes)
     leaves = floating(fresh)
     for leaf in () if _writes(name) else leaves:
@@ -146,7 +146,7 @@ def same_bits(mine: Tensor, expected: Tensor) -> bool:
 
 @functools.cache
 def _writes(name: str) -> bool:
-    """Whether an operation writes to one of its arguments."""
+    """Return True if an operation writes to one of its arguments."""
     operation, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(torch.ops.aten, operation)
     schema: torch.FunctionSchema = getattr(packet, overload or "default")._schema

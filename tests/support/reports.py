@@ -1,4 +1,4 @@
-"""What the report computes from a document, for documents as they stand in a file: plain dictionaries in and out."""
+"""The computations of a report on documents in a file: plain dictionaries in and out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every attribute of PyTorch's modules and classes is, to find out which ones are replaced.
+"""All attributes of PyTorch's modules and classes, to find those that are replaced.
 
 Invariants:
 
@@ -23,7 +23,7 @@ _ABSENT = object()
 
 
 class TorchAttributes:
-    """Those of all modules of PyTorch that are loaded when this is made, of their classes, and their settings."""
+    """The attributes of all loaded modules of PyTorch and of their classes, and their settings."""
 
     def __init__(self) -> None:
         modules = {
@@ -39,7 +39,7 @@ class TorchAttributes:
         self._before = self._read()
 
     def changed(self) -> set[Key]:
-        """What is another object now, or is new in an owner that was there."""
+        """Yield the attributes that are another object now, or are new in an owner that existed."""
         now = self._read()
         return {
             key
@@ -84,7 +84,7 @@ def _is_compared(value: Any) -> bool:
 
 
 def key_of(owner: str) -> str | None:
-    """How `TorchAttributes` spells an owner of precast's list of patches; None where this PyTorch has none."""
+    """Return the name in `TorchAttributes` of an owner in precast's list of patches; None if this PyTorch has none."""
     try:
         value = pkgutil.resolve_name(owner)
     except AttributeError:

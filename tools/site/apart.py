@@ -29,21 +29,23 @@ _FORKED.set_forkserver_preload(
 )
 
 
-def printed_apart(name: str, root: Path, function: Callable[..., object], *given: object) -> str:
-    """What a function prints.
+def printed_apart(
+    name: str, root: Path, function: Callable[..., object], *arguments: object
+) -> str:
+    """Return the output of a function.
 
     Args:
         name: what to call it where it fails.
         root: the folder in which it runs.
         function: a function of a module.
-        given: its arguments.
+        arguments: its arguments.
 
     Raises:
         PageError: it failed, or did not end.
     """
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        process = _FORKED.Process(target=_call, args=(out, err, root, function, *given))
+        process = _FORKED.Process(target=_call, args=(out, err, root, function, *arguments))
         process.start()
         process.join(_LIMIT)
         if process.exitcode is None:
@@ -57,9 +59,9 @@ def printed_apart(name: str, root: Path, function: Callable[..., object], *given
 
 
 def _call(
-    out: Path, err: Path, root: Path, function: Callable[..., object], *given: object
+    out: Path, err: Path, root: Path, function: Callable[..., object], *arguments: object
 ) -> None:
-    """What runs in the process. File descriptors are replaced, so that what it starts writes there, too."""
+    """Run the function in the process. File descriptors are replaced, so that its child processes write there, too."""
     for path, stream in ((out, sys.stdout), (err, sys.stderr)):
         with path.open("wb") as file:
             os.dup2(file.fileno(), stream.fileno())
@@ -67,4 +69,4 @@ def _call(
     os.environ |= _PLAIN
     os.chdir(root)
     warnings.simplefilter("ignore")
-    function(*given)
+    function(*arguments)

@@ -32,11 +32,14 @@ class _Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value for name, value in attrs if value is not None}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        for name in given.keys() & {"href", "src"}:
-            loaded = (tag, name) in _LOADS and given.get("rel") not in {"canonical", "alternate"}
-            (self.loads if loaded else self.links).append(given[name])
+        attributes = {name: value for name, value in attrs if value is not None}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        for name in attributes.keys() & {"href", "src"}:
+            loaded = (tag, name) in _LOADS and attributes.get("rel") not in {
+                "canonical",
+                "alternate",
+            }
+            (self.loads if loaded else self.links).append(attributes[name])
 
 
 class _Site:
@@ -48,7 +51,7 @@ class _Site:
         return {path: _Page(path) for path in sorted(self.folder.rglob("*.html"))}
 
     def broken(self, page: Path, link: str) -> str | None:
-        """What is wrong with a link, if anything is."""
+        """Return the problem of a link, or None."""
         split = urlsplit(link)
         if split.scheme or split.netloc:
             return None
@@ -68,41 +71,41 @@ class _Site:
 
 def problems(folder: Path) -> list[str]:
     """A line for each thing that is wrong with a built site."""
-    site, found = _Site(folder.resolve()), []
+    site, faults = _Site(folder.resolve()), []
     for path, page in site.pages.items():
         name = path.relative_to(site.folder).as_posix()
         elsewhere = [link for link in page.loads if urlsplit(link).netloc]
-        found += [f"{name}: loads {link} from elsewhere" for link in elsewhere]
-        told = (site.broken(path, link) for link in dict.fromkeys([*page.links, *page.loads]))
-        found += [f"{name}: {problem}" for problem in told if problem]
-    return found + _search_problems(site)
+        faults += [f"{name}: loads {link} from elsewhere" for link in elsewhere]
+        broken = (site.broken(path, link) for link in dict.fromkeys([*page.links, *page.loads]))
+        faults += [f"{name}: {problem}" for problem in broken if problem]
+    return faults + _search_problems(site)
 
 
 def _search_problems(site: _Site) -> list[str]:
-    """What is wrong with the index of the search: languages that are missing, pages that it names twice or in vain."""
+    """Return the problems of the search index: missing languages, and pages that are in it twice or do not exist."""
     entries = json.loads((site.folder / "search" / "search_index.json").read_text("utf-8"))["docs"]
     places = [entry["location"] for entry in entries]
-    found = [f"search: {place} is there twice" for place in _twice(places)]
+    faults = [f"search: {place} is there twice" for place in _twice(places)]
     home = site.folder / "index.html"
-    found += [f"search: {problem}" for p in places if (problem := site.broken(home, p or "."))]
+    faults += [f"search: {problem}" for p in places if (problem := site.broken(home, p or "."))]
     han = [entry for entry in entries if _HAN.search(entry["title"] + entry["text"])]
     if len(han) == len(entries) or not entries:
-        found.append("search: nothing in English")
+        faults.append("search: nothing in English")
     if (site.folder / "zh").is_dir() and not any("\u200b" in entry["text"] for entry in han):
-        found.append("search: nothing in Chinese that is cut into words")
-    return found
+        faults.append("search: nothing in Chinese that is cut into words")
+    return faults
 
 
 def _twice(names: list[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+    earlier: set[str] = set()
+    return [name for name in names if name in earlier or earlier.add(name)]  # type: ignore[func-returns-value]
 
 
 def main(folder: str) -> int:
     """Prints problems; 1 if there are any."""
-    found = problems(Path(folder))
-    print("\n".join(found) or "every link leads somewhere, nothing is loaded from elsewhere")
-    return bool(found)
+    faults = problems(Path(folder))
+    print("\n".join(faults) or "every link leads somewhere, nothing is loaded from elsewhere")
+    return bool(faults)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a page asks the build to put in: HTML comments on lines of their own, found and replaced.
+"""Directives of a page to the build: HTML comments on lines of their own, which are replaced.
 
     <!-- program: 07_softmax.py naive_softmax -->    text of a program, or of one function or class of it
     <!-- output: 08_scaler.py -->                    what it prints; arguments may follow
@@ -37,7 +37,7 @@ class Asked:
 
 
 class PageError(Exception):
-    """What is wrong with a directive or a link; says where it stands once that is known."""
+    """A problem of a directive or a link; its message has the place once that is known."""
 
 
 def asked(text: str) -> Iterator[Asked]:
@@ -64,8 +64,8 @@ def expanded(
                 raise PageError(
                     f"there is no {each.kind!r} to put in; there are {', '.join(KINDS)}"
                 )
-            made = makers[each.kind](each).rstrip("\n").split("\n")
-            lines[each.line - 1] = "\n".join((each.indent + line).rstrip() for line in made)
+            replacement = makers[each.kind](each).rstrip("\n").split("\n")
+            lines[each.line - 1] = "\n".join((each.indent + line).rstrip() for line in replacement)
         except PageError as problem:
             problems.append((each.line, str(problem)))
     return "\n".join(lines), problems

@@ -89,15 +89,15 @@ def _checkerboard(program: Any) -> _Paint:
 
 
 def _formats(program: Any) -> _Paint:
-    found = {_short(dtype): program.measured(dtype) for dtype in reversed(program.FORMATS)}
+    measurements = {_short(dtype): program.measured(dtype) for dtype in reversed(program.FORMATS)}
 
     def paint(figure: Figure, colors: tuple[str, ...]) -> None:
         axes = figure.subplots()
-        for row, limits in enumerate(found.values()):
+        for row, limits in enumerate(measurements.values()):
             edges = [log2(x) for x in (limits.smallest, limits.smallest_normal, limits.largest)]
             axes.barh(row, edges[1] - edges[0], 0.5, edges[0], color=colors[1])
             axes.barh(row, edges[2] - edges[1], 0.5, edges[1], color=colors[0])
-        axes.set_yticks(range(len(found)), list(found))
+        axes.set_yticks(range(len(measurements)), list(measurements))
         axes.set_xticks(range(-150, 151, 50), [f"$2^{{{k}}}$" for k in range(-150, 151, 50)])
         axes.legend(axes.containers[:2], ["subnormal", "normal"], loc="lower right")
         axes.grid(axis="x", linewidth=0.5)

@@ -1,4 +1,4 @@
-"""What MkDocs calls (`hooks` in mkdocs.yml): before it reads the pages, they are made.
+"""Hooks of MkDocs (`hooks` in mkdocs.yml): before it reads the pages, they are made.
 
 Invariant: MkDocs builds once for each language; pages are made once for all of them.
 """

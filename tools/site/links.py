@@ -23,7 +23,7 @@ _RAW = {".json", ".png", ".svg", ".css", ".js"}
 
 
 def place(path: str) -> str:
-    """Where a file of the project stands in the folder that MkDocs reads; both with forward slashes."""
+    """Return the path of a file of the project in the folder that MkDocs reads; both with forward slashes."""
     path = path.replace(".zh-CN.", ".zh.")
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
@@ -37,7 +37,7 @@ def place(path: str) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Whether a file is shown as a page; data and pictures are files beside the pages."""
+    """Return True if a file is shown as a page; data and pictures are files beside the pages."""
     return PurePosixPath(path).suffix not in _RAW
 
 

@@ -168,7 +168,7 @@ class Site:
 
 
 def _settings(name: str) -> str:
-    """What MkDocs reads before a page: how a search treats it."""
+    """Return the metadata of a page for MkDocs: its treatment by the search."""
     if name in _SOUGHT:
         return _FIRST
     return _HIDDEN if name.startswith("files/") else ""
@@ -187,9 +187,9 @@ def _listing(name: str, folder: Path) -> str:
     return "\n".join([f"# {name}\n", *(f"- [{file}]({file})" for file in files)]) + "\n"
 
 
-def _words(each: Asked, least: int, most: int, wanted: str) -> tuple[str, ...]:
+def _words(each: Asked, least: int, most: int, usage: str) -> tuple[str, ...]:
     if not least <= len(each.words) <= most:
-        raise PageError(f"`{each.kind}:` is followed by {wanted}; here by {' '.join(each.words)!r}")
+        raise PageError(f"`{each.kind}:` is followed by {usage}; here by {' '.join(each.words)!r}")
     return each.words
 
 

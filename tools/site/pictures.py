@@ -22,7 +22,7 @@ _DRAWINGS = Path(__file__).with_name("drawings.py")
 
 @dataclass(frozen=True)
 class Picture:
-    """What is said of a picture in each language: instead of it, and below it."""
+    """The texts of a picture in each language: its alternative and its caption."""
 
     alt: dict[str, str]
     caption: dict[str, str]

@@ -68,7 +68,7 @@ class Programs:
         return text.strip("\n") if part is None else _part(text, name, part)
 
     def output(self, call: Call) -> str:
-        """What a call prints; it runs now if `run` did not run it.
+        """Return the output of a call; it runs now if `run` did not run it.
 
         Raises:
             PageError: there is no such program, or it failed.
@@ -108,12 +108,12 @@ class Programs:
     @cached_property
     def _contents(self) -> str:
         """A name for all that what a program prints can depend on."""
-        told = hashlib.sha256(f"{sys.version} {version('torch')}".encode())
+        digest = hashlib.sha256(f"{sys.version} {version('torch')}".encode())
         for folder in (self.folder, self.root / "src", self.root / "lint" / "src"):
             for path in sorted(folder.rglob("*")):
                 if path.suffix in {".py", ".toml"}:
-                    told.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())
-        return told.hexdigest()
+                    digest.update(f"\0{path.relative_to(folder)}\0".encode() + path.read_bytes())
+        return digest.hexdigest()
 
 
 def _run_program(call: Call) -> None:

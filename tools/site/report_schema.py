@@ -32,22 +32,22 @@ _WORDS = {
 
 def sections() -> str:
     """Return a section for each type; the types of its keys follow it."""
-    seen: list[Any] = []
-    _collect(schema.RunDocument, seen)
-    _collect(schema.MergedDocument, seen)
-    return "\n".join(_section(kind) for kind in seen)
+    kinds: list[Any] = []
+    _collect(schema.RunDocument, kinds)
+    _collect(schema.MergedDocument, kinds)
+    return "\n".join(_section(kind) for kind in kinds)
 
 
-def _collect(kind: Any, seen: list[Any]) -> None:
+def _collect(kind: Any, kinds: list[Any]) -> None:
     if dataclasses.is_dataclass(kind):
-        if kind in seen:
+        if kind in kinds:
             return
-        seen.append(kind)
+        kinds.append(kind)
         document: Any = kind
         for key in keys_of(document):
-            _collect(key.type, seen)
+            _collect(key.type, kinds)
     for inner in get_args(kind) if get_origin(kind) is not Literal else ():
-        _collect(inner, seen)
+        _collect(inner, kinds)
 
 
 def _section(kind: Any) -> str:

@@ -41,7 +41,7 @@ CHINESE = {
     Rule.FLOAT8_ROWWISE: "矩阵用 8 位相乘，每行一个缩放系数",
     Rule.FLOAT8_HP_GRAD: "矩阵用 8 位相乘，每行一个缩放系数，权重的梯度用 16 位计算",
 }
-"""What each rule means."""
+"""The meaning of each rule."""
 _WRITING = {"en": "and {} forms with `out=`, or in place", "zh": "以及 {} 个带 `out=` 或原地的形式"}
 _FOLDED = 12  # fewer forms are not worth a click
 _NO_RULE = {"en": "no rule", "zh": "无规则"}
@@ -132,7 +132,7 @@ def _names(keys: list[str], language: str) -> str:
 
 
 def _writes(key: str) -> bool:
-    """Whether an operation changes a tensor it is given; no, where this PyTorch does not have it."""
+    """Return True if an operation changes one of its arguments; False if this PyTorch does not have it."""
     name, _, overload = key.partition(".")
     schema = operator_overloads(name).get("" if overload == "default" else overload)
     return schema is not None and schema.is_mutable

@@ -15,7 +15,7 @@ import precast
 __all__ = ["Values"]
 
 _REQUIRED: Final = "(required)"
-"""What stands where PyTorch's signature has a default and precast needs an argument."""
+"""The default in a signature that PyTorch has and precast does not: the argument is required."""
 _PLAIN: Final = {int, float, str, bool, type(None)}
 
 

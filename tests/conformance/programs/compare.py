@@ -35,7 +35,7 @@ __all__ = ["Report", "compare", "difference", "explain", "repaired", "same", "sh
 
 @dataclass
 class Report:
-    """What a comparison found; reports can be added."""
+    """The result of a comparison; reports can be added."""
 
     programs: int = 0
     steps: int = 0
@@ -62,7 +62,7 @@ def compare(cases: Sequence[Case], systems: Sequence[System]) -> Report:
     registration.unregister()
     theirs = [_run(case, TORCH) for case in cases]
     for system in systems:
-        points = [_points(found, system) for found in theirs]
+        points = [_points(result, system) for result in theirs]
         registration.unregister()
         repaired = _with_repairs(cases, TORCH, points, theirs)
         with system():
@@ -85,8 +85,8 @@ def _with_repairs(
 ) -> list[Found]:
     """The runs with repairs; those that came by no divergence point are the runs `without`."""
     return [
-        _run(case, system, each) if each else found
-        for case, each, found in zip(cases, points, without, strict=True)
+        _run(case, system, each) if each else result
+        for case, each, result in zip(cases, points, without, strict=True)
     ]
 
 
@@ -124,7 +124,7 @@ def _points(found: Found, system: System) -> tuple[str, ...]:
 
 
 def repaired(case: Case, system: System) -> tuple[Found, Found]:
-    """What the system gives and what PyTorch gives, with every divergence point of the list repaired."""
+    """Return the results of the system and of PyTorch, with every divergence point of the list repaired."""
     points = _points(_run_alone(case, TORCH), system)
     return _run_alone(case, system, points), _run_alone(case, TORCH, points)
 
@@ -153,7 +153,7 @@ def difference(ours: Found, theirs: Found) -> str | None:
 
 
 def same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether two lists of results are the same to the bit."""
+    """Return True if two lists of results have the same bits."""
     return not any(_differing(ours, theirs))
 
 
@@ -198,6 +198,6 @@ def _run_alone(case: Case, system: System, points: tuple[str, ...] = ()) -> Foun
 
 
 def _describe(case: Case, system: System) -> str:
-    """What differs: first as it is, then with every divergence point repaired."""
+    """Describe the difference: unchanged, then with every divergence point repaired."""
     plain = difference(_run_alone(case, system), _run_alone(case, TORCH))
     return f"{plain}; with every divergence point repaired: {difference(*repaired(case, system))}"

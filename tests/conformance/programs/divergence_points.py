@@ -64,7 +64,7 @@ def repair_ours(point: str, what: Any, leaves: list[Tensor]) -> None:
 
 
 class DivergencePoints:
-    """What one run comes by; a `with` around each step that computes."""
+    """The divergence points of one run; a `with` around each step that computes."""
 
     def __init__(self, world: World, repairs: Repairs) -> None:
         self.met: set[str] = set()
@@ -90,7 +90,7 @@ class DivergencePoints:
         self._open.append((step, self._entries))
 
     def left(self) -> None:
-        """What began last ends."""
+        """End the region that was entered last."""
         self._open.pop()
 
     def fused(self, weight: Tensor) -> None:
@@ -104,9 +104,9 @@ class DivergencePoints:
     def __exit__(self, *exc_info: object) -> None:
         before, self._leaves = self._leaves, self._fingerprints()
         both = before.keys() & self._leaves.keys()
-        written = {leaf for leaf in both if before[leaf] != self._leaves[leaf]}
-        if written:
-            self.meets("written", written)
+        contents = {leaf for leaf in both if before[leaf] != self._leaves[leaf]}
+        if contents:
+            self.meets("written", contents)
 
     def look_at_dtype(self) -> None:
         """Called before what computes: also before what a checkpoint computes again, in its own region's dtype."""

@@ -44,7 +44,7 @@ UNREPEATABLE = {
     "aten::linalg_lstsq": "a LAPACK routine whose rounding depends on where its memory lies",
     "aten::mkldnn_rnn_layer": "returns a buffer that is scratch memory",
 }
-"""What PyTorch itself does not give twice. Both are compared in tests/engine/test_bitwise.py."""
+"""Operations with another result at each call in PyTorch itself. Both are compared in tests/engine/test_bitwise.py."""
 
 SAMPLED = sorted(
     (op_samples.named() | op_samples.promoted()) - set(op_samples.NOT_ON_CPU) - set(UNREPEATABLE)
@@ -77,23 +77,23 @@ LAST = (
     *(Differentiate(tuple(range(-count, 0)), None, True, False, True) for count in (12, 6, 3)),
     *(Differentiate((place,), None, True, False, True) for place in range(-3, 0)),
 )
-"""How every program ends: what was computed last is differentiated, together (where that can be) and by itself."""
+"""The last steps of every program: its last results are differentiated, together if possible, and one by one."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the programs of one kind are made of."""
+    """The settings of the programs of one kind."""
 
     dtypes: tuple[torch.dtype | None, ...] = LOWER
     """The lower precision of the regions."""
     writes: bool = False
-    """Whether weights change on the way, as programs change them outside of the graph."""
+    """True if weights are changed outside of the graph."""
     torchs: float = 0.5
-    """How many of the regions are PyTorch's own."""
+    """The share of regions of PyTorch."""
     leaks: bool = False
-    """Whether PyTorch's regions may be around precast's, and one object be entered twice."""
+    """True if PyTorch's regions may be around precast's, and one object be entered twice."""
     feedback: bool = True
-    """Whether a result may depend on a gradient.
+    """True if a result may depend on a gradient.
 
     Without, a program also has well-conditioned operations alone, and no write that leaves no trace: how often a
     weight was cast is then seen in gradients alone.
@@ -101,7 +101,7 @@ class Kind:
 
 
 def cases(count: int, seed: int) -> list[Case]:
-    """As many cases of all kinds as `count`, the same ones for the same seed."""
+    """Draw `count` cases of all kinds, the same ones for the same seed."""
     draw = Random(seed)
     return [Case(_Draw(draw, _kind(draw)).program(), draw.randrange(10_000)) for _ in range(count)]
 
@@ -160,7 +160,7 @@ class _Draw:
         return self._draw.choice(options)
 
     def _place(self) -> int:
-        """What is there from the start, what was computed last, or anything."""
+        """Draw one of the first tensors, one of the last results, or any tensor."""
         return self._draw.randint(*self._one([(0, 12), (-6, -1), (0, 60)]))
 
     def _places(self, most: int) -> tuple[int, ...]:

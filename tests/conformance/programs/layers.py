@@ -18,7 +18,7 @@ __all__ = ["LAYERS", "Kind"]
 
 
 class Kind(NamedTuple):
-    """How a module is made, and called on a square."""
+    """The constructor of a module, and its call on a square."""
 
     make: Callable[[], nn.Module]
     call: Callable[[Any, Tensor], Any]

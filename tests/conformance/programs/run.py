@@ -56,14 +56,14 @@ class Found(NamedTuple):
 
 
 class State(NamedTuple):
-    """What PyTorch says is in force."""
+    """Return the autocast state in force by PyTorch's queries."""
 
     devices: tuple[tuple[bool, torch.dtype], ...]
     cache: bool
 
 
 class _InterruptedError(Exception):
-    """What a program raises itself."""
+    """An error that a program raises itself."""
 
 
 def run(
@@ -107,7 +107,7 @@ class _Runner:
         default_factory=list
     )
     depth: int = 0
-    """How many were entered before the function that runs now."""
+    """The number of regions entered before the function that runs now."""
 
     def run(self, program: Program) -> None:
         """All steps; regions that they leave open end with the last one."""
@@ -275,11 +275,11 @@ def _gradients(step: Differentiate, total: Tensor, leaves: list[Tensor], world: 
         inputs = leaves if step.inputs is not None else None
         total.backward(inputs=inputs, retain_graph=retain, create_graph=again)
         return
-    found = torch.autograd.grad(
+    result = torch.autograd.grad(
         total, leaves, retain_graph=retain, create_graph=again, allow_unused=True
     )
-    world.gradients.append(record(found))
-    world.tensors.extend(fold(g) for g in found if g is not None and g.numel() == SIDE * SIDE)
+    world.gradients.append(record(result))
+    world.tensors.extend(fold(g) for g in result if g is not None and g.numel() == SIDE * SIDE)
 
 
 def _write(runner: _Runner, step: Write) -> None:

@@ -1,4 +1,4 @@
-"""What a random program is made of. A program is plain data: its `repr` is the program, to be run again.
+"""The steps of a random program. A program is plain data: its `repr` is the program, to be run again.
 
 Invariants:
 
@@ -76,14 +76,14 @@ class Differentiate:
     inputs: tuple[int, ...] | None
     """The leaves, by their place among the leaves; None is all."""
     accumulate: bool
-    """Whether by `backward`, into `grad`; else they become tensors of the world."""
+    """True: by `backward`, into `grad`. False: gradients become tensors of the world."""
     create_graph: bool
     retain_graph: bool
 
 
 @dataclass(frozen=True)
 class Hook:
-    """What changes a gradient on its way, by its name in `operations.HOOKS`."""
+    """The hook that changes a gradient, by its name in `operations.HOOKS`."""
 
     name: str
     target: int
@@ -102,7 +102,7 @@ class Region:
     """Enters a region."""
 
     torchs: bool
-    """Whether it is `torch.autocast` in a program that otherwise uses precast's."""
+    """True if it is `torch.autocast` in a program that otherwise uses precast's."""
     device: str
     dtype: torch.dtype | None
     enabled: bool
@@ -128,7 +128,7 @@ class Leave:
     """Leaves what was entered last."""
 
     raises: bool = False
-    """Whether because of an exception."""
+    """True if an exception is the reason."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Call:
     region: Region
     body: tuple[Step, ...]
     raises: bool
-    """Whether the function ends with an exception."""
+    """True if the function ends with an exception."""
 
 
 Step = (

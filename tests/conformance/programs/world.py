@@ -43,12 +43,12 @@ class World:
     leaves: list[Tensor]
     modules: dict[str, nn.Module]
     parameters: list[Tensor]
-    """Those of the modules."""
+    """The parameters of the modules."""
     samples: dict[tuple[str, int], Sample]
     weights: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
     """The weights among the arguments of samples: by operation, sample and place."""
     found: list[Any] = field(default_factory=list)
-    """What was computed, in order; the type of an error stands in the place of what raised it."""
+    """The results in order; the type of an error takes the place of the result of the step that raised it."""
     gradients: list[Any] = field(default_factory=list)
     """The same for gradients."""
 
@@ -134,9 +134,9 @@ def fold(tensor: Tensor) -> Tensor:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
-    return [t for t in found if t.is_floating_point() or t.is_complex()]
+    result: list[Tensor] = []
+    map_tensors(value, lambda t: result.append(t) or t)  # type: ignore[func-returns-value]
+    return [t for t in result if t.is_floating_point() or t.is_complex()]
 
 
 def _inner(program: Iterable[Step]) -> Iterable[Step]:
@@ -158,9 +158,9 @@ def _modules(used: list[Step], seed: int) -> dict[str, nn.Module]:
 
 
 def _samples(used: list[Step], seed: int) -> dict[tuple[str, int], Sample]:
-    found = {}
+    result = {}
     for step in used:
         if isinstance(step, Sampled):
-            drawn = op_samples.samples(step.name, seed)
-            found[step.name, step.sample] = drawn[step.sample % len(drawn)]
-    return found
+            draws = op_samples.samples(step.name, seed)
+            result[step.name, step.sample] = draws[step.sample % len(draws)]
+    return result

@@ -64,7 +64,7 @@ def cases(rule: LintRule) -> list[Case]:
     has_fix = rule.fix is not Applicability.NONE
     is_unsafe = rule.fix is Applicability.UNSAFE
     codes = frozenset({rule.code})
-    found = [
+    result = [
         Case(rule, before, after if has_fix else before, 1, None, codes, is_unsafe),
         Case(rule, after, after, 0, None, codes, is_unsafe),
     ]
@@ -77,8 +77,8 @@ def cases(rule: LintRule) -> list[Case]:
         also = codes | set(filter(None, options.get("also", "").split(",")))
         unsafe = is_unsafe or "unsafe" in options
         oldest, severity = options.get("min_torch"), options.get("severity")
-        found.append(Case(rule, before, after, count, oldest, also, unsafe, severity))
-    return found
+        result.append(Case(rule, before, after, count, oldest, also, unsafe, severity))
+    return result
 
 
 ALL = [case for rule in all_rules().values() for case in cases(rule)]

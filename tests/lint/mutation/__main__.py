@@ -24,16 +24,16 @@ def main(seed: int | None, for_each: int, two: bool, code: str | None, missed: i
     """Break correct programs in every way that the catalogue names, and count what is found."""
     counts: dict[str, Counter[bool]] = {}
     for rule in [code] if code else sorted(MUTATORS):
-        found = counts.setdefault(rule, Counter())
+        result = counts.setdefault(rule, Counter())
         for mistake in mistakes(rule, two) if seed is None else sample(rule, seed, for_each):
             is_one = is_found(mistake)
-            found[is_one] += 1
-            if not is_one and found[False] <= missed:
+            result[is_one] += 1
+            if not is_one and result[False] <= missed:
                 click.echo(f"missed: {mistake}")
-        click.echo(f"{rule}: {found[True]} of {found.total()}")
+        click.echo(f"{rule}: {result[True]} of {result.total()}")
     click.echo(table(counts))
-    for program, way, written in () if code else correct(two):
-        for alarm in alarms(written):
+    for program, way, contents in () if code else correct(two):
+        for alarm in alarms(contents):
             click.echo(f"false: {alarm}: in {program}, {' + '.join(way) or 'as it stands'}")
 
 

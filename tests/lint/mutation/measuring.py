@@ -1,4 +1,4 @@
-"""How many mistakes the checker finds: each program with each mistake, as it stands and written differently.
+"""Count the mistakes that the checker finds: each program with each mistake, unchanged and written differently.
 
 Invariants: every mistake is looked for by its own rule alone; what is counted is valid Python; the same seed gives the
 same sample.
@@ -94,18 +94,18 @@ def sample(code: str, seed: int, size: int) -> list[Mistake]:
     """
     chance = random.Random(f"{code} {seed}")
     places = list(_broken(code))
-    drawn: dict[str, Mistake] = {}
+    draws: dict[str, Mistake] = {}
     for _ in range(
         10 * size
     ):  # not every program can be written in every way, and some are drawn again
-        if len(drawn) == size:
+        if len(draws) == size:
             break
         program, mutator, number, module = chance.choice(places)
         way = tuple(chance.sample(sorted(WRAPPERS), chance.choice((0, 1, 1, 2))))
         text = _written(module, way)
         if text is not None:
-            drawn.setdefault(text, Mistake(code, program, mutator, number, way, text))
-    return list(drawn.values())
+            draws.setdefault(text, Mistake(code, program, mutator, number, way, text))
+    return list(draws.values())
 
 
 def correct(two: bool = False) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -113,20 +113,20 @@ def correct(two: bool = False) -> Iterator[tuple[str, tuple[str, ...], str]]:
     for program, text in PROGRAMS.items():
         module = cst.parse_module(text.removeprefix("\n"))
         for way in _ways(two):
-            written = _written(module, way)
-            if written is not None:
-                yield program, way, written
+            contents = _written(module, way)
+            if contents is not None:
+                yield program, way, contents
 
 
 def alarms(text: str, settings: LintSettings | None = None) -> list[str]:
-    """What the rules that are on say about a program."""
+    """Return the findings of the selected rules in a program."""
     settings = settings or LintSettings()
-    found = check(decode(text.encode()), "program.py", settings).findings
-    return [f"{finding.code} {finding.message}" for finding in found]
+    result = check(decode(text.encode()), "program.py", settings).findings
+    return [f"{finding.code} {finding.message}" for finding in result]
 
 
 def is_found(mistake: Mistake) -> bool:
-    """Whether the rule finds its mistake."""
+    """Return True if the rule finds its mistake."""
     return bool(alarms(mistake.text, LintSettings(codes=frozenset({mistake.code}))))
 
 

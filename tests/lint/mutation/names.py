@@ -124,10 +124,10 @@ def old_imports(module: cst.Module) -> Iterator[cst.Module]:
 @mutates("AMP006")
 def old_classes(module: cst.Module) -> Iterator[cst.Module]:
     for line in lines(module):
-        found = made(line)
-        if found is None or "Version" in source(module):
+        result = made(line)
+        if result is None or "Version" in source(module):
             continue
-        name, call = found
+        name, call = result
         if path(call.func) in SCALERS and device(call) == "cuda":
             maker = "torch.cuda.amp.GradScaler"
             again = source(old(call, "make"))

@@ -35,25 +35,25 @@ _CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 def scaler_of(module: cst.Module) -> str | None:
     """The name of the one scaler that is on."""
     for line in lines(module):
-        found = assigned(line)
-        is_one = found and isinstance(found[1], cst.Call) and path(found[1].func) in SCALERS
-        if found and is_one and "Version" not in source(module):
-            return found[0]
+        result = assigned(line)
+        is_one = result and isinstance(result[1], cst.Call) and path(result[1].func) in SCALERS
+        if result and is_one and "Version" not in source(module):
+            return result[0]
     return None
 
 
 def _is(line: Line, scaler: str, name: str) -> bool:
-    found = method(line, name)
-    return found is not None and found[0] == scaler
+    result = method(line, name)
+    return result is not None and result[0] == scaler
 
 
 def _scaled_backward(line: Line, scaler: str) -> cst.Call | None:
     """`scaler.scale(...)` in `scaler.scale(...).backward()`."""
-    found = method(line, "backward")
-    if found is None or not found[0].startswith(f"{scaler}.scale("):
+    result = method(line, "backward")
+    if result is None or not result[0].startswith(f"{scaler}.scale("):
         return None
-    assert isinstance(found[1].func, cst.Attribute)
-    call = found[1].func.value
+    assert isinstance(result[1].func, cst.Attribute)
+    call = result[1].func.value
     return call if isinstance(call, cst.Call) else None
 
 
@@ -81,10 +81,10 @@ def no_scaler(module: cst.Module) -> Iterator[cst.Module]:
         return
     news: dict[cst.CSTNode, list[cst.CSTNode] | cst.CSTNode | None] = {}
     for line in lines(module):
-        found = assigned(line)
+        result = assigned(line)
         scale = _scaled_backward(line, scaler)
         step = method(line, "step")
-        if found and found[0] == scaler:
+        if result and result[0] == scaler:
             news[line] = None
         elif scale is not None:
             news[scale] = scale.args[0].value
@@ -101,10 +101,10 @@ def no_scaler(module: cst.Module) -> Iterator[cst.Module]:
 @mutates("AMP202")
 def scaler_for_bfloat16(module: cst.Module) -> Iterator[cst.Module]:
     scaler = scaler_of(module)
-    found = list(calls(module, *REGIONS))
+    result = list(calls(module, *REGIONS))
     scales = [n for n in nodes(module) if scaler and source(n) == f"{scaler}.scale"]
-    if scales and found:
-        news = {call: with_keyword(call, "dtype", "torch.bfloat16") for call in found}
+    if scales and result:
+        news = {call: with_keyword(call, "dtype", "torch.bfloat16") for call in result}
         yield replaced(module, news)
 
 
@@ -182,8 +182,8 @@ def made_in_loop(module: cst.Module) -> Iterator[cst.Module]:
     scaler = scaler_of(module)
     for block in blocks(module) if scaler else ():
         for line in block:
-            found = assigned(line)
-            if found and found[0] == scaler and isinstance(found[1], cst.Call):
+            result = assigned(line)
+            if result and result[0] == scaler and isinstance(result[1], cst.Call):
                 for loop in _loops(module):
                     has_step = any(_is(inner, scaler or "", "step") for inner in lines(loop))
                     if has_step and "." not in (scaler or ""):
@@ -231,9 +231,9 @@ def scheduler_goes_on(module: cst.Module) -> Iterator[cst.Module]:
         steps = [s for s in loop.body.body if scaler and _is(s, scaler, "update")]
         steppers = [s for s in loop.body.body if scaler and _is(s, scaler, "step")]
         if steps and len(steppers) == 1 and "scheduler" not in source(module):
-            found = method(steppers[0], "step")
-            assert found is not None
-            optimizer = source(found[1].args[0].value)
+            result = method(steppers[0], "step")
+            assert result is not None
+            optimizer = source(result[1].args[0].value)
             owner = "self." if optimizer.startswith("self.") else ""
             made = (
                 f"{owner}scheduler = torch.optim.lr_scheduler.CosineAnnealingLR({optimizer}, 100)\n"

@@ -1,4 +1,4 @@
-"""What is done inside a region and should not be, or behind it (AMP3xx)."""
+"""Mistakes with regions: code inside that belongs outside, or the reverse (AMP3xx)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def backward_inside(module: cst.Module) -> Iterator[cst.Module]:
             for j in range(i + 1, len(block)):
                 if method(block[j], "backward"):
                     more = block[i + 1 : j + 1]
-                    gone = dict.fromkeys(more)
-                    yield replaced(module, {**gone, region: _longer(region, more)})
+                    reference = dict.fromkeys(more)
+                    yield replaced(module, {**reference, region: _longer(region, more)})
 
 
 @mutates("AMP302")
@@ -92,13 +92,13 @@ def loss_outside(module: cst.Module) -> Iterator[cst.Module]:
     for block in blocks(module):
         for _, region in _regions(block):
             last = _body(region)[-1]
-            found = made(last)
-            is_theirs = found is not None and path(found[1].func) in _LOSSES
+            result = made(last)
+            is_theirs = result is not None and path(result[1].func) in _LOSSES
             if is_theirs and len(_body(region)) == 2 and is_torchs:
                 assert isinstance(region.body, cst.IndentedBlock)
                 shorter = region.body.with_changes(body=_body(region)[:-1])
-                for loss in _lowered(module, found[1]):
-                    outside = last.deep_replace(found[1], loss)
+                for loss in _lowered(module, result[1]):
+                    outside = last.deep_replace(result[1], loss)
                     yield replaced(module, {region: [region.with_changes(body=shorter), outside]})
 
 

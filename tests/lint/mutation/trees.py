@@ -122,15 +122,15 @@ def assigned(line: cst.CSTNode) -> tuple[str, cst.BaseExpression] | None:
 
 def made(line: cst.CSTNode) -> tuple[str, cst.Call] | None:
     """The name and the call of `name = call(...)`."""
-    found = assigned(line)
-    return (found[0], found[1]) if found and isinstance(found[1], cst.Call) else None
+    result = assigned(line)
+    return (result[0], result[1]) if result and isinstance(result[1], cst.Call) else None
 
 
 def assignment(module: cst.Module, name: str) -> cst.SimpleStatementLine | None:
     """The first statement that gives a name its value."""
     for line in lines(module):
-        found = assigned(line)
-        if found is not None and found[0] == name:
+        result = assigned(line)
+        if result is not None and result[0] == name:
             return line
     return None
 
@@ -141,20 +141,20 @@ def indented(body: Sequence[cst.CSTNode]) -> cst.IndentedBlock:
 
 
 def is_import(line: cst.CSTNode) -> bool:
-    """Whether a statement imports."""
+    """Return True if a statement imports."""
     return isinstance(line, cst.SimpleStatementLine) and isinstance(
         line.body[0], (cst.Import, cst.ImportFrom)
     )
 
 
 def inside(outer: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether a node is below another, or is it."""
-    return any(found is node for found in nodes(outer))
+    """Return True if a node is another, or below it."""
+    return any(result is node for result in nodes(outer))
 
 
 def names(tree: cst.CSTNode) -> set[str]:
     """All names that are not attributes or keywords."""
-    found: set[str] = set()
+    result: set[str] = set()
 
     class Visitor(cst.CSTVisitor):
         def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -166,10 +166,10 @@ def names(tree: cst.CSTNode) -> set[str]:
             return False
 
         def visit_Name(self, node: cst.Name) -> None:
-            found.add(node.value)
+            result.add(node.value)
 
     tree.visit(Visitor())
-    return found
+    return result
 
 
 class _Replace(cst.CSTTransformer):

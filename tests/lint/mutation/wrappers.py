@@ -54,18 +54,18 @@ def _by_import(
 ) -> cst.Module | None:
     """Dotted names become what an import brings."""
     imported = {n for node in nodes(module) if is_import(node) for n in nodes(node)}
-    found = {
+    result = {
         node: cst.parse_expression(news[name])
         for node in nodes(module)
         if isinstance(node, cst.Attribute) and (name := path(node)) in news and node not in imported
     }
-    if not found or owner not in source(module):
+    if not result or owner not in source(module):
         return None
-    done = replaced(module, found)
+    done = replaced(module, result)
     used = [
         line
         for line in text.splitlines()
-        if any(_brings(line) == source(v).partition(".")[0] for v in found.values())
+        if any(_brings(line) == source(v).partition(".")[0] for v in result.values())
     ]
     return with_imports(done, "\n".join(used) + "\n")
 
@@ -103,12 +103,12 @@ def amp_module(module: cst.Module) -> cst.Module | None:
 @_wraps
 def exported_name(module: cst.Module) -> cst.Module | None:
     """`torch.GradScaler`, which is the same class."""
-    found = {
+    result = {
         node: cst.parse_expression("torch.GradScaler")
         for node in nodes(module)
         if isinstance(node, cst.Attribute) and path(node) == "torch.amp.GradScaler"
     }
-    return replaced(module, found) if found else None
+    return replaced(module, result) if result else None
 
 
 _OTHERS = {
@@ -197,18 +197,18 @@ def _has_definitions(module: cst.Module) -> bool:
 
 
 def _prepared(body: list[cst.CSTNode]) -> tuple[list[cst.CSTNode], list[cst.CSTNode]] | None:
-    """What stands before the first loop, and the rest."""
+    """Return the statements before the first loop, and the others."""
     first = next((i for i, line in enumerate(body) if isinstance(line, cst.For)), None)
     return None if first is None else (body[:first], body[first:])
 
 
 def _bound(body: list[cst.CSTNode]) -> set[str]:
-    found = set()
+    result = set()
     for line in body:
         for node in nodes(line):
             if isinstance(node, cst.AssignTarget):
-                found |= {n.value for n in nodes(node.target) if isinstance(n, cst.Name)}
-    return found
+                result |= {n.value for n in nodes(node.target) if isinstance(n, cst.Name)}
+    return result
 
 
 @_wraps
@@ -252,7 +252,7 @@ def on_self(module: cst.Module) -> cst.Module | None:
 
 @_wraps
 def step_method(module: cst.Module) -> cst.Module | None:
-    """As `on_self`, with the loop's body in a method of its own."""
+    """Do as `on_self`, with the loop's body in another method."""
     done = on_self(module)
     return None if done is None else _loop_body_out(done)
 
@@ -354,12 +354,12 @@ def scale_first(module: cst.Module) -> cst.Module | None:
     """`scaled = scaler.scale(loss)`, then `scaled.backward()`."""
     news: dict[cst.CSTNode, list[cst.CSTNode]] = {}
     for line in lines(module):
-        found = method(line, "backward")
-        if found and ".scale(" in found[0]:
+        result = method(line, "backward")
+        if result and ".scale(" in result[0]:
             call = call_of(line)
             assert call is not None
-            rest = source(call).removeprefix(found[0])
-            news[line] = stmt(f"scaled_loss = {found[0]}\nscaled_loss{rest}\n")
+            rest = source(call).removeprefix(result[0])
+            news[line] = stmt(f"scaled_loss = {result[0]}\nscaled_loss{rest}\n")
     return replaced(module, news) if news else None
 
 
@@ -412,9 +412,9 @@ def prints_scale(module: cst.Module) -> cst.Module | None:
     """`print(scaler.get_scale())` after each update."""
     news: dict[cst.CSTNode, list[cst.CSTNode]] = {}
     for line in lines(module):
-        found = method(line, "update")
-        if found and "scaler" in found[0]:
-            news[line] = [line, *stmt(f'print("scale", {found[0]}.get_scale())\n')]
+        result = method(line, "update")
+        if result and "scaler" in result[0]:
+            news[line] = [line, *stmt(f'print("scale", {result[0]}.get_scale())\n')]
     return replaced(module, news) if news else None
 
 
@@ -423,7 +423,7 @@ def annotated(module: cst.Module) -> cst.Module | None:
     """Names of the module with annotations."""
     news: dict[cst.CSTNode, list[cst.CSTNode]] = {}
     for line in module.body:
-        found = assigned(line)
-        if found and isinstance(found[1], cst.Call) and "GradScaler" in source(found[1].func):
-            news[line] = stmt(f"{found[0]}: {source(found[1].func)} = {source(found[1])}\n")
+        result = assigned(line)
+        if result and isinstance(result[1], cst.Call) and "GradScaler" in source(result[1].func):
+            news[line] = stmt(f"{result[0]}: {source(result[1].func)} = {source(result[1])}\n")
     return replaced(module, news) if news else None
