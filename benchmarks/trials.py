@@ -40,7 +40,7 @@ def overhead(rounds: int = 7) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "train.py")
         program.write_text(_PROGRAM)
-        launcher = Launcher(Path(folder), 1, b"", lambda _plan, _steps: None)
+        launcher = Launcher(Path(folder))
         for number in range(rounds):
             output = subprocess.check_output([sys.executable, str(program)], text=True)
             moments = map(float, output.split())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from precast.running.trial.answer import answer_of
-from precast.running.trial.answer_page import html
+from precast.running.trial.answer_text import page
 from tests.browser.conftest import go, leave, resize
 from tests.running.trial.test_comparison import bfloat16, outcome, result_of
 
@@ -18,11 +18,11 @@ def test_it_loads_in_silence_draws_the_losses_and_fits(
     browser: Any, tmp_path: Path, width: int
 ) -> None:
     result = result_of(bfloat16(outcome(0.05, 1.001)))
-    page = tmp_path / "try.html"
-    page.write_text(html(answer_of(result), result, ["train.py"]), encoding="utf-8")
+    path = tmp_path / "try.html"
+    path.write_text(page(answer_of(result), result, ["train.py"]), encoding="utf-8")
     leave(browser)
     resize(browser, width)
-    go(browser, page)
+    go(browser, path)
     assert browser.get_log("browser") == []
     sample = "return document.querySelectorAll('#losses .scatterlayer .trace').length"
     assert browser.execute_script(sample) == 2

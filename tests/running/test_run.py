@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from precast.running.target import Target
 from precast.running.terminal_summary import said
 
 OLD = '<!doctype html>\n<meta name="generator" content="precast">the old one'
@@ -504,12 +503,9 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
         (("prorgam.py",), "did you mean program.py?"),
         (("program",), "did you mean program.py?"),
         (("folder/none.py",), "there is no script 'folder/none.py' in "),
-        (("package.train", "--lr", "1"), "write `precast run -m package.train --lr 1`"),
-        (("-m", "program.py", "a"), "a file; write `precast run program.py a`"),
-        (("python", "program.py", "a b"), "write `precast run program.py 'a b'`"),
-        (("python3.12", "-m", "package"), "write `precast run -m package`"),
-        (("python", "-u", "program.py"), "write `python -u -m precast run program.py`"),
-        (("torchrun", "program.py"), "`torchrun ... -m precast run SCRIPT`"),
+        (("package.train", "--lr", "1"), "write -m before the name of a module"),
+        (("-m", "program.py", "a"), "a file; leave out -m"),
+        (("python3.12", "program.py", "a b"), "name the script alone"),
         (("--policy", "defualt", "program.py"), "did you mean default?"),
         (("--policy", "bf16", "program.py"), "that is a dtype"),
         (("--policy", "mine.tml", "program.py"), "did you mean mine.toml?"),
@@ -544,7 +540,6 @@ def test_summary_names_the_slower_engine_and_the_remedy(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("program.py", "--lr", "1"), "write `precast run program.py --lr 1`"),
-        (("python", "program.py"), "write `precast run program.py`"),
         (("rnu", "program.py"), "did you mean run"),
         (("xyzzy",), "no command 'xyzzy'"),
     ],
@@ -556,37 +551,6 @@ def test_an_unknown_command_is_answered_with_the_likely_one(
     done = ended(start([RUN[0], *arguments], tmp_path), tmp_path)
     assert (done.code, done.stdout) == (2, "")
     assert message in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "command"),
-    [
-        (("--lr", "1", "--health"), 0, "precast run --health program.py --lr 1"),
-        (("--steps", "3:5"), 0, "precast run --steps 3:5 program.py"),
-        (("--policy=lean", "x"), 0, "precast run --policy=lean program.py x"),
-        (("--json", "a.json"), 0, "precast run --json a.json program.py"),
-        (("--steps", "100"), 2, "precast run --steps 100 program.py"),
-        (("--steps", "100"), 0, None),
-        (("--policy", "greedy"), 0, None),
-        (("--lr", "1"), 2, None),
-    ],
-)
-def test_an_option_of_ours_after_the_script_is_the_scripts_and_gets_a_hint(
-    arguments: tuple[str, ...], code: int, command: str | None
-) -> None:
-    hint = Target("program.py", False, arguments).misplaced_option(is_rejected=code == 2)
-    assert (hint is None) == (command is None)
-    if command is not None and hint is not None:
-        assert "so the script received it" in hint
-        assert hint.endswith(f"write: {command}")
-
-
-def test_the_hint_is_in_the_summary(tmp_path: Path) -> None:
-    write(tmp_path, "import sys; print(sys.argv[1:])")
-    plain, run = both(tmp_path, "program.py", "--health")
-    assert_alike(plain, run)
-    text = " ".join(" ".join(run.ours).split())
-    assert "write: precast run --health program.py" in text
 
 
 @pytest.mark.parametrize("columns", [20, 40, 80, 200, 500])

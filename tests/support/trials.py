@@ -1,6 +1,6 @@
 """Trials of `precast try` in processes that are forked from one that has loaded PyTorch, so that each takes 0.1 s.
 
-Run as a program it is that process: it reads the paths of plans from stdin, forks for each, and prints the exit code.
+Run as a program it is that process: it reads plans from stdin, forks for each, and prints the exit code.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from precast._internal.records import from_json
+from precast._internal.records import as_json, from_json
 from precast.running.trial.answer import TryAnswer, answer_of
 from precast.running.trial.experiment import Experiment, ExperimentResult
 from precast.running.trial.launcher import Launcher
@@ -28,7 +28,7 @@ class ForkedTrials(Launcher):
     """A launcher whose trials are forked from one process."""
 
     def __init__(self, folder: Path, server: subprocess.Popen[str]) -> None:
-        super().__init__(folder, 1, b"", lambda _plan, _steps: None)
+        super().__init__(folder)
         self.server = server
         self.plans: list[TrialPlan] = []
 
@@ -37,7 +37,7 @@ class ForkedTrials(Launcher):
         self._environment(plan)  # makes the folders
         assert self.server.stdin is not None
         assert self.server.stdout is not None
-        self.server.stdin.write(f"{plan.save()}\n")
+        self.server.stdin.write(f"{json.dumps(as_json(plan))}\n")
         self.server.stdin.flush()
         code = int(self.server.stdout.readline())
         events = [json.loads(line) for line in plan.events.read_text().splitlines()]
@@ -68,12 +68,15 @@ def try_program(
     program = work / "program.py"
     program.write_text(textwrap.dedent(text))
     launcher = ForkedTrials(trials, server)
-    ways = {"dtype": "bfloat16", "seeds": 2, "explains": False}
+    explains = options.pop("explains", False)
+    ways = {"dtype": "bfloat16", "seeds": 2}
     ways |= {name: options.pop(name) for name in ways if name in options}
     options = {"steps": 6, "warm_up": 3, "seconds": 900.0, **options}
     plan = TrialPlan(str(program), **options)
+    experiment = Experiment(plan, launcher, **ways)
     with patch("precast.running.trial.experiment._MOST_ROUNDS", 2):
-        result = Experiment(plan, launcher, **ways).run()
+        with nullcontext() if explains else patch.object(experiment, "_find_reasons"):
+            result = experiment.run()
     return answer_of(result), result, launcher
 
 
@@ -97,7 +100,7 @@ def _serve() -> None:
             print(os.waitstatus_to_exitcode(status), flush=True)
             continue
         os.dup2(2, 1)  # what the program prints
-        plan = TrialPlan.load(line.strip())
+        plan = from_json(TrialPlan, json.loads(line))
         import tempfile
 
         tempfile.tempdir = str(Path(plan.folder, "tmp"))

@@ -204,6 +204,18 @@ PATCHES: Final = (
         "precast run",
         "when the program ends, or its report is complete",
     ),
+    Patch(
+        "torch.amp:GradScaler",
+        ("__init__",),
+        "A trial compares a program that has a scaler with the same without one.",
+        *_OF_TRIALS,
+    ),
+    Patch(
+        "torch.utils.data:DataLoader",
+        ("__init__",),
+        "A trial tries whether mixed precision is faster with larger batches.",
+        *_OF_TRIALS,
+    ),
     *(
         Patch(
             owner,

@@ -5,30 +5,32 @@ Invariant: a patch lasts until the process ends, as the process runs one trial a
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from precast._torch.patches import enter_region, exit_region, replace_names, replace_regions
 
 __all__ = [
     "around_backward",
     "change_seeds",
-    "disable_scaler",
+    "disable_scalers",
     "hook_before_others",
+    "instances_of",
+    "multiply_batches",
     "on_region_entry",
     "redirect_files",
 ]
 
-Stop = Callable[[], None]
 
-
-def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> Stop:
+def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> None:
     """Run each backward pass as ``act(run, roots, gradients)``, where ``run(gradients)`` runs it.
 
-    A pass that creates a graph of its own is left as it is. Returns a function that ends it.
+    A pass that creates a graph of its own is left as it is.
     """
     backward = torch.autograd.backward
 
@@ -48,14 +50,15 @@ def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> S
         else:
             act(run, tensors, grad_tensors)
 
-    return replace_names("torch.autograd", backward=wrapper)
+    replace_names("torch.autograd", backward=wrapper)
 
 
-def on_region_entry(listener: Callable[[torch.dtype], bool]) -> Stop:
-    """Call ``listener(dtype)`` before an enabled region of PyTorch's is entered; False from it disables the region.
+def on_region_entry(listener: Callable[[torch.dtype], bool], own: type[Any]) -> None:
+    """Call ``listener(dtype)`` before an enabled region is entered; False from it disables the region.
 
-    Returns a function that ends it. The flag of a region is private (2.13).
+    The flag of PyTorch's regions is private (2.13). `own` is the class of precast's.
     """
+    enter_own = own.__enter__
 
     @wraps(torch.autocast.__enter__)
     def enter(region: Any) -> Any:
@@ -63,12 +66,45 @@ def on_region_entry(listener: Callable[[torch.dtype], bool]) -> Stop:
             region._enabled = False
         return enter_region(region)
 
-    return replace_regions(enter, exit_region)
+    @wraps(enter_own)
+    def enter_of_precast(region: Any) -> Any:
+        if getattr(region, "enabled", False) and not listener(region.fast_dtype):
+            region.enabled = False
+        return enter_own(region)
+
+    replace_regions(enter, exit_region)
+    own.__enter__ = enter_of_precast
 
 
-def disable_scaler(scaler: Any) -> None:
-    """Make a gradient scaler of PyTorch's do nothing, as one that was created with ``enabled=False`` (2.13)."""
-    scaler._enabled = False
+def disable_scalers(own: type[torch.amp.GradScaler]) -> None:
+    """Create each gradient scaler of PyTorch's, and of the class of precast's, as with ``enabled=False``."""
+    classes: list[Any] = [torch.amp.GradScaler, own]
+    for scaler_class in classes:
+        plain = scaler_class.__init__
+
+        def create(self: Any, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
+            plain(self, *args[:5], **{**kwargs, "enabled": False})
+
+        scaler_class.__init__ = wraps(plain)(create)
+
+
+def instances_of(kind: type[Any]) -> list[Any]:
+    """Return the objects of a class that exist."""
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def multiply_batches(factor: int) -> None:
+    """Multiply the batch size of new data loaders."""
+    plain = DataLoader.__init__
+
+    @wraps(plain)
+    def create(
+        self: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **more: Any
+    ) -> None:
+        is_plain = batch_size is not None and more.get("batch_sampler") is None
+        plain(self, dataset, factor * (batch_size or 0) if is_plain else batch_size, *args, **more)
+
+    DataLoader.__init__ = create  # type: ignore[method-assign]
 
 
 def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -78,31 +114,28 @@ def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]
     hooks.move_to_end(handle.id, last=False)
 
 
-def change_seeds(change: Callable[[int], int]) -> Stop:
-    """Pass the seeds that the program sets through `change`; return a function that ends that."""
+def change_seeds(change: Callable[[int], int]) -> None:
+    """Pass the seeds that the program sets through `change`."""
     plain = torch.manual_seed
 
     @wraps(plain)
     def manual_seed(seed: Any) -> torch.Generator:
         return plain(change(int(seed)))
 
-    stops = [replace_names(owner, manual_seed=manual_seed) for owner in ("torch", "torch.random")]
-    return lambda: [stop() for stop in stops][-1]
+    for owner in ("torch", "torch.random"):
+        replace_names(owner, manual_seed=manual_seed)
 
 
-def redirect_files(for_writing: Callable[[Any], Any], for_reading: Callable[[Any], Any]) -> Stop:
-    """Pass the files of `torch.save` and `torch.load` through functions: PyTorch opens paths in C++.
-
-    Returns a function that ends it.
-    """
+def redirect_files(place: Callable[[Any, Any], Any]) -> None:
+    """Replace the paths of `torch.save` and `torch.load`, which PyTorch opens in C++, by ``place(use, path)``."""
     save, load = torch.save, torch.load
 
     @wraps(save)
     def save_elsewhere(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        save(obj, for_writing(f), *args, **kwargs)
+        save(obj, place("replace", f), *args, **kwargs)
 
     @wraps(load)
     def load_from_there(f: Any, *args: Any, **kwargs: Any) -> Any:
-        return load(for_reading(f), *args, **kwargs)
+        return load(place("read", f), *args, **kwargs)
 
-    return replace_names("torch", save=save_elsewhere, load=load_from_there)
+    replace_names("torch", save=save_elsewhere, load=load_from_there)

@@ -6,6 +6,7 @@ stdout and progress to stderr, so `--json` prints one object and nothing else. `
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -101,12 +102,9 @@ def _suggestion(args: list[str], group: click.Group, ctx: click.Context) -> str:
     """Return the end of an error about an unknown command: the likely one, or how to run a script."""
     import difflib
 
-    from precast.running.target import command_for
-
     name = args[0]
-    is_python = Path(name).name.startswith("python")
-    if name.endswith(".py") or Path(name).is_file() or is_python:
-        return f"; to run a script, write `{command_for(*args)}`"
+    if name.endswith(".py") or Path(name).is_file():
+        return f"; to run a script, write `{shlex.join(['precast', 'run', *args])}`"
     near = difflib.get_close_matches(name, group.list_commands(ctx), n=2)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 

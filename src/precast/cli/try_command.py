@@ -7,8 +7,10 @@ trials.
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,15 +26,20 @@ if TYPE_CHECKING:
 
 __all__ = ["try_"]
 
-_UNSEEN = re.compile(
-    r"^\s*(?:import|from)\s+(h5py|lmdb|pyarrow|sqlite3|subprocess|tables|zarr)\b", re.MULTILINE
-)
+_IMPORT = re.compile(r"^\s*(?:import|from)\s+([\w.]+)", re.MULTILINE)
+_UNSEEN = {"h5py", "lmdb", "pyarrow", "sqlite3", "subprocess", "tables", "zarr"}
 _CODES = {
     "use": ExitCode.YES,
     "failed": ExitCode.NO,
     "keep": ExitCode.KEEP,
     "undecided": ExitCode.UNDECIDED,
 }
+
+
+def _function(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not all(value.partition(":")):
+        raise click.BadParameter(f"expected MODULE:NAME, as in train:train_step, got {value!r}")
+    return value
 
 
 @click.command(
@@ -81,6 +88,7 @@ _CODES = {
     "--step",
     "step_function",
     metavar="MODULE:NAME",
+    callback=_function,
     help="A function each of whose calls is a step, where no optimizer and no model is seen.",
 )
 @click.option("--allow-writes", is_flag=True, help="Let the trials write files as the script does.")
@@ -126,10 +134,11 @@ def try_(
     """
     from precast.running.target import Target
     from precast.running.trial.answer import answer_of
+    from precast.running.trial.answer_text import page as page_of
+    from precast.running.trial.answer_text import render
     from precast.running.trial.experiment import Experiment
-    from precast.running.trial.launcher import Launcher, ending_with_the_command
+    from precast.running.trial.launcher import Launcher
     from precast.running.trial.plan import TrialPlan
-    from precast.running.trial.terminal_answer import render
 
     if program is None:
         raise click.UsageError("expected a script, as in `precast try train.py`")
@@ -143,14 +152,12 @@ def try_(
         if error := atomic_write.refusal(page, "--report"):
             raise click.UsageError(error)
     target = Target(program, is_module, arguments)
+    if target.is_stdin:
+        raise click.UsageError("a script on stdin cannot run several times; name a file.")
     try:
         target.check()
     except ValueError as error:
         raise click.UsageError(str(error).replace("precast run", "precast try")) from error
-    if step_function is not None and not all(step_function.partition(":")):
-        raise click.UsageError(
-            f"--step: expected MODULE:NAME, as in train:train_step, got {step_function!r}"
-        )
     plan = TrialPlan(
         program,
         is_module,
@@ -161,20 +168,14 @@ def try_(
         step_function=step_function,
         allows_writes=allow_writes,
     )
-    unseen = [] if is_module or allow_writes else _unseen_writers(program)
-    if unseen:
-        click.echo(
-            f"precast: the script imports {', '.join(unseen)}: files that these write are not withheld",
-            err=True,
-        )
-    stdin = sys.stdin.buffer.read() if target.is_stdin else b""
-    with tempfile.TemporaryDirectory(prefix="precast-try-") as folder, ending_with_the_command():
-        launcher = Launcher(Path(folder), nproc, stdin, _Progress())
+    if not allow_writes:
+        _name_unseen_writers(program, is_module)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # trials end with this process
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="precast-try-") as folder:
+        launcher = Launcher(Path(folder), nproc, _Progress())
         result = Experiment(plan, launcher, dtype=dtype, seeds=seeds).run()
     answer = answer_of(result)
-    output = next((o.output for o in result.base.outcomes if o.ended == "error"), "")
-    if output:
-        click.echo(output, err=True)
     if as_json:
         import json
 
@@ -184,20 +185,29 @@ def try_(
         if prints_patch:
             click.echo(answer.edit.patch, nl=False)
     if page is not None:
-        from precast.running.trial.answer_page import html
-
-        atomic_write.replace_own(page, html(answer, result, target.command).encode())
+        atomic_write.replace_own(page, page_of(answer, result, target.command).encode())
         click.echo(f"written: {page}", err=True)
     sys.exit(_CODES[answer.verdict])
 
 
-def _unseen_writers(program: str) -> list[str]:
-    """Return the modules that a script imports and that write files without Python's functions."""
-    try:
-        text = Path(program).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return []
-    return sorted(set(_UNSEEN.findall(text)))
+def _name_unseen_writers(program: str, is_module: bool) -> None:
+    """Print the imported modules that write files without Python's functions.
+
+    The files of the script, and of the modules beside it that it imports, are read without running them.
+    """
+    base = Path(*program.split(".")) if is_module else Path(program)
+    files = [base.with_suffix(".py"), base / "__main__.py"] if is_module else [base]
+    folder, names = Path() if is_module else base.parent, set()
+    for file in files:  # grows meanwhile
+        with suppress(OSError, UnicodeDecodeError):
+            for name in _IMPORT.findall(file.read_text(encoding="utf-8")):
+                names.add(name.partition(".")[0])
+                beside = folder.joinpath(*name.split("."))
+                new = (beside.with_suffix(".py"), beside / "__init__.py")
+                files += [each for each in new if each.is_file() and each not in files]
+    if writers := ", ".join(sorted(names & _UNSEEN)):
+        text = f"precast: the script imports {writers}: files that these write are not withheld"
+        click.echo(text, err=True)
 
 
 class _Progress:

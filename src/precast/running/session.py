@@ -66,9 +66,7 @@ class Session:
         self._source_check = SourceCheck()
         self._listen: Callable[[], None] = lambda: None
         self._began = time.perf_counter()
-        self._folder = (
-            Path.cwd()
-        )  # messages have paths relative to it; the program may change the folder
+        self._folder = Path.cwd()  # messages have paths relative to it; the program may change it
 
     def run(self) -> None:
         """Run the program. Return if it ended by itself.
@@ -103,61 +101,43 @@ class Session:
         try:
             with self._isolation.ours():
                 document = self._document(status)
-                self._check_source(document)
-                where = _write(document, self.files, self._folder)
-                slower = () if self._observer is None else _slower_engine()
-                _say(
-                    summary(
-                        document,
-                        [
-                            *self._hints(status),
-                            *slower,
-                            *where,
-                            *self._recorded(),
-                            *self._try(document),
-                        ],
+                if self._observer is not None and not self._watcher.is_dying:
+                    document.findings += self._source_check.findings(
+                        document.findings, lambda: self._watcher.is_dying
                     )
-                )
+                where = _write(document, self.files, self._folder)
+                _say(summary(document, [*self._hints(status), *where, *self._commands(document)]))
                 if self.opens and status.how != "interrupted":
                     _open(self.files)
         except BaseException as error:  # nothing that fails here is the program's failure
             _say(said(f"there is no report: {type(error).__name__}: {error}"))
 
-    def _check_source(self, document: RunDocument) -> None:
-        """Add the findings of precast-lint on the program's files, unless the process has to end at once."""
-        if self._observer is None or self._watcher.is_dying:
-            return
-        document.findings += self._source_check.findings(
-            document.findings, lambda: self._watcher.is_dying
-        )
-
     def _hints(self, status: ExitStatus) -> Iterator[str]:
-        option = self.target.misplaced_option(is_rejected=status.code == 2)
-        if option:
-            yield option
-        if self._observer is not None and status.how == "exception":
-            from precast.running.dtype_error import advice_on
+        """Yield sentences on the error that ended the program, and on the slower engine with its remedy."""
+        if self._observer is None:
+            return
+        from precast.diagnostics.hardware.engine_report import engine_here
+        from precast.running.dtype_error import advice_on
 
-            advice = advice_on(sys.last_value)
-            if advice:
-                yield advice
+        if status.how == "exception" and (advice := advice_on(sys.last_value)):
+            yield advice
+        engine = engine_here()
+        if engine.reason:
+            remedy = f". For the faster native engine: {engine.remedy}" if engine.remedy else ""
+            yield f"regions ran on the slower reference engine, as {engine.reason}{remedy}"
 
-    def _try(self, document: RunDocument) -> Iterator[str]:
-        """Yield the command that measures mixed precision, for a run in which none was seen."""
+    def _commands(self, document: RunDocument) -> Iterator[str]:
+        """Yield commands to continue with: that compares the recording, and that measures mixed precision."""
         from precast.report.evidence import ran_lower, rules_ran
 
+        if self._observer is not None and self._observer.recording is not None:
+            path = _shown(self._observer.recording.path, self._folder)
+            yield f"recorded: {path}. To compare it with another run: precast compare {path} OTHER"
         run = document.run
         is_float32 = ran_lower(document) == "no" and not rules_ran(document)
         if run.steps and run.ended == "ended" and is_float32 and not self.target.is_stdin:
             command = shlex.join(["precast", "try", *self.target.command])
             yield f"To see what mixed precision would bring: {command}"
-
-    def _recorded(self) -> list[str]:
-        if self._observer is None or self._observer.recording is None:
-            return []
-        path = self._observer.recording.path
-        shown = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
-        return [f"recorded: {shown}. To compare it with another run: precast compare {shown} OTHER"]
 
     def _document(self, status: ExitStatus) -> RunDocument:
         from precast.report import blank
@@ -173,15 +153,9 @@ class Session:
         return document
 
 
-def _slower_engine() -> list[str]:
-    """Return a sentence on the reference engine, if this process ran on it, and on the command that replaces it."""
-    from precast.diagnostics.hardware.engine_report import engine_here
-
-    engine = engine_here()
-    if not engine.reason:
-        return []
-    remedy = f". For the faster native engine: {engine.remedy}" if engine.remedy else ""
-    return [f"regions ran on the slower reference engine, as {engine.reason}{remedy}"]
+def _shown(path: Path, folder: Path) -> Path:
+    """Return a path relative to a folder, if it is below that."""
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
 
 
 def _write(document: RunDocument, files: OutputFiles, folder: Path) -> list[str]:
@@ -200,8 +174,7 @@ def _write_to(document: RunDocument, files: OutputFiles, folder: Path) -> list[s
     saved = _save(document, files.own_json, files.own_report)
     if files.rank.of > 1:
         saved += _merge(files)
-    shown = (path.relative_to(folder) if path.is_relative_to(folder) else path for path in saved)
-    return ["written: " + ", ".join(map(str, shown))]
+    return ["written: " + ", ".join(str(_shown(path, folder)) for path in saved)]
 
 
 def _merge(files: OutputFiles) -> list[Path]:
@@ -231,10 +204,10 @@ def _save(document: Any, json: Path | None, page: Path | None) -> list[Path]:
 def _open(files: OutputFiles) -> None:
     """Show the page, in one of several processes."""
     page = files.report
-    if page is None or files.rank.number not in {None, 0}:
-        return
     import webbrowser
 
+    if page is None or files.rank.number not in {None, 0}:
+        return
     if not (page.exists() and webbrowser.open(page.as_uri())):
         _say(said(f"no browser was found to open {page}"))
 

@@ -10,7 +10,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -34,21 +34,18 @@ _DELIBERATE: Final = 0.05
 """A limit of at least this share of the scale is taken for one that the program has multiplied by the scale."""
 _MOST_LINES: Final = 64
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _guarded(
-    method: Callable[Concatenate[StepOrder, P], R],
-) -> Callable[Concatenate[StepOrder, P], R | None]:
-    """Have a method of the watcher count its exceptions and return None, instead of raising in the program."""
+def _guarded(method: _Method) -> _Method:
+    """Have one thread at a time run a method, which counts its exceptions and returns None then."""
+    locked = synchronized(method)
 
     @functools.wraps(method)
-    def counting(self: StepOrder, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        act = functools.partial(method, self, *args, **kwargs)
-        return self.failures.call_unseen(method.__name__.strip("_"), act)
+    def counting(self: StepOrder, *args: Any) -> Any:
+        return self.failures.call_unseen(method.__name__.strip("_"), locked, self, *args)
 
-    return counting
+    return cast(_Method, counting)
 
 
 @dataclass
@@ -122,22 +119,18 @@ class StepOrder:
     @synchronized
     def findings(self) -> list[Finding]:
         """Return a finding for each line with a mistake."""
-        clippings = self._clippings.items()
-        return [
-            *(_clipping_finding(place, line) for place, line in clippings if line.is_mistake),
-            *(_backward_finding(place, line) for place, line in self._backwards.items()),
-        ]
+        mistakes = [(SCALED_CLIPPING, *x) for x in self._clippings.items() if x[1].is_mistake]
+        mistakes += [(BACKWARD_IN_REGION, *each) for each in self._backwards.items()]
+        return [_finding(*each) for each in mistakes]
 
     # --- `events.ScalerListener` ---
 
     @_guarded
-    @synchronized
     def on_scale(self, scaler: Any) -> None:
         """Record that a loss was multiplied by the scale."""
         self._of(scaler).is_scaled = True
 
     @_guarded
-    @synchronized
     def on_unscale(self, scaler: Any, optimizer: Optimizer) -> None:
         """Check the clipping of gradients that are about to be divided by the scale, or used by a step."""
         iteration = self._of(scaler)
@@ -154,7 +147,6 @@ class StepOrder:
                 self._report(scaler, clipping)
 
     @_guarded
-    @synchronized
     def on_update(self, scaler: Any) -> None:
         """Discard the iteration that has ended."""
         self._iterations.pop(scaler, None)
@@ -162,7 +154,6 @@ class StepOrder:
     # --- calls of the program ---
 
     @_guarded
-    @synchronized
     def _backward(self, roots: object, gradients: object) -> None:  # noqa: ARG002 -- as `on_backward` calls it
         for iteration in self._iterations.values():
             iteration.has_backward = iteration.is_scaled
@@ -185,12 +176,10 @@ class StepOrder:
         return run((each for each in members) if is_generator else members)
 
     @_guarded
-    @synchronized
     def _with_backward(self) -> list[_Iteration]:
         return [each for each in self._iterations.values() if each.has_backward]
 
     @_guarded
-    @synchronized
     def _add_clipping(
         self, iterations: list[_Iteration], function: str, members: list[Any], limit: Any
     ) -> None:
@@ -226,33 +215,21 @@ def _line_of(lines: dict[str, _Line], place: str) -> _Line | None:
     return lines.setdefault(place, _Line())
 
 
-def _clipping_finding(place: str, line: _Line) -> Finding:
+def _finding(kind: str, place: str, line: _Line) -> Finding:
+    if kind == SCALED_CLIPPING:
+        state = f"still multiplied by the loss scale ({line.scale:g})"
+        what = f"`{line.function}` clipped gradients that were {state}"
+        acts_as = f"{line.limit / line.scale:.2g}"
+        advice = cures.UNSCALE_BEFORE_CLIPPING(limit=f"{line.limit:g}", acts_as=acts_as)
+    else:
+        what, advice = "Backward ran inside an autocast region", cures.BACKWARD_OUTSIDE()
+    where = place.partition(" in ")[0]
     return Finding(
-        kind=SCALED_CLIPPING,
-        title=(
-            f"`{line.function}` clipped gradients that were still multiplied by the loss scale ({line.scale:g}), in "
-            f"{plural(line.steps, 'step')}, at `{place.partition(' in ')[0]}`"
-        ),
+        kind=kind,
+        title=f"{what}, in {plural(line.steps, 'step')}, at `{where}`",
         cost=FindingCost(),
-        suggestion=cures.UNSCALE_BEFORE_CLIPPING(
-            limit=f"{line.limit:g}", acts_as=f"{line.limit / line.scale:.2g}"
-        ),
+        suggestion=advice,
         policy=None,
         where=FindingLocation(source=place),
-        severity="error",
-    )
-
-
-def _backward_finding(place: str, line: _Line) -> Finding:
-    return Finding(
-        kind=BACKWARD_IN_REGION,
-        title=(
-            f"Backward ran inside an autocast region, in {plural(line.steps, 'step')}, at "
-            f"`{place.partition(' in ')[0]}`"
-        ),
-        cost=FindingCost(),
-        suggestion=cures.BACKWARD_OUTSIDE(),
-        policy=None,
-        where=FindingLocation(source=place),
-        severity="warning",
+        severity="error" if kind == SCALED_CLIPPING else "warning",
     )

@@ -8,36 +8,20 @@ for it there. Nothing here imports torch.
 from __future__ import annotations
 
 import builtins
-import difflib
-import itertools
 import os
-import re
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import BuiltinImporter, SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
 from pkgutil import get_importer
 from runpy import _run_module_as_main  # type: ignore[attr-defined]
 from types import CodeType, ModuleType
-from typing import Any, Final
+from typing import Any
 
-__all__ = ["Target", "command_for"]
+from precast.policy.values import nearest
 
-_PYTHON: Final = re.compile(r"(python|pypy)[0-9.]*(\.exe)?", re.IGNORECASE)
-_LAUNCHERS: Final = {
-    "accelerate": "accelerate launch -m precast run SCRIPT",
-    "torchrun": "torchrun ... -m precast run SCRIPT",
-}
-_OPTIONS: Final = {
-    "--health": None,
-    "--open": None,
-    "--steps": re.compile(r"\d+:\d+"),
-    "--policy": re.compile(r"(torch|default|lean)(@[\d.]+)?|.*\.toml"),
-    "--report": re.compile(r".*\.html?"),
-    "--json": re.compile(r".*\.json"),
-}
-"""Options of `precast run`, with patterns of their values."""
+__all__ = ["Target"]
 
 
 @dataclass(frozen=True)
@@ -58,55 +42,20 @@ class Target:
         """Check that the script exists. A module is looked up when it runs, as that can run code.
 
         Raises:
-            ValueError: there is no such script; the message suggests a command.
+            ValueError: there is no such script.
         """
         exists = os.path.exists(self.name)
         if self.is_module and exists and self.name.endswith(".py"):
-            command = command_for(self.name, *self.arguments)
-            raise ValueError(f"-m expects a module, and {self.name} is a file; write `{command}`")
-        if not (self.is_module or self.is_stdin or exists):
-            raise ValueError(f"there is no script {self.name!r}{self._suggestion()}")
-
-    def _suggestion(self) -> str:
-        """Return the end of an error about a script that does not exist."""
-        program = os.path.basename(self.name)
-        if _PYTHON.fullmatch(program):
-            command = command_for(self.name, *self.arguments)
-            return f"; `precast run` starts Python itself: write `{command}`"
-        if program in _LAUNCHERS:
-            return f"; start precast in each process instead: `{_LAUNCHERS[program]}`"
-        near = _near(self.name)
-        if near:
-            return f"; did you mean {' or '.join(near)}?"
-        parts = self.name.split(".")
-        if self.name.endswith(".py") or not all(map(str.isidentifier, parts)):
-            return f" in {os.path.abspath(os.path.dirname(self.name))}"
-        return f"; to run a module, write `{command_for('-m', self.name, *self.arguments)}`"
-
-    def misplaced_option(self, *, is_rejected: bool) -> str | None:
-        """Return a sentence on an option of `precast run` that stands after the script's name; else None.
-
-        Args:
-            is_rejected: the script ended with the exit code of an unknown option. Otherwise only an option whose value
-                fits `precast run` counts, as the script may have an option of the same name.
-        """
-        for position, argument in enumerate(self.arguments):
-            name, equals, value = argument.partition("=")
-            following = self.arguments[position + 1 : position + 2]
-            value = value if equals else "".join(following)
-            if name not in _OPTIONS:
-                continue
-            pattern = _OPTIONS[name]
-            if pattern is not None and not is_rejected and not pattern.fullmatch(value):
-                continue
-            words = [argument] if equals or pattern is None else [argument, *following]
-            rest = (*self.arguments[:position], *self.arguments[position + len(words) :])
-            program = ["-m", self.name] if self.is_module else [self.name]
-            return (
-                f"{name} stands after {self.name}, so the script received it; for precast, write: "
-                f"{command_for(*words, *program, *rest)}"
-            )
-        return None
+            raise ValueError(f"-m expects a module, and {self.name} is a file; leave out -m")
+        if self.is_module or self.is_stdin or exists:
+            return
+        file, hint = Path(self.name), "; name the script alone, as it starts Python itself"
+        if not file.name.startswith("python"):
+            scripts = [str(each) for each in file.parent.glob("*.py")]
+            hint = f" in {file.parent.absolute()}{nearest(self.name, scripts)}"
+            if file.suffix != ".py" and "." in self.name:
+                hint = "; write -m before the name of a module"
+        raise ValueError(f"there is no script {self.name!r}{hint}")
 
     @property
     def is_stdin(self) -> bool:
@@ -141,36 +90,6 @@ class Target:
             # The source is compiled here: `get_code` would leave a compiled copy of the script beside it.
             code = loader.get_code("__main__") if is_bytecode else loader.get_data(path)
             _run(code, loader, path)
-
-
-def command_for(*words: str) -> str:
-    """Return the `precast run` command for the words of a `python` command; "python" itself may be left out."""
-    if words and _PYTHON.fullmatch(os.path.basename(words[0])):
-        python, *words_after = words
-        options = [*itertools.takewhile(_is_option_of_python, words_after)]
-        words = tuple(words_after[len(options) :])
-        if options:
-            return shlex.join([python, *options, "-m", "precast", "run", *(words or ("SCRIPT",))])
-    return shlex.join(["precast", "run", *(words or ("SCRIPT",))])
-
-
-def _is_option_of_python(word: str) -> bool:
-    return word.startswith("-") and word not in {"-", "-m"}
-
-
-def _near(name: str) -> list[str]:
-    """Return scripts and modules whose paths resemble `name`."""
-    folder, file = os.path.split(name)
-    module = name.replace(".", os.sep)
-    if os.sep not in name and (os.path.isfile(f"{module}.py") or os.path.isdir(module)):
-        return [shlex.join(["precast", "run", "-m", name])] if "." in name else [f"{name}.py"]
-    try:
-        entries = os.listdir(folder or os.curdir)
-    except OSError:
-        return []
-    scripts = [entry.removesuffix(".py") for entry in entries if entry.endswith(".py")]
-    near = difflib.get_close_matches(file.removesuffix(".py"), scripts, n=2)
-    return [os.path.join(folder, f"{script}.py") for script in near]
 
 
 def _first_in_path(folder: str, starts: Callable[[], None]) -> None:

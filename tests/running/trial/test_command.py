@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from precast.cli.try_command import _name_unseen_writers
 from precast.running.trial.experiment import Experiment
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialPlan
@@ -48,7 +49,9 @@ def start(folder: Path, *arguments: str, program: str = PROGRAM) -> subprocess.P
 
 def test_json_is_all_that_is_printed_on_stdout(tmp_path: Path) -> None:
     process = start(
-        tmp_path, "--json", "--steps", "3", "--dtype", "bfloat16", "train.py", "--lr", "1"
+        tmp_path,
+        *("--json", "--steps", "3", "--dtype", "bfloat16", "--seconds", "900"),
+        *("train.py", "--lr", "1"),
     )
     stdout, stderr = process.communicate(timeout=600)
     data = json.loads(stdout)
@@ -100,6 +103,19 @@ def test_wrong_usage_runs_nothing(tmp_path: Path) -> None:
         assert message in " ".join(stderr.split())
 
 
+def test_libraries_that_write_by_other_means_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("from package.data import read\n")
+    (tmp_path / "package" / "data.py").write_text("import h5py\nfrom sqlite3 import connect\n")
+    (tmp_path / "train.py").write_text("import torch, package.data\nimport package.data\n")
+    for program, is_module in [("package", True), ("train.py", False)]:
+        _name_unseen_writers(program, is_module)
+        assert "imports h5py, sqlite3: files that these write" in capsys.readouterr().err
+
+
 def test_a_program_that_catches_everything_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +126,7 @@ def test_a_program_that_catches_everything_is_ended(
             "    optimizer.step()", "    try:\n        optimizer.step()\n    except:\n        pass"
         )
     )
-    launcher = Launcher(tmp_path / "trials", 1, b"", lambda _plan, _steps: None)
+    launcher = Launcher(tmp_path / "trials")
     launcher.folder.mkdir()
     plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
     result = Experiment(plan, launcher, dtype="bfloat16").run()
@@ -147,10 +163,10 @@ def test_processes_of_torchrun_are_one_trial(
         (tmp_path / folder).mkdir()
     program = tmp_path / "work" / "train.py"
     program.write_text(DDP)
-    launcher = Launcher(tmp_path / "trials", 2, b"", lambda _plan, _steps: None)
+    launcher = Launcher(tmp_path / "trials", 2)
     plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
     monkeypatch.chdir(program.parent)
-    result = Experiment(plan, launcher, dtype="bfloat16", seeds=0, explains=False).run()
+    result = Experiment(plan, launcher, dtype="bfloat16", seeds=0).run()
     [comparison] = result.comparisons()
     assert [len(each.seconds) for each in result.base.outcomes] == [4]
     assert comparison.is_equal

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from precast.running.trial.answer import answer_of
+from precast.running.trial.answer_text import page, render
 from precast.running.trial.comparison import TrialSetting, compare
 from precast.running.trial.experiment import ExperimentResult
 from precast.running.trial.plan import TrialOutcome, TrialPlan
-from precast.running.trial.terminal_answer import render
 
 WARM_UP = 2
 
@@ -34,7 +34,7 @@ def outcome(
 def result_of(*settings: TrialSetting, others: tuple[TrialOutcome, ...] = ()) -> ExperimentResult:
     base = TrialSetting("float32 (as is)", "float32", {}, [outcome(), outcome()])
     plan = TrialPlan("train.py", steps=10, warm_up=WARM_UP)
-    return ExperimentResult(plan, base, list(settings), list(others), is_repeatable=True)
+    return ExperimentResult(plan, base, list(settings), list(others))
 
 
 def bfloat16(*outcomes: TrialOutcome) -> TrialSetting:
@@ -158,13 +158,11 @@ def test_a_table_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.Mo
 
 def test_the_page_shows_the_answer_and_escapes_the_program() -> None:
     pytest.importorskip("plotly")
-    from precast.running.trial.answer_page import html
-
     result = result_of(bfloat16(outcome(0.05, 1.001, withheld=["/a/<b>.pt"])))
     answer = answer_of(result)
-    page = html(answer, result, ["train.py", "<script>"])
-    assert page.startswith("<!doctype html>")
-    assert f"<h1>{answer.sentence}</h1>" in page
-    assert "&lt;script&gt;" in page
-    assert "<code>/a/&lt;b&gt;.pt</code>" in page
-    assert "<td>1.001 (equal within noise)</td>" in page
+    text = page(answer, result, ["train.py", "<script>"])
+    assert text.startswith("<!doctype html>")
+    assert f"<h1>{answer.sentence}</h1>" in text
+    assert "&lt;script&gt;" in text
+    assert "<code>/a/&lt;b&gt;.pt</code>" in text
+    assert "<td>1.001 (equal within noise)</td>" in text

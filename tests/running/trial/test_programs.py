@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.trials import try_program
+from precast.running.trial.plan import TrialPlan
+from tests.support.trials import ForkedTrials, try_program
 
 Server = subprocess.Popen[str]
 
@@ -280,7 +281,7 @@ def test_a_program_is_measured(name: str, tmp_path: Path, server: Server) -> Non
     [comparison] = result.comparisons()
     assert comparison.setting.error is None
     assert [o.ended for o in result.base.outcomes] == ["steps"] * len(result.base.outcomes)
-    assert result.is_repeatable
+    assert result.is_repeatable or "Hogwild" in name  # whose processes race
     assert len(result.first.seconds) == 9
     assert result.first.peak_memory
     assert comparison.is_equal, (comparison, result.base.outcomes[0].losses)
@@ -295,6 +296,7 @@ def test_inference_is_measured_by_calls(tmp_path: Path, server: Server) -> None:
     answer, result, _ = try_program(tmp_path, server, text)
     [comparison] = result.comparisons()
     assert not result.first.trains
+    assert "the mean of its outputs was that of float32" in answer.sentence
     assert len(result.first.seconds) == 9
     assert comparison.is_equal
     assert answer.verdict in {"use", "keep", "undecided"}
@@ -326,7 +328,7 @@ ANSWERS = {
         HEAD
         + "import time\n"
         + LOOP.replace("    optimizer.z", "    time.sleep(0.05)\n    optimizer.z"),
-        "use|keep|undecided: of a step in float32 pass before the model is called, in the input pipeline",
+        "use|keep|undecided: of a step in float32 pass before the model is called, which mixed precision",
     ),
     "fails at step 12": (
         HEAD
@@ -419,6 +421,7 @@ for _ in range(50):
     answer, result, launcher = try_program(tmp_path, server, text)
     rows = answer.to_dict(result)["settings"]
     assert [row["name"] for row in rows] == ["float32 (regions off)", "float16 + scaler (as is)"]
+    assert all(row["loss"] for row in rows)
     assert not any(o.region_dtypes == [] for o in result.settings[0].outcomes)
     assert {plan.disables for plan in launcher.plans} == {True, False}
     assert result.comparisons()[0].is_equal
@@ -481,7 +484,19 @@ for _ in range(100):
 """
 
 
-@pytest.mark.parametrize(("factor", "is_equal"), [(1.1, False), (1.002, True)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_program_that_both_dtypes_break_keeps_float32(
+    dtype: str, tmp_path: Path, server: Server
+) -> None:
+    text = HEAD + PLANT.replace("FACTOR", "float('nan')").replace(
+        "torch.bfloat16", f"torch.{dtype}"
+    )
+    answer, result, _ = try_program(tmp_path, server, text, dtype=dtype)
+    assert answer.verdict == "keep"
+    assert answer.to_dict(result)["settings"][1]["loss_equal"] is False
+
+
+@pytest.mark.parametrize(("factor", "is_equal"), [(1.025, False), (1.002, True)])
 def test_a_loss_that_differs_is_told_from_rounding(
     factor: float, is_equal: bool, tmp_path: Path, server: Server
 ) -> None:
@@ -495,6 +510,16 @@ def test_a_loss_that_differs_is_told_from_rounding(
     assert comparison.is_equal is is_equal
     assert len(result.others) == (0 if is_equal else 2)
     assert comparison.noise == (None if is_equal else 0.0)
+
+
+def test_the_batches_of_loaders_are_multiplied(tmp_path: Path, server: Server) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(DIGITS.replace("range(9)", "range(1)"))
+    for factor, steps in [(1, 8), (4, 2)]:
+        folder = tmp_path / str(factor)
+        folder.mkdir()
+        plan = TrialPlan(str(program), folder=str(folder), batch_factor=factor)
+        assert len(ForkedTrials(tmp_path, server).run(plan, 600).seconds) == steps
 
 
 def test_a_checkpoint_is_read_again_and_leaves_no_file(tmp_path: Path, server: Server) -> None:

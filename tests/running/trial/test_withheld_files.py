@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 PROGRAM = """
-import glob, io, json, os, pathlib, pickle, shutil, tempfile, zipfile
+import bz2, glob, io, json, os, pathlib, pickle, shutil, tempfile, zipfile
 from precast.running.trial.withheld_files import WithheldFiles
 
 os.mkdir("../overlay"); os.mkdir("../tmp"); tempfile.tempdir = os.path.abspath("../tmp")
@@ -53,6 +53,9 @@ with zipfile.ZipFile("a.zip", "w") as archive:
     archive.writestr("x", "y")
 assert zipfile.ZipFile("a.zip").read("x") == b"y"
 pickle.dump(1, open("a.pickle", "wb"))
+with bz2.open("a.bz2", "wb") as file:  # a module that took `open` by name
+    file.write(b"z")
+assert bz2.open("a.bz2").read() == b"z"
 handle = os.open("b.txt", os.O_CREAT | os.O_WRONLY)
 os.write(handle, b"b"); os.close(handle)
 assert pathlib.Path("b.txt").stat().st_size == 1

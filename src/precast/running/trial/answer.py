@@ -23,17 +23,10 @@ _FUNCTION = "a function each of whose calls is a step: `--step MODULE:NAME`."
 
 @dataclass
 class TryAnswer:
-    """The answer.
-
-    Attributes:
-        verdict: "use": a setting is better; "keep": none is; "undecided"; "failed": the program failed in float32.
-        sentence: the answer in one or two sentences.
-        reasons: sentences on the reasons, and on what to know about the trials.
-        chosen: the name of the better setting.
-        edit: the lines to add to the program.
-    """
+    """The answer in a sentence, with reasons; if a setting is better, its name and the lines to add."""
 
     verdict: Literal["use", "keep", "undecided", "failed"]
+    """"use": a setting is better; "keep": none is; "failed": the program failed in float32."""
     sentence: str
     reasons: list[str] = field(default_factory=list)
     chosen: str | None = None
@@ -42,7 +35,7 @@ class TryAnswer:
     def to_dict(self, result: ExperimentResult) -> dict[str, Any]:
         """Return plain values for JSON."""
         return {
-            "settings": [_row(each) for each in rows_of(result)],
+            "settings": [_row(each, result.plan.warm_up) for each in rows_of(result)],
             "verdict": "undecided" if self.verdict == "failed" else self.verdict,
             "chosen": self.chosen,
             "reasons": [self.sentence, *self.reasons],
@@ -58,11 +51,16 @@ def rows_of(result: ExperimentResult) -> list[Comparison]:
 
 def answer_of(result: ExperimentResult) -> TryAnswer:
     """Return the answer that the trials give."""
-    failure = _failure(result)
-    if failure is not None:
-        return failure
-    comparisons, steps = result.comparisons(), plural(_steps(result), "step")
-    reasons = [*dict.fromkeys([*result.reasons, *_notes(result)])]
+    if result.base.error is not None:
+        after = plural(len(result.first.seconds), "step")
+        text = sentence(f"The script failed in float32, after {after}: {result.base.error}")
+        return TryAnswer("failed", text)
+    if not result.first.seconds:
+        return TryAnswer("undecided", f"Undecided: {_missing_steps(result)}")
+    settings = [result.base, *result.settings]
+    count = min((each.steps for each in settings if each.steps and not each.error), default=0)
+    steps = plural(count - unmeasured(count, result.plan.warm_up), "step")
+    comparisons, reasons = result.comparisons(), [*result.reasons, *_notes(result)]
     better = [each for each in comparisons if each.is_better]
     if better:
         best = max(better, key=_preference)
@@ -85,44 +83,29 @@ def _preference(comparison: Comparison) -> float:
 
 def _remedy(result: ExperimentResult) -> str:
     """Return a sentence on how to decide what the trials left open."""
-    if result.base.loss() is None:
+    if result.base.loss is None:
         return "No loss of float32 was seen or it was not finite, so compare the results of the script yourself."
     time = result.seconds_needed or 2 * result.plan.seconds
     return f"`--seconds {10 * round(time / 10 + 0.5)}` may be enough."
 
 
-def _steps(result: ExperimentResult) -> int:
-    """Return the number of measured steps."""
-    settings = [result.base, *result.settings]
-    steps = min((each.steps for each in settings if each.steps and not each.error), default=0)
-    return steps - unmeasured(steps, result.plan.warm_up)
-
-
-def _failure(result: ExperimentResult) -> TryAnswer | None:
-    """Return the answer where float32 gave nothing to compare with."""
-    first = result.first
-    if result.base.error is not None:
-        after = f"The script failed in float32, after {plural(len(first.seconds), 'step')}"
-        return TryAnswer("failed", sentence(f"{after}: {result.base.error}"))
-    if first.seconds:
-        return None
+def _missing_steps(result: ExperimentResult) -> str:
+    """Return the reason for which no step was seen."""
+    first, seconds = result.first, result.plan.seconds
     if first.started_processes:
-        text = (
+        return (
             "the script starts processes of its own, and no step ran in the process that `precast try` started. "
             "Start it with `--nproc N`, or name the script that the processes run."
         )
-    elif first.ended == "itself":
+    if first.ended == "itself":
         rest = "" if first.trains else " and no model was called"
-        text = (
+        return (
             f"the script ended, and no step was seen: no optimizer stepped{rest}. Name {_FUNCTION}"
         )
-    else:
-        seconds = result.plan.seconds
-        text = (
-            f"no step ended in the time for the first trial, of {duration(seconds)} for all. Give more with "
-            f"`--seconds {round(4 * seconds)}`, or name {_FUNCTION}"
-        )
-    return TryAnswer("undecided", f"Undecided: {text}")
+    return (
+        f"no step ended in the time for the first trial, of {duration(seconds)} for all. Give more with "
+        f"`--seconds {round(4 * seconds)}`, or name {_FUNCTION}"
+    )
 
 
 def _effect(comparison: Comparison) -> str:
@@ -132,35 +115,37 @@ def _effect(comparison: Comparison) -> str:
         return f"{setting.name} failed ({setting.error.rstrip('.')})"
     if speedup is None:
         return f"{setting.name} made no measured step"
-    if comparison.speed == "same":
-        speed = "was as fast"
-    elif comparison.speed == "slower":
-        speed = f"took {1 / speedup:.2f} times as long"
-    else:
-        noise = " (within the noise)" if comparison.speed == "unclear" else ""
-        speed = f"was {speedup:.2f} times as fast{noise}"
+    speed = {
+        "same": "was as fast",
+        "slower": f"took {1 / speedup:.2f} times as long",
+        "faster": f"was {speedup:.2f} times as fast",
+        "unclear": f"was {speedup:.2f} times as fast (within the noise)",
+    }[comparison.speed]
     memory = comparison.memory
-    if memory is None or abs(memory - 1) < 0.05:
-        return f"{setting.name} {speed}"
-    return f"{setting.name} {speed} and needed {memory:.2f} of the memory"
+    needs = (
+        ""
+        if memory is None or abs(memory - 1) < 0.05
+        else f" and needed {memory:.2f} of the memory"
+    )
+    return f"{setting.name} {speed}{needs}"
 
 
 def _learning(comparison: Comparison) -> str:
     """Return "its loss was that of float32"."""
-    setting, difference = comparison.setting, comparison.difference
+    setting, difference, noise = comparison.setting, comparison.difference, comparison.noise or 0.0
+    loss = "its loss" if setting.first.trains else "the mean of its outputs"
     if setting.error:
-        return "its loss is not known"
+        return f"{loss} is not known"
     if comparison.is_equal:
-        return "its loss was that of float32"
-    if difference is None:
-        if comparison.is_equal is None:
-            return "its loss could not be compared"
-        skips = setting.skipped
-        return f"it skipped {plural(skips, 'step')}" if skips else "its loss was not finite"
+        return f"{loss} was that of float32"
+    if difference is not None:
+        more = f"more than with other seeds ({noise:.1%})"
+        more = "which may be noise" if comparison.is_equal is None else more
+        return f"{loss} differed by {difference:.1%}, {more}"
     if comparison.is_equal is None:
-        return f"its loss differed by {difference:.1%}, which may be noise"
-    noise = comparison.noise or 0.0
-    return f"its loss differed by {difference:.1%}, more than with other seeds ({noise:.1%})"
+        return f"{loss} could not be compared"
+    skips = setting.first.skipped
+    return f"it skipped {plural(skips, 'step')}" if skips else f"{loss} was not finite"
 
 
 def _notes(result: ExperimentResult) -> Iterator[str]:
@@ -176,27 +161,28 @@ def _notes(result: ExperimentResult) -> Iterator[str]:
             f"The script stores parameters in {joined(first.stored_dtypes)}; no trial changes that, so the row of "
             "float32 is not in float32 alone."
         )
-    for each in result.settings:
-        speed = first.speeds.get(each.dtype)
+    for dtype in dict.fromkeys(each.dtype for each in result.settings):
+        speed = first.speeds.get(dtype)
         if speed is not None and speed < 1:
             yield (
-                f"This processor emulates {each.dtype}: it multiplies matrices at {speed:.2g} times its speed in "
+                f"This processor emulates {dtype}: it multiplies matrices at {speed:.2g} times its speed in "
                 "float32. A processor or a GPU with instructions for it gives another answer."
             )
 
 
-def _row(comparison: Comparison) -> dict[str, Any]:
+def _row(comparison: Comparison, warm_up: int) -> dict[str, Any]:
     setting = comparison.setting
+    seconds, spread = setting.seconds(warm_up) or (None, None)
     return {
         "name": setting.name,
         "dtype": setting.dtype,
-        "seconds_per_step": comparison.seconds,
-        "spread": comparison.spread,
+        "seconds_per_step": seconds,
+        "spread": spread,
         "speedup": comparison.speedup,
         "peak_memory_bytes": setting.peak_memory,
-        "loss": setting.loss(),
+        "loss": setting.loss,
         "loss_equal": comparison.learns,
-        "skipped_steps": setting.skipped,
-        "nonfinite_steps": setting.nonfinite,
+        "skipped_steps": setting.first.skipped,
+        "nonfinite_steps": len(setting.first.nonfinite),
         "error": setting.error,
     }

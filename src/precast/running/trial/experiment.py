@@ -15,13 +15,14 @@ from typing import Final
 from precast.running.trial.comparison import Comparison, TrialSetting, compare, unmeasured
 from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialOutcome, TrialPlan
-from precast.running.trial.program_edit import ProgramEdit, edit_of
-from precast.running.trial.remedies_tried import (
+from precast.running.trial.program_edit import edit_of
+from precast.running.trial.reasons import (
+    LARGER,
     cure_of,
     first_difference,
     reasons_for_speed,
     variants_of,
-    waiting_reasons,
+    waiting,
 )
 
 __all__ = ["Experiment", "ExperimentResult"]
@@ -37,38 +38,36 @@ _EMULATED: Final = 0.5
 
 @dataclass
 class ExperimentResult:
-    """The trials of a program.
-
-    Attributes:
-        plan: the plan without the changes of a setting; its time is that for all trials.
-        base: float32.
-        settings: mixed precision in each dtype, or the program's own.
-        others: trials of float32 with other seeds.
-        is_repeatable: the first loss of float32 is the same to the bit in each trial; None if that was not tried.
-        seconds_needed: the time with which the trials that are missing could be made.
-        has_own_precision: the program has regions or a scaler.
-        reasons: sentences on why a setting is not better.
-    """
+    """The trials of a program. The time of the plan is that for all trials."""
 
     plan: TrialPlan
     base: TrialSetting
+    """Float32."""
     settings: list[TrialSetting] = field(default_factory=list)
+    """Mixed precision in each dtype, or the program's own."""
     others: list[TrialOutcome] = field(default_factory=list)
-    is_repeatable: bool | None = None
+    """Trials of float32 with other seeds."""
     seconds_needed: float | None = None
+    """The time with which the trials that are missing could be made."""
     has_own_precision: bool = False
     reasons: list[str] = field(default_factory=list)
 
     @property
     def first(self) -> TrialOutcome:
         """The first trial: the program as it is."""
-        own = self.settings[0] if self.has_own_precision else self.base
-        return own.outcomes[0]
+        return (self.settings[0] if self.has_own_precision else self.base).first
+
+    @property
+    def is_repeatable(self) -> bool | None:
+        """True if the first loss of float32 is the same to the bit in each trial; None if that was not tried."""
+        losses = ([x for x in each.losses if x is not None] for each in self.base.outcomes)
+        firsts = [each[0] for each in losses if each]
+        return None if len(firsts) < 2 else len(set(firsts)) == 1
 
     @property
     def withheld(self) -> list[str]:
         """The files that the program wrote, and that went to a temporary folder."""
-        outcomes = [each for setting in [self.base, *self.settings] for each in setting.outcomes]
+        outcomes = (each for x in [self.base, *self.settings] for each in x.outcomes)
         return sorted({path for outcome in outcomes for path in outcome.withheld})
 
     def comparisons(self) -> list[Comparison]:
@@ -77,27 +76,12 @@ class ExperimentResult:
 
 
 class Experiment:
-    """Runs the trials of a program.
-
-    Args:
-        plan: the program, and the time for all trials.
-        launcher: starts the processes.
-        dtype: "bfloat16", "float16" or "auto".
-        seeds: the number of other seeds for float32.
-        explains: examine settings that are not better, and try remedies.
-    """
+    """Runs the trials of a program, with a number of other seeds for float32."""
 
     def __init__(
-        self,
-        plan: TrialPlan,
-        launcher: Launcher,
-        *,
-        dtype: str = "auto",
-        seeds: int = 3,
-        explains: bool = True,
+        self, plan: TrialPlan, launcher: Launcher, *, dtype: str = "auto", seeds: int = 3
     ) -> None:
-        self._plan, self._launcher = plan, launcher
-        self._dtype, self._seeds, self._explains = dtype, seeds, explains
+        self._plan, self._launcher, self._dtype, self._seeds = plan, launcher, dtype, seeds
         self._end = time.monotonic() + plan.seconds
         self._trials = 0
         self._steps = plan.steps
@@ -110,36 +94,35 @@ class Experiment:
     def run(self) -> ExperimentResult:
         """Run the trials."""
         result = self._result
-        first = self._trial(result.base)
-        if first is not None and first.ended != "error" and first.seconds:
-            if first.ended == "time":  # the other trials make as many steps
-                self._steps = max(1, len(first.seconds) - self._plan.warm_up)
-            self._compare(first)
+        self._trial(result.base)
+        if result.first.ended != "error" and result.first.seconds:
+            if result.first.ended == "time":  # the other trials make as many steps
+                self._steps = max(1, len(result.first.seconds) - self._plan.warm_up)
+            self._compare()
         if self._missing:
             result.seconds_needed = self._plan.seconds + 1.2 * self._missing
         return result
 
-    def _compare(self, first: TrialOutcome) -> None:
+    def _compare(self) -> None:
         """Run the trials after the first one."""
         result = self._result
-        result.settings = self._settings(first)
+        result.settings = self._settings(result.first)
         for _ in range(_ROUNDS):
             self._round(result.settings)
-        result.is_repeatable = self._is_repeatable()
         self._try_seeds()
+        comparisons = result.comparisons()
         while len(result.base.outcomes) < _MOST_ROUNDS:
-            comparisons, before = result.comparisons(), self._trials
-            unclear = [each.setting for each in comparisons if each.is_open]
+            unclear, before = [each.setting for each in comparisons if each.is_open], self._trials
             if unclear and not any(each.is_better for each in comparisons):
                 self._round(unclear)
+            comparisons = result.comparisons()
             if self._trials == before:
                 break
-        comparisons = result.comparisons()
-        is_better = any(each.is_better for each in comparisons)
         if not any(each.speed == "faster" for each in comparisons):
             steps = unmeasured(result.base.steps, self._plan.warm_up)
-            result.reasons += waiting_reasons(result.base, steps)
-        if self._explains and first.trains and not (is_better or result.has_own_precision):
+            result.reasons += waiting(result.base.first, steps)
+        is_better = any(each.is_better for each in comparisons)
+        if result.first.trains and not (is_better or result.has_own_precision):
             self._find_reasons()
 
     def _settings(self, first: TrialOutcome) -> list[TrialSetting]:
@@ -161,9 +144,8 @@ class Experiment:
         """Return the setting of a dtype: the program with the lines added where it is plain enough for a patch."""
         edit = edit_of(self._result.first, dtype, self._plan.policy)
         changes = {"dtype": dtype} if edit.path is None else {"sources": {edit.path: edit.text}}
-        return TrialSetting(
-            f"{dtype} + scaler" if dtype == "float16" else dtype, dtype, changes, edit=edit
-        )
+        name = f"{dtype} + scaler" if dtype == "float16" else dtype
+        return TrialSetting(name, dtype, changes, edit=edit)
 
     def _round(self, settings: list[TrialSetting]) -> None:
         """Run one trial of float32, and of each setting that has as few and still matters."""
@@ -179,18 +161,13 @@ class Experiment:
             if not (each.error or len(each.outcomes) > rounds or each.name in hopeless):
                 self._trial(each)
 
-    def _is_repeatable(self) -> bool | None:
-        outcomes = self._result.base.outcomes
-        firsts = [next((x for x in each.losses if x is not None), None) for each in outcomes]
-        return None if len(firsts) < 2 or firsts[0] is None else len(set(firsts)) == 1
-
     def _try_seeds(self) -> None:
         """Run float32 with other seeds, if the loss of a setting differs from that of float32."""
         result = self._result
         if all(x.learns is not None or x.difference is None for x in result.comparisons()):
             return
         for seed in range(1, self._seeds + 1):
-            changes = {**result.base.changes, "seed": seed, "is_reseeded": True}
+            changes = {**result.base.changes, "seed": seed}
             setting = TrialSetting(result.base.name, "float32", changes)
             if self._trial(setting) is not None and setting.error is None:
                 result.others += setting.outcomes
@@ -199,9 +176,8 @@ class Experiment:
 
     def _find_reasons(self) -> None:
         """Examine the settings that are not better, and try remedies."""
-        result = self._result
-        is_waiting = bool(result.reasons)
-        for comparison in result.comparisons():
+        is_waiting = bool(self._result.reasons)
+        for comparison in self._result.comparisons():
             if comparison.setting.error is None and comparison.learns is False:
                 self._cure(comparison.setting)
             elif comparison.speed in {"slower", "same"} and not is_waiting:
@@ -211,9 +187,27 @@ class Experiment:
         """Say why a setting is not faster, and try what may make it faster."""
         setting = comparison.setting
         examined = self._examine(setting) if (comparison.speedup or 1) > _EMULATED else None
-        if examined is not None:
-            self._result.reasons += reasons_for_speed(setting, examined)
-            self._try_all(variants_of(setting, examined))
+        if examined is not None and examined.shares:
+            self._result.reasons += reasons_for_speed(setting, examined.shares)
+            self._try_all(variants_of(setting, examined.shares))
+            if examined.has_loader:
+                self._enlarge_batches(setting)
+
+    def _enlarge_batches(self, setting: TrialSetting) -> None:
+        """Compare a setting with float32 on larger batches, and say so if it is faster there."""
+        base, larger = (
+            TrialSetting(f"{each.name}, batches x {LARGER}", each.dtype, changes)
+            for each in (self._result.base, setting)
+            for changes in [{**each.changes, "batch_factor": LARGER}]
+        )
+        for each in (base, larger) * _ROUNDS:
+            self._trial(each)
+        comparison = compare(larger, base, self._plan.warm_up)
+        if comparison.speed == "faster" and larger.error is None:
+            self._result.reasons.append(
+                f"With batches {LARGER} times as large {setting.name} was {comparison.speedup:.2f} times as fast as "
+                "float32 with these. Larger batches may need another learning rate."
+            )
 
     def _cure(self, setting: TrialSetting) -> None:
         """Name the first module whose output is at fault, and run it in float32; bfloat16 in place of float16."""
@@ -221,8 +215,7 @@ class Experiment:
         float32, mixed = self._examine(result.base), self._examine(setting)
         difference = first_difference(float32, mixed) if float32 and mixed else None
         if difference is not None:
-            module, by = difference
-            how = "is not finite" if by is None else f"differs by {by:.0%}"
+            module, how = difference
             result.reasons.append(
                 f"In {setting.name} the first output that {how} is that of the module `{module}`."
             )
@@ -272,10 +265,10 @@ class Experiment:
         outcome = self._launcher.run(plan, max(remaining, 1.0))
         self._costs[name] = max(time.monotonic() - began, self._costs.get(name, 0.0))
         if outcome.ended == "error" and plan.sources:
-            # The edit does not fit the program after all: its models run in regions without it.
-            setting.changes, setting.edit = (
-                {"dtype": setting.dtype},
-                ProgramEdit(setting.edit.lines),
+            # The patch does not fit the program after all: its models run in regions without it.
+            setting.changes = {"dtype": setting.dtype}
+            setting.edit = edit_of(
+                self._result.first, setting.dtype, self._plan.policy, patches=False
             )
             return self._trial(setting)
         setting.outcomes.append(outcome)

@@ -12,18 +12,16 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from precast._internal.records import from_json
+from precast._internal.records import as_json, from_json
 from precast.running.trial.plan import TrialOutcome, TrialPlan
 
-__all__ = ["Launcher", "ending_with_the_command"]
+__all__ = ["Launcher"]
 
 _POLL: Final = 0.05  # seconds
 _GRACE: Final = 5.0
@@ -44,41 +42,32 @@ _SWITCHES: Final = {
 
 @dataclass
 class Launcher:
-    """Runs trials, one after the other.
-
-    Attributes:
-        folder: a temporary folder for all trials.
-        processes: the number of processes of a trial; with more than one, torchrun starts them.
-        stdin: the bytes that each trial reads from stdin.
-        progress: called with the setting and the number of steps that have ended.
-    """
+    """Runs trials, one after the other."""
 
     folder: Path
-    processes: int
-    stdin: bytes
-    progress: Callable[[TrialPlan, int], None]
+    """A temporary folder for all trials."""
+    processes: int = 1
+    """The processes of a trial. If there are several, torchrun starts them."""
+    progress: Callable[[TrialPlan, int], None] = lambda _plan, _steps: None
+    """Called with the plan and the number of steps that have ended."""
 
     def run(self, plan: TrialPlan, limit: float) -> TrialOutcome:
-        """Run a trial. The output of the first one is passed on to stderr.
-
-        Args:
-            plan: its plan, whose folder exists.
-            limit: the seconds after which its processes are killed.
-        """
-        path = plan.save()
-        launcher = [] if self.processes == 1 else self._torchrun()
-        module = ["-m", "precast.running.trial.process", str(path)]
-        command = [sys.executable, *_flags_of_python(), *launcher, *module]
+        """Run a trial; after `limit` seconds it is killed. The output of one that fails in float32 goes to stderr."""
+        path = Path(plan.folder, "plan.json")
+        path.write_text(json.dumps(as_json(plan)))
+        command = [sys.executable]
+        if self.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={self.processes}"]
+        command += ["-m", "precast.running.trial.process", str(path)]
         log = Path(plan.folder, "output.txt")
-        with tempfile.TemporaryFile() as stdin, open(log, "wb") as file:
-            stdin.write(self.stdin)
-            stdin.seek(0)
+        with open(log, "w+", errors="replace") as file:
             output: Any = sys.stderr if plan.is_first and sys.stderr is sys.__stderr__ else file
             process = subprocess.Popen(
                 command,
-                stdin=stdin,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT if output is file else output,
+                stderr=output,
                 env={**os.environ, **self._environment(plan)},
                 start_new_session=True,
             )
@@ -86,11 +75,9 @@ class Launcher:
                 outcome = self._wait(process, plan, limit)
             finally:
                 _kill(process)
-        outcome.output = "" if output is not file else _tail(log)
+            if outcome.ended == "error" and plan.dtype is None and not plan.sources:
+                print(log.read_text(errors="replace")[-_TAIL:], end="", file=sys.stderr)
         return outcome
-
-    def _torchrun(self) -> list[str]:
-        return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.processes}"]
 
     def _environment(self, plan: TrialPlan) -> dict[str, str]:
         temporary, cache = Path(plan.folder, "tmp"), self.folder / "compiled"
@@ -125,25 +112,10 @@ class Launcher:
                 if code is not None or time.monotonic() > end:
                     break
                 time.sleep(_POLL)
-        finished = [each for each in outcomes if each.ended in {"steps", "time"}]
-        failed = [each for each in outcomes if each.ended == "error"]
-        if outcomes:  # when rank 0 has finished, the others may fail, as they wait for it
-            return (finished or failed or outcomes)[0]
-        if code:
-            return TrialOutcome("error", f"exit code {code}")
-        return TrialOutcome("killed")
-
-
-def _flags_of_python() -> list[str]:
-    """Return the options of this Python for warnings and optimisation."""
-    warnings = [f"-W{option}" for option in sys.warnoptions]
-    return ["-O"] * sys.flags.optimize + warnings
-
-
-def _tail(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        return log.read_text(errors="replace")[-_TAIL:]
-    return ""
+        # When rank 0 has finished, the others may fail, as they wait for it.
+        order = ("steps", "time", "error", "itself", "killed")
+        error = TrialOutcome("error", f"exit code {code}") if code else TrialOutcome("killed")
+        return min(outcomes, key=lambda each: order.index(each.ended), default=error)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -155,19 +127,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-@contextmanager
-def ending_with_the_command() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into an exception, so that trials are killed before this process ends."""
-
-    def end(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = [signal.SIGTERM, signal.SIGHUP]
-    previous = [signal.signal(number, end) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, previous, strict=True):
-            signal.signal(number, handler)

@@ -5,12 +5,9 @@ Invariant: nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
-
-from precast._internal.records import as_json, from_json
 
 __all__ = ["TrialEnd", "TrialEnding", "TrialOutcome", "TrialPlan"]
 
@@ -21,16 +18,15 @@ class TrialEnd(BaseException):
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """The settings of one trial. Those of the command come first."""
+    """The settings of one trial. Those of the command come first, then those of the trial."""
 
     program: str
     is_module: bool = False
     arguments: list[str] = field(default_factory=list)
     policy: str = "torch"
     steps: int = 30
-    """The number of measured steps."""
+    """The number of measured steps, which follow those of `warm_up`."""
     warm_up: int = 5
-    """The number of steps before the measured ones."""
     seconds: float = 180.0
     """The time after the first step at which the trial ends with the current step."""
     step_function: str | None = None
@@ -38,7 +34,6 @@ class TrialPlan:
     allows_writes: bool = False
 
     name: str = ""
-    """The name of the setting that is measured."""
     folder: str = ""
     """An empty folder of this trial: events, the files that the program writes, temporary files."""
     dtype: str | None = None
@@ -46,11 +41,11 @@ class TrialPlan:
     disables: bool = False
     """Disable the program's own regions and scalers."""
     seed: int = 0
-    is_reseeded: bool = False
-    """Add `seed` to each seed that the program sets."""
+    """The seed; another than 0 is also added to each seed that the program sets."""
     float32_module: str = ""
-    """The name of a module that is computed in float32."""
     variant: Literal["", "attach", "compile"] = ""
+    batch_factor: int = 1
+    """Multiplies the batch size of the program's data loaders."""
     sources: dict[str, str] = field(default_factory=dict)
     """Maps the path of a file of the program to the text that is run in its place."""
     is_first: bool = False
@@ -62,17 +57,6 @@ class TrialPlan:
     def events(self) -> Path:
         """The file to which the process writes a line of JSON for each event."""
         return Path(self.folder, "events.jsonl")
-
-    def save(self) -> Path:
-        """Write the plan into its folder. Return the path."""
-        path = Path(self.folder, "plan.json")
-        path.write_text(json.dumps(as_json(self)))
-        return path
-
-    @staticmethod
-    def load(path: str) -> TrialPlan:
-        """Read a plan."""
-        return from_json(TrialPlan, json.loads(Path(path).read_text()))
 
 
 TrialEnding = Literal["steps", "time", "itself", "error", "killed"]
@@ -103,20 +87,18 @@ class TrialOutcome:
     region_dtypes: list[str] = field(default_factory=list)
     """The dtypes of the regions that the program opened, and "scaler" if it uses one."""
     stored_dtypes: list[str] = field(default_factory=list)
-    """The 16-bit dtypes of parameters in float32 trials."""
+    """The 16-bit dtypes of parameters."""
+    has_loader: bool = False
     speeds: dict[str, float] = field(default_factory=dict)
     """How many times as fast as float32 the CPU multiplies matrices, in 16-bit dtypes."""
     withheld: list[str] = field(default_factory=list)
-    """Files that the program wrote, which went to a temporary folder."""
     started_processes: int = 0
     """Processes that the program started by `multiprocessing`, apart from data loaders' workers."""
     lines: dict[str, list[str]] = field(default_factory=dict)
-    """Maps "model", "backward", "step", "clip" ... to the lines, "path:number", that call these."""
+    """Maps "model", "callers" (of it), "backward", "step" and "clip" to lines, as "path:number"."""
     trainer: str | None = None
-    """The library whose loop trains."""
     shares: dict[str, float] = field(default_factory=dict)
     """Of an examined trial: shares of the time of operations, by dtype and for casts; "operation", the mean time."""
     modules: dict[str, float] = field(default_factory=dict)
-    """Of an examined trial: the root mean square of the output of each module, in the order of the calls."""
-    output: str = ""
-    """The end of what the program printed, where that was not shown."""
+    """Of an examined trial: the largest root mean square of the output of each module, in the order of the calls; -1 if
+    an output was not finite."""

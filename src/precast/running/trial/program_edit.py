@@ -1,18 +1,17 @@
 """The lines that mixed precision adds to a program: the region, and for float16 the calls of a scaler.
 
 The lines that call the model, the backward pass and the optimizer were recorded while the program ran, so nothing is
-guessed from names. A loop is plain enough for a patch if these calls are statements of one function, each on lines
-without another statement. For other programs the lines are a recipe.
+guessed from names. A loop is plain enough for a patch if these calls are statements of one function, and the backward
+pass and the step are on lines of their own. For other programs the lines are a recipe.
 
 Invariants: nothing here imports torch; a patch only adds lines, indents lines, and changes `backward()` and `step()`.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import os
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,10 +23,7 @@ __all__ = ["ProgramEdit", "edit_of"]
 _RECIPES: Final = {
     "lightning": ('Trainer(precision="bf16-mixed")', 'Trainer(precision="16-mixed")'),
     "fabric": ('Fabric(precision="bf16-mixed")', 'Fabric(precision="16-mixed")'),
-    "accelerate": (
-        'Accelerator(mixed_precision="bf16")',
-        'Accelerator(mixed_precision="fp16")',
-    ),
+    "accelerate": ('Accelerator(mixed_precision="bf16")', 'Accelerator(mixed_precision="fp16")'),
     "transformers": ("TrainingArguments(bf16=True)", "TrainingArguments(fp16=True)"),
     "ignite": (
         'create_supervised_trainer(..., amp_mode="amp")',
@@ -35,18 +31,20 @@ _RECIPES: Final = {
     ),
 }
 """Maps a library to its argument for bfloat16 and for float16."""
+_BY_HAND: Final = {
+    "backward": "scaler.scale(loss).backward()",
+    "clip": "scaler.unscale_(optimizer)  # before this line",
+    "step": "scaler.step(optimizer); scaler.update()",
+}
+_IMPORT: Final = re.compile(r"import (\w+, *)*torch *(,|#|$)")
+_BLANK: Final = re.compile(r"\s*(#|$)")
+_CONTINUED: Final = re.compile(r"\s*([)\]}#]|(else|elif|except|finally)\b)")
+"""A line that does not begin a statement."""
 
 
 @dataclass(frozen=True)
 class ProgramEdit:
-    """The lines to add, and the edited file if the program is plain enough.
-
-    Attributes:
-        lines: the lines for a person, with file and line number.
-        path: the absolute path of the edited file; None without a patch.
-        text: the edited text.
-        patch: the difference as a unified diff.
-    """
+    """The lines to add, for a person, and the edited file if the program is plain enough for a patch."""
 
     lines: list[str] = field(default_factory=list)
     path: str | None = None
@@ -54,45 +52,28 @@ class ProgramEdit:
     patch: str = ""
 
 
-class _NotPlainError(Exception):
-    """The program is not plain enough for a patch."""
-
-
-def edit_of(outcome: TrialOutcome, dtype: str, policy: str) -> ProgramEdit:
-    """Return the lines that a region of a dtype needs in the program of a trial.
-
-    Args:
-        outcome: a trial of the program as it is.
-        dtype: "bfloat16" or "float16".
-        policy: the policy of the region; another than "torch" needs precast.
-    """
+def edit_of(outcome: TrialOutcome, dtype: str, policy: str, *, patches: bool = True) -> ProgramEdit:
+    """Return the lines that a region needs in the program of a trial, with a patch if the program is plain enough."""
+    scales, device = dtype == "float16", outcome.device
     if outcome.trainer is not None:
-        return ProgramEdit([_RECIPES[outcome.trainer][dtype == "float16"]])
-    region = _region(outcome.device, dtype, policy)
+        return ProgramEdit([_RECIPES[outcome.trainer][scales]])
+    owner, more = ("torch", "") if policy == "torch" else ("precast", f', policy="{policy}"')
+    region = f'with {owner}.autocast("{device}", dtype=torch.{dtype}{more}):'
+    scaler = f'scaler = torch.amp.GradScaler("{device}")' if scales else ""
     try:
-        return _PlainLoop(outcome, dtype, region).edit()
-    except (_NotPlainError, OSError, SyntaxError, UnicodeDecodeError):
-        return ProgramEdit([*_recipe(outcome, dtype, region)])
-
-
-def _region(device: str, dtype: str, policy: str) -> str:
-    if policy == "torch":
-        return f'with torch.autocast("{device}", dtype=torch.{dtype}):'
-    return f'with precast.autocast("{device}", dtype=torch.{dtype}, policy="{policy}"):'
-
-
-def _recipe(outcome: TrialOutcome, dtype: str, region: str) -> Iterator[str]:
-    """Yield the lines for a program that is edited by hand."""
-    for place in outcome.lines.get("model", [])[:3]:
-        yield f"{_short(place)}: {region}  # around the call of the model and the loss"
-    if dtype == "float16":
-        yield f'scaler = torch.amp.GradScaler("{outcome.device}")  # before the loop'
-        for place in outcome.lines.get("backward", [])[:3]:
-            yield f"{_short(place)}: scaler.scale(loss).backward()"
-        for place in outcome.lines.get("clip", [])[:3]:
-            yield f"{_short(place)}: scaler.unscale_(optimizer)  # before this line"
-        for place in outcome.lines.get("step", [])[:3]:
-            yield f"{_short(place)}: scaler.step(optimizer); scaler.update()"
+        if patches:
+            return _Patch(outcome).edit(region, scaler)
+    except (LookupError, OSError, SyntaxError, ValueError):  # the program is not plain
+        pass
+    lines = {"model": f"{region}  # around the call of the model and the loss"}
+    if scales:
+        lines |= _BY_HAND
+    placed = [
+        f"{_short(place)}: {line}"
+        for event, line in lines.items()
+        for place in outcome.lines.get(event, [])[:3]
+    ]
+    return ProgramEdit([*([f"{scaler}  # before the loop"] if scales else []), *placed])
 
 
 def _short(place: str) -> str:
@@ -102,167 +83,108 @@ def _short(place: str) -> str:
     return f"{path if relative.startswith('..') else relative}:{number}"
 
 
-class _PlainLoop:
-    """A training loop in one function, and its edit."""
+class _Patch:
+    """The changes of a file with a training loop in one function, found by the indents of its lines.
 
-    def __init__(self, outcome: TrialOutcome, dtype: str, region: str) -> None:
-        self._region, self._device, self._scales = region, outcome.device, dtype == "float16"
-        places = {
-            event: [each.rpartition(":") for each in lines]
-            for event, lines in outcome.lines.items()
+    Its methods raise a `ValueError` or `LookupError` if the loop is not plain. Line numbers begin at 1.
+    """
+
+    def __init__(self, outcome: TrialOutcome) -> None:
+        events = {
+            event: [(path, int(number)) for path, _, number in (x.rpartition(":") for x in places)]
+            for event, places in outcome.lines.items()
         }
-        if any(len(places.get(event, [])) != 1 for event in ("backward", "step")):
-            raise _NotPlainError
-        self._path = places["backward"][0][0]
-        self._numbers = {
-            event: [int(number) for path, _, number in parts if path == self._path]
-            for event, parts in places.items()
-        }
-        for event in ("step", "clip"):
-            if len(self._numbers.get(event, [])) != len(places.get(event, [])):
-                raise _NotPlainError
-        self._old = Path(self._path).read_text(encoding="utf-8").splitlines()
-        self._tree = ast.parse("\n".join(self._old))
+        [(self._path, self._backward)], [(_, self._step)] = events["backward"], events["step"]
+        if any(path != self._path for path, _ in [*events["step"], *events.get("clip", [])]):
+            raise ValueError("several files")
+        calls = [*events.get("model", []), *events.get("callers", [])]
+        self._calls = [number for path, number in calls if path == self._path]
+        self._clips = [number for _, number in events.get("clip", [])]
+        self._old = ["", *Path(self._path).read_text(encoding="utf-8").splitlines()]
         self._added: dict[int, list[str]] = {}
         """Maps a line to the lines that are added before it."""
         self._replaced: dict[int, list[str]] = {}
         """Maps a line to those in its place."""
-        self._indented = range(0)
 
-    def edit(self) -> ProgramEdit:
-        """Return the edit."""
-        imports = [
-            node
-            for node in self._tree.body
-            if isinstance(node, ast.Import)
-            and any(name.name == "torch" and not name.asname for name in node.names)
-        ]
-        [backward], [step] = self._numbers["backward"], self._numbers["step"]
-        self._add_region(backward)
-        if self._scales:
-            self._add_scaler(backward, step)
-        if not imports:
-            raise _NotPlainError
-        if "precast." in self._region:
-            self._check_alone(imports[0])
-            self._add(imports[0], "import precast")
-        return self._edited()
+    def edit(self, region: str, scaler: str) -> ProgramEdit:
+        """Return the edit. Without a scaler, `scaler` is empty."""
+        first = next((n for n, line in enumerate(self._old) if _IMPORT.match(line)), None)
+        if first is None:
+            raise ValueError("the program does not name torch")
+        if "precast." in region:
+            self._add(first, "import precast")
+        inside = self._lines_of_region()
+        self._add(inside.start, region)
+        if scaler:
+            loop = self._loop_around(self._backward)
+            if self._loop_around(self._step) != loop:
+                raise ValueError("several loops")
+            self._add(loop, scaler)
+            self._replace(self._backward, "backward", "scaler.scale({}).backward()")
+            code = self._replace(self._step, "step", "scaler.step({})", "scaler.update()")
+            for number in self._clips:
+                self._add(number, f"scaler.unscale_({code})")
+        return self._edited(inside)
 
-    def _edited(self) -> ProgramEdit:
-        """Return the edit with all changes."""
+    def _edited(self, inside: range) -> ProgramEdit:
+        """Return the edit with all changes; lines in `inside` are indented."""
         name = _short(f"{self._path}:0").rpartition(":")[0]
+        unit = "\t" if self._old[inside.start].startswith("\t") else "    "
         new: list[str] = []
         described = []
-        unit = "\t" if self._old[self._indented.start - 1].startswith("\t") else "    "
-        for number, line in enumerate(self._old, 1):
-            changed = [*self._added.get(number, []), *self._replaced.get(number, [])]
-            for each in changed:
+        for number, line in enumerate(self._old[1:], 1):
+            for each in [*self._added.get(number, []), *self._replaced.get(number, [])]:
                 new.append(each)
                 described.append(f"{name}:{len(new)}: {each.strip()}")
             if number not in self._replaced:
-                is_indented = number in self._indented and line.strip()
-                new.append(f"{unit}{line}" if is_indented else line)
+                new.append(f"{unit}{line}" if number in inside and line.strip() else line)
         text = "\n".join(new) + "\n"
-        ast.parse(text)
-        diff = difflib.unified_diff(self._old, new, f"a/{name}", f"b/{name}", lineterm="")
+        compile(text, name, "exec", dont_inherit=True)
+        diff = difflib.unified_diff(self._old[1:], new, f"a/{name}", f"b/{name}", lineterm="")
         return ProgramEdit(described, self._path, text, "\n".join(diff) + "\n")
 
-    # --- changes ---
+    def _lines_of_region(self) -> range:
+        """Return the lines of the statements from the call of the model up to the backward pass."""
+        indent, first = self._indent(self._backward), self._backward
+        while _BLANK.match(self._old[first - 1]) or self._indent(first - 1) >= indent:
+            first -= 1  # to the beginning of the block
+        block = range(first, self._backward)
+        call = min(number for number in self._calls if number in block)
+        begins = [n for n in range(first, call + 1) if self._indent(n) == indent and self._old[n]]
+        start = [n for n in begins if not _CONTINUED.match(self._old[n])][-1]
+        end = self._backward
+        while _BLANK.match(self._old[end - 1]) or ".zero_grad(" in self._old[end - 1]:
+            end -= 1
+        if any(quotes in line for line in self._old[start:end] for quotes in ('"""', "'''")):
+            raise ValueError("a text of several lines, which an indent would change")
+        return range(start, end)
 
-    def _add_region(self, backward: int) -> None:
-        """Put the statements from the call of the model up to the backward pass into the region."""
-        block = self._blocks(backward)[-1]
-        calls = [*self._numbers.get("model", []), *self._numbers.get("callers", [])]
-        before = [each for each in block if (each.end_lineno or 0) < backward]
-        while before and not any(_has(before[0], number) for number in calls):
-            before.pop(0)
-        while before and _calls(before[-1], "zero_grad"):
-            before.pop()
-        if not before:
-            raise _NotPlainError
-        for each in before:
-            self._check_alone(each)
-        self._indented = range(before[0].lineno, (before[-1].end_lineno or 0) + 1)
-        self._add(before[0], self._region)
-
-    def _add_scaler(self, backward: int, step: int) -> None:
-        """Create a scaler before the loop, and call it in place of `backward()` and `step()`."""
-        loop = self._loop_around(backward)
-        if self._loop_around(step) is not loop:
-            raise _NotPlainError
-        self._add(loop, f'scaler = torch.amp.GradScaler("{self._device}")')
-        self._replace(backward, "backward", "scaler.scale({}).backward()")
-        optimizer = self._replace(step, "step", "scaler.step({})", "scaler.update()")
-        for number in self._numbers.get("clip", []):
-            clip = self._statement(number)
-            self._check_alone(clip)
-            self._add(clip, f"scaler.unscale_({optimizer})")
-
-    def _add(self, statement: ast.stmt, line: str) -> None:
-        """Add a line before a statement."""
-        space = self._old[statement.lineno - 1][: statement.col_offset]
-        self._added.setdefault(statement.lineno, []).append(f"{space}{line}")
-
-    def _replace(self, number: int, method: str, *lines: str) -> str:
-        """Replace the statement ``x.method()`` by lines with `x`; return `x`."""
-        statement = self._statement(number)
-        self._check_alone(statement)
-        match statement:
-            case ast.Expr(ast.Call(ast.Attribute(value, attr), args=[], keywords=[])):
-                if attr == method and statement.lineno == statement.end_lineno:
-                    space, code = self._old[number - 1][: statement.col_offset], ast.unparse(value)
-                    self._replaced[number] = [f"{space}{line.format(code)}" for line in lines]
-                    return code
-        raise _NotPlainError
-
-    # --- statements ---
-
-    def _blocks(self, number: int) -> list[list[ast.stmt]]:
-        """Return the lists of statements that have one at a line, the outermost first."""
-        blocks = [
-            block
-            for node in ast.walk(self._tree)
-            for name in ("body", "orelse", "finalbody")
-            if isinstance(block := getattr(node, name, None), list)
-            and any(isinstance(each, ast.stmt) and _has(each, number) for each in block)
-        ]
-        return sorted(blocks, key=lambda block: block[0].lineno)
-
-    def _statement(self, number: int) -> ast.stmt:
-        return next(each for each in self._blocks(number)[-1] if _has(each, number))
-
-    def _loop_around(self, number: int) -> ast.stmt:
+    def _loop_around(self, number: int) -> int:
         """Return the outermost loop around a line, in its function."""
-        loop: ast.stmt | None = None
-        for block in self._blocks(number):
-            statement = next(each for each in block if _has(each, number))
-            if isinstance(statement, ast.FunctionDef):
-                loop = None
-            elif isinstance(statement, ast.For | ast.While):
-                loop = loop or statement
-        if loop is None:
-            raise _NotPlainError
+        loop, indent = 0, self._indent(number)
+        for each in range(number - 1, 0, -1):
+            line = self._old[each]
+            if not _BLANK.match(line) and self._indent(each) < indent:
+                indent = self._indent(each)
+                loop = each if re.match(r"(for|while)\b", line.strip()) else loop
+                if re.match(r"(async )?def\b", line.strip()):
+                    break
+        if not loop:
+            raise ValueError("no loop")
         return loop
 
-    def _check_alone(self, statement: ast.stmt) -> None:
-        """Refuse a statement that shares a line with another, or that contains text of several lines."""
-        first, last = statement.lineno, statement.end_lineno or statement.lineno
-        before = self._old[first - 1][: statement.col_offset]
-        after = self._old[last - 1].encode()[statement.end_col_offset :].decode().strip()
-        texts = (n for n in ast.walk(statement) if isinstance(n, ast.Constant | ast.JoinedStr))
-        if before.strip() or (after and not after.startswith("#")):
-            raise _NotPlainError
-        if any(n.end_lineno != n.lineno for n in texts):
-            raise _NotPlainError
+    def _indent(self, number: int) -> str:
+        line = self._old[number]
+        return line[: len(line) - len(line.lstrip())]
 
+    def _add(self, number: int, line: str) -> None:
+        """Add a line before the one with a number, with its indent."""
+        self._added.setdefault(number, []).append(self._indent(number) + line)
 
-def _has(node: ast.AST, number: int) -> bool:
-    return getattr(node, "lineno", 0) <= number <= (getattr(node, "end_lineno", None) or 0)
-
-
-def _calls(statement: ast.stmt, method: str) -> bool:
-    """Return True for a statement that only calls a method."""
-    match statement:
-        case ast.Expr(ast.Call(ast.Attribute(attr=name))):
-            return name == method
-    return False
+    def _replace(self, number: int, method: str, *lines: str) -> str:
+        """Replace the statement ``x.method()``, which has a line of its own, by lines with `x`; return `x`."""
+        line = re.fullmatch(rf"(\s*)([^;:=#]+)\.{method}\(\)\s*(#.*)?", self._old[number])
+        if line is None:
+            raise ValueError(f"no statement {method}()")
+        self._replaced[number] = [f"{line[1]}{each.format(line[2])}" for each in lines]
+        return line[2]

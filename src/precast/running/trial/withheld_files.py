@@ -20,6 +20,7 @@ import importlib.util
 import io
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -70,32 +71,29 @@ class WithheldFiles:
             if not os.path.lexists(self._tree):  # no other process was first
                 os.symlink(os.sep, self._real)
                 os.symlink(self._real, self._tree)
-                self._expand(self._tree, "")
+        self._fill(self._tree, "")
 
     def start(self) -> None:
         """Start to redirect."""
-        builtins.open = io.open = self._opening(io.open)
-        os.open = self._opening_by_flags(os.open)
-        for name, uses in _USES.items():
-            if hasattr(os, name):
-                setattr(os, name, self._redirected(getattr(os, name), uses))
-        shutil.rmtree = self._redirected(shutil.rmtree, ("empty",))  # type: ignore[assignment]
+        pairs = [(getattr(os, name), uses) for name, uses in _USES.items() if hasattr(os, name)]
+        redirected: list[tuple[Any, Any]] = [
+            (io.open, self._opening(io.open)),
+            (os.open, self._opening_by_flags(os.open)),
+            *((each, self._redirected(each, uses)) for each, uses in pairs),
+            (shutil.rmtree, self._redirected(shutil.rmtree, ("empty",))),
+        ]
+        for plain, function in redirected:
+            for module in [builtins, *sys.modules.values()]:  # others may have taken it by name
+                for name in [name for name, value in vars(module).items() if value is plain]:
+                    setattr(module, name, function)
         if importlib.util.find_spec("safetensors") is not None:
             # Before its modules take these functions, which open files in Rust.
-            module: Any = importlib.import_module("safetensors")
-            module.safe_open = self._redirected(module.safe_open, ("read",))
-            save = module.serialize_file
-            module.serialize_file = lambda tensors, filename, *args, **kwargs: save(
-                tensors, self.for_writing(filename), *args, **kwargs
+            library: Any = importlib.import_module("safetensors")
+            library.safe_open = self._redirected(library.safe_open, ("read",))
+            save = library.serialize_file
+            library.serialize_file = lambda tensors, filename, *args, **kwargs: save(
+                tensors, self.place("replace", filename), *args, **kwargs
             )
-
-    def for_reading(self, path: Any) -> Any:
-        """Return the path to read in place of the program's."""
-        return self._place("read", path)
-
-    def for_writing(self, path: Any) -> Any:
-        """Return the path to write in place of the program's."""
-        return self._place("replace", path)
 
     def shown(self, text: str) -> str:
         """Return a message with the program's paths."""
@@ -103,19 +101,18 @@ class WithheldFiles:
 
     # --- paths ---
 
-    def _place(self, use: Use, path: Any) -> Any:
+    def place(self, use: Use, path: Any) -> Any:
         """Return the path to use in place of the program's; the folder is prepared for a change."""
-        if isinstance(path, int) or path is None or getattr(self._thread, "is_busy", False):
+        if getattr(self._thread, "is_busy", False) or not isinstance(
+            path, str | bytes | os.PathLike
+        ):
             return path
         self._thread.is_busy = True  # so that the functions that are called here are Python's own
         try:
             name = os.path.abspath(os.fsdecode(path)).removeprefix(self._tree) or os.sep
             name = os.path.join(self._resolved(os.path.dirname(name)), os.path.basename(name))
-            if f"{name}{os.sep}".startswith(self._apart):
-                return path
-            return self._prepared(use, name, path)
-        except TypeError:  # no path; the function that is called raises the error
-            return path
+            is_apart = f"{name}{os.sep}".startswith(self._apart)
+            return path if is_apart else self._prepared(use, name, path)
         finally:
             self._thread.is_busy = False
 
@@ -163,24 +160,22 @@ class WithheldFiles:
         """
         if place != self._tree:
             self._fill(os.path.dirname(place), os.path.basename(place))
-        if self._source(place) is not None:
-            with self._locked():
-                self._expand(place, needed)
-
-    def _expand(self, place: str, needed: str) -> None:
-        source = self._source(place)
-        if source is None or not os.path.isdir(source):
+        if self._source(place) is None:
             return
-        try:
-            entries = os.listdir(source)
-        except PermissionError:
-            entries = [needed] if os.path.lexists(os.path.join(source, needed)) else []
-        new = f"{self._lock}.new"
-        os.mkdir(new)
-        for entry in entries:
-            os.symlink(os.path.join(source, entry), os.path.join(new, entry))
-        os.unlink(place)
-        os.rename(new, place)
+        with self._locked():
+            source = self._source(place)
+            if source is None or not os.path.isdir(source):
+                return
+            try:
+                entries = os.listdir(source)
+            except PermissionError:
+                entries = [needed] if os.path.lexists(os.path.join(source, needed)) else []
+            new = f"{self._lock}.new"
+            os.mkdir(new)
+            for entry in entries:
+                os.symlink(os.path.join(source, entry), os.path.join(new, entry))
+            os.unlink(place)
+            os.rename(new, place)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -204,7 +199,7 @@ class WithheldFiles:
             paths = args[: len(uses)] or ((".",) if lists else ())
             looks = kwargs.get("follow_symlinks") is False and uses == ("read",)
             actual = [
-                self._place("look" if looks else use, path)
+                self.place("look" if looks else use, path)
                 for use, path in zip(uses, paths, strict=False)
             ]
             result = plain(*actual, *args[len(uses) :], **kwargs)
@@ -220,7 +215,7 @@ class WithheldFiles:
             letters = str(mode)
             use: Use = "change" if "a" in letters or "+" in letters else "read"
             use = "replace" if "w" in letters else "create" if "x" in letters else use
-            return plain(self._place(use, file), mode, *args, **kwargs)
+            return plain(self.place(use, file), mode, *args, **kwargs)
 
         return opening
 
@@ -231,7 +226,7 @@ class WithheldFiles:
                 return plain(path, flags, mode, dir_fd=dir_fd)
             use: Use = "change" if flags & _WRITE_FLAGS else "read"
             use = "create" if flags & os.O_EXCL else "replace" if flags & os.O_TRUNC else use
-            return plain(self._place(use, path), flags, mode)
+            return plain(self.place(use, path), flags, mode)
 
         return opening
 
@@ -261,15 +256,12 @@ class _Entry:
         return self.stat(follow_symlinks=False).st_ino
 
 
-class _Entries(contextlib.AbstractContextManager["_Entries"]):
+class _Entries(contextlib.AbstractContextManager["_Entries"], Iterator[_Entry]):
     """The entries of a folder of links, as `os.scandir` returns them."""
 
     def __init__(self, folder: str, entries: Any) -> None:
         with entries:
             self._entries = iter([_Entry(folder, entry.name) for entry in entries])
-
-    def __iter__(self) -> Iterator[_Entry]:
-        return self._entries
 
     def __next__(self) -> _Entry:
         return next(self._entries)
@@ -277,5 +269,4 @@ class _Entries(contextlib.AbstractContextManager["_Entries"]):
     def __exit__(self, *_: object) -> None:
         """Do nothing: the folder is closed."""
 
-    def close(self) -> None:
-        """Do nothing: the folder is closed."""
+    close = __exit__
