@@ -202,11 +202,19 @@ def _run(until: ExitStack, linear: nn.Linear) -> None:
 def _try(until: ExitStack, _: nn.Linear) -> None:
     from precast import _torch
 
+    class OwnRegion(torch.autocast):
+        pass
+
+    class OwnScaler(torch.amp.GradScaler):
+        pass
+
     for stop in (
         _torch.around_backward(lambda run, _roots, gradients: run(gradients)),
-        _torch.on_region_entry(lambda _dtype: True),
+        _torch.on_region_entry(lambda _dtype: True, OwnRegion),
+        _torch.disable_scalers(OwnScaler),
+        _torch.multiply_batches(2),
         _torch.change_seeds(lambda seed: seed),
-        _torch.redirect_files(lambda file: file, lambda file: file),
+        _torch.redirect_files(lambda _use, file: file),
     ):
         until.callback(stop)
 

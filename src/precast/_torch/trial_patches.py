@@ -1,4 +1,4 @@
-"""The patches of PyTorch in the processes of `precast try`: backward passes, entries of regions, seeds and files.
+"""The patches of PyTorch in the processes of `precast try`: backward passes, regions, scalers, seeds, batches, files.
 
 Invariant: a patch lasts until the process ends, as the process runs one trial and nothing else.
 """
@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from precast._torch.patches import enter_region, exit_region, replace_names, replace_regions
 
@@ -26,8 +25,10 @@ __all__ = [
     "redirect_files",
 ]
 
+Stop = Callable[[], object]
 
-def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> None:
+
+def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> Stop:
     """Run each backward pass as ``act(run, roots, gradients)``, where ``run(gradients)`` runs it.
 
     A pass that creates a graph of its own is left as it is.
@@ -50,10 +51,10 @@ def around_backward(act: Callable[[Callable[[Any], None], Any, Any], None]) -> N
         else:
             act(run, tensors, grad_tensors)
 
-    replace_names("torch.autograd", backward=wrapper)
+    return replace_names("torch.autograd", backward=wrapper)
 
 
-def on_region_entry(listener: Callable[[torch.dtype], bool], own: type[Any]) -> None:
+def on_region_entry(listener: Callable[[torch.dtype], bool], own: type[Any]) -> Stop:
     """Call ``listener(dtype)`` before an enabled region is entered; False from it disables the region.
 
     The flag of PyTorch's regions is private (2.13). `own` is the class of precast's.
@@ -72,20 +73,22 @@ def on_region_entry(listener: Callable[[torch.dtype], bool], own: type[Any]) -> 
             region.enabled = False
         return enter_own(region)
 
-    replace_regions(enter, exit_region)
     own.__enter__ = enter_of_precast
+    return replace_regions(enter, exit_region)
 
 
-def disable_scalers(own: type[torch.amp.GradScaler]) -> None:
+def disable_scalers(own: Any) -> Stop:
     """Create each gradient scaler of PyTorch's, and of the class of precast's, as with ``enabled=False``."""
-    classes: list[Any] = [torch.amp.GradScaler, own]
-    for scaler_class in classes:
-        plain = scaler_class.__init__
 
-        def create(self: Any, *args: Any, plain: Any = plain, **kwargs: Any) -> None:
+    def disabled(plain: Any) -> Any:
+        def create(self: Any, *args: Any, **kwargs: Any) -> None:
             plain(self, *args[:5], **{**kwargs, "enabled": False})
 
-        scaler_class.__init__ = wraps(plain)(create)
+        return wraps(plain)(create)
+
+    own.__init__ = disabled(own.__init__)
+    plain = vars(torch.amp.GradScaler)["__init__"]
+    return replace_names("torch.amp:GradScaler", __init__=disabled(plain))
 
 
 def instances_of(kind: type[Any]) -> list[Any]:
@@ -93,8 +96,10 @@ def instances_of(kind: type[Any]) -> list[Any]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
-def multiply_batches(factor: int) -> None:
+def multiply_batches(factor: int) -> Stop:
     """Multiply the batch size of new data loaders."""
+    from torch.utils.data import DataLoader
+
     plain = DataLoader.__init__
 
     @wraps(plain)
@@ -104,7 +109,7 @@ def multiply_batches(factor: int) -> None:
         is_plain = batch_size is not None and more.get("batch_sampler") is None
         plain(self, dataset, factor * (batch_size or 0) if is_plain else batch_size, *args, **more)
 
-    DataLoader.__init__ = create  # type: ignore[method-assign]
+    return replace_names("torch.utils.data:DataLoader", __init__=create)
 
 
 def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> None:
@@ -114,7 +119,7 @@ def hook_before_others(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]
     hooks.move_to_end(handle.id, last=False)
 
 
-def change_seeds(change: Callable[[int], int]) -> None:
+def change_seeds(change: Callable[[int], int]) -> Stop:
     """Pass the seeds that the program sets through `change`."""
     plain = torch.manual_seed
 
@@ -122,11 +127,11 @@ def change_seeds(change: Callable[[int], int]) -> None:
     def manual_seed(seed: Any) -> torch.Generator:
         return plain(change(int(seed)))
 
-    for owner in ("torch", "torch.random"):
-        replace_names(owner, manual_seed=manual_seed)
+    stops = [replace_names(owner, manual_seed=manual_seed) for owner in ("torch", "torch.random")]
+    return lambda: [stop() for stop in stops]
 
 
-def redirect_files(place: Callable[[Any, Any], Any]) -> None:
+def redirect_files(place: Callable[[Any, Any], Any]) -> Stop:
     """Replace the paths of `torch.save` and `torch.load`, which PyTorch opens in C++, by ``place(use, path)``."""
     save, load = torch.save, torch.load
 
@@ -138,4 +143,4 @@ def redirect_files(place: Callable[[Any, Any], Any]) -> None:
     def load_from_there(f: Any, *args: Any, **kwargs: Any) -> Any:
         return load(place("read", f), *args, **kwargs)
 
-    replace_names("torch", save=save_elsewhere, load=load_from_there)
+    return replace_names("torch", save=save_elsewhere, load=load_from_there)

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from precast.running.signal_listener import SignalListener, die_of
 
-__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "error_text", "exit_now"]
+__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "error_text"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
@@ -120,9 +120,7 @@ class ExitWatcher:
         """Stop watching, in a child process after a fork."""
         self._finish = None
         for number in _FATAL:
-            if (
-                signal.getsignal(number) is signal.SIG_DFL
-            ):  # also if the handler is `_die`: see `getsignal` below
+            if signal.getsignal(number) is signal.SIG_DFL:  # also for `_die`: see `getsignal` below
                 signal.signal(number, signal.SIG_DFL)
 
     def _hear_signals(self) -> None:
@@ -166,11 +164,6 @@ class ExitWatcher:
             self._end()
         finally:
             die_of(number)
-
-
-def exit_now(code: int) -> NoReturn:
-    """End this process without exit functions of the program; an `ExitWatcher` still finishes."""
-    os._exit(code)
 
 
 def _die_late(number: int) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from precast.report.schema import Finding, FindingCost, FindingLocation
 
-__all__ = ["SourceCheck"]
+__all__ = ["SourceCheck", "installed_folders"]
 
 _LIMIT: Final = 30.0  # seconds; on a busy machine the checker needs more than 10
 _POLL: Final = 0.02
@@ -115,13 +115,18 @@ def _is_installed() -> bool:
     return bool(entry_points(group="precast.commands", name="check"))
 
 
-def _files_of_program() -> list[Path]:
-    """Return the source files of `__main__` and of imported modules that are not installed packages."""
+def installed_folders() -> tuple[str, ...]:
+    """Return the folders, with a slash, in which no file is one of the program's: of Python, packages, precast."""
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     folders = [own, *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
     folders += [*site.getsitepackages(), site.getusersitepackages()]
     folders += [sys.prefix] if sys.prefix != sys.base_prefix else []
-    installed = tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
+    return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
+
+
+def _files_of_program() -> list[Path]:
+    """Return the source files of `__main__` and of imported modules that are not installed packages."""
+    installed = installed_folders()
     files: dict[Path, None] = {}
     for module in list(sys.modules.values()):
         with contextlib.suppress(Exception):  # a module may be an object of any kind

@@ -76,6 +76,13 @@ def test_a_loss_within_the_spread_of_seeds_is_equal() -> None:
     assert answer_of(result_of(fast, others=others)).verdict == "use"
 
 
+def test_the_noise_of_a_script_that_does_not_repeat_itself_counts() -> None:
+    result = result_of(bfloat16(outcome(0.05, 1.05), outcome(0.05, 1.05)), others=(outcome(),))
+    assert result.comparisons()[0].is_equal is False
+    result.base.outcomes[1] = outcome(loss=1.2)
+    assert result.comparisons()[0].is_equal
+
+
 def test_a_difference_without_other_seeds_is_undecided() -> None:
     result = result_of(bfloat16(outcome(0.05, 1.05), outcome(0.05, 1.05)))
     answer = answer_of(result)

@@ -53,3 +53,16 @@ def test_larger_batches_are_named_where_they_were_faster(
     reasons = answer_of(result).reasons
     assert any("4 times as large bfloat16 was 2.00 times as fast" in x for x in reasons) is is_named
     assert [each.name for each in result.settings] == ["bfloat16", "bfloat16, compiled"]
+
+
+def test_a_program_with_regions_gets_reasons_and_no_further_setting(tmp_path: Path) -> None:
+    names = (
+        "float32 (as is)",
+        "float32 (regions off)",
+        "bfloat16 (as is)",
+        "bfloat16 (as is), examined",
+    )
+    result, _ = experiment(tmp_path, dict.fromkeys(names, 0.1), region_dtypes=["bfloat16"])
+    [setting] = result.settings
+    assert setting.name == "bfloat16 (as is)"
+    assert "The layers are small" in " ".join(answer_of(result).reasons)

@@ -284,7 +284,7 @@ def test_a_program_is_measured(name: str, tmp_path: Path, server: Server) -> Non
     assert result.is_repeatable or "Hogwild" in name  # whose processes race
     assert len(result.first.seconds) == 9
     assert result.first.peak_memory
-    assert comparison.is_equal, (comparison, result.base.outcomes[0].losses)
+    assert comparison.is_equal or "Hogwild" in name, (comparison, result.base.outcomes[0].losses)
     assert answer.verdict in {"use", "keep", "undecided"}
     assert comparison.speedup is not None
     assert os.listdir(tmp_path / "work") == ["program.py"]
@@ -464,7 +464,7 @@ def test_an_overflow_of_float16_is_seen(tmp_path: Path, server: Server) -> None:
     answer, result, _ = try_program(tmp_path, server, OVERFLOW, dtype="float16")
     [comparison] = result.comparisons()
     assert comparison.is_equal is False
-    assert comparison.setting.nonfinite or comparison.setting.skipped
+    assert comparison.setting.first.nonfinite or comparison.setting.first.skipped
     assert answer.verdict == "keep"
     _, result, _ = try_program(tmp_path / "trials", server, OVERFLOW, dtype="bfloat16")
     assert result.comparisons()[0].is_equal
@@ -544,3 +544,10 @@ for _ in range(100):
         "model.pt",
     ]
     assert os.listdir(tmp_path / "work") == ["program.py"]
+
+
+def test_writes_are_allowed_on_demand(tmp_path: Path, server: Server) -> None:
+    text = HEAD + LOOP + "    torch.save(model, 'model.pt')\n    open('log.txt', 'w').close()\n"
+    _, result, _ = try_program(tmp_path, server, text, allows_writes=True)
+    assert result.withheld == []
+    assert sorted(os.listdir(tmp_path / "work")) == ["log.txt", "model.pt", "program.py"]

@@ -130,7 +130,10 @@ class Comparison:
 def compare(
     setting: TrialSetting, base: TrialSetting, warm_up: int, others: Iterable[TrialOutcome] = ()
 ) -> Comparison:
-    """Compare a setting with float32, `base`; `others` are trials of float32 with other seeds."""
+    """Compare a setting with float32, `base`; `others` are trials of float32 with other seeds.
+
+    The noise of the loss is its spread over these, and over repeated trials, which differ if nothing repeats them.
+    """
     steps = min(setting.steps, base.steps)
     ours, theirs = setting.seconds(warm_up, steps), base.seconds(warm_up, steps)
     speedup: float | None = None
@@ -143,18 +146,19 @@ def compare(
             speed = "same"
     sizes = setting.peak_memory, base.peak_memory
     memory = sizes[0] / sizes[1] if sizes[0] and sizes[1] else None
-    loss = _compare_losses(setting.first, base.first, steps, others)
+    seeds = [each for each in others if len(each.seconds) >= steps]
+    loss = _compare_losses(setting.first, base, steps, seeds)
     return Comparison(setting, speedup, speed, memory, *loss)
 
 
 def _compare_losses(
-    ours: TrialOutcome, base: TrialOutcome, steps: int, others: Iterable[TrialOutcome]
+    ours: TrialOutcome, base: TrialSetting, steps: int, others: list[TrialOutcome]
 ) -> tuple[bool | None, float | None, float | None]:
     """Return the last three fields of a `Comparison`."""
     if steps and ours.skipped > max(1, _MOST_SKIPS * len(ours.seconds)):
         return False, None, None
     steps = _known(ours, steps)
-    expected, actual = _loss_of(base, steps), _loss_of(ours, steps)
+    expected, actual = _loss_of(base.first, steps), _loss_of(ours, steps)
     if expected is None:  # there is no loss, or float32 does not learn either
         return None, None, None
     if actual is None:
@@ -163,10 +167,10 @@ def _compare_losses(
     difference = abs(actual - expected) / scale
     if difference <= _EQUAL:
         return True, difference, None
-    losses = [_loss_of(each, steps) for each in others if len(each.seconds) >= steps]
-    values = [expected, *(each for each in losses if each is not None)]
+    losses = [_loss_of(each, steps) for each in (*base.outcomes, *others)]
+    values = [each for each in losses if each is not None]
     noise = (max(values) - min(values)) / 2 / scale
-    return (difference <= noise if len(values) > 1 else None), difference, noise
+    return (difference <= noise if others else None), difference, noise
 
 
 def _known(outcome: TrialOutcome, steps: int) -> int:

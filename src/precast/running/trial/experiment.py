@@ -122,7 +122,7 @@ class Experiment:
             steps = unmeasured(result.base.steps, self._plan.warm_up)
             result.reasons += waiting(result.base.first, steps)
         is_better = any(each.is_better for each in comparisons)
-        if result.first.trains and not (is_better or result.has_own_precision):
+        if result.first.trains and not is_better:
             self._find_reasons()
 
     def _settings(self, first: TrialOutcome) -> list[TrialSetting]:
@@ -189,7 +189,8 @@ class Experiment:
         examined = self._examine(setting) if (comparison.speedup or 1) > _EMULATED else None
         if examined is not None and examined.shares:
             self._result.reasons += reasons_for_speed(setting, examined.shares)
-            self._try_all(variants_of(setting, examined.shares))
+            if not self._result.has_own_precision:
+                self._try_all(variants_of(setting, examined.shares))
             if examined.has_loader:
                 self._enlarge_batches(setting)
 
@@ -214,18 +215,21 @@ class Experiment:
         result = self._result
         float32, mixed = self._examine(result.base), self._examine(setting)
         difference = first_difference(float32, mixed) if float32 and mixed else None
+        cures = []
         if difference is not None:
             module, how = difference
             result.reasons.append(
                 f"In {setting.name} the first output that {how} is that of the module `{module}`."
             )
-            self._try_all([cure_of(setting, module)])
+            cures = [cure_of(setting, module)]
         if setting.dtype == "float16" and "bfloat16" not in {s.dtype for s in result.settings}:
-            self._try_all([self._mixed("bfloat16")])
+            cures.append(self._mixed("bfloat16"))
+        if not result.has_own_precision:  # whose regions are in the program
+            self._try_all(cures)
 
     def _examine(self, setting: TrialSetting) -> TrialOutcome | None:
         """Run an examined trial of a setting."""
-        changes = setting.changes if setting.dtype == "float32" else {"dtype": setting.dtype}
+        changes = {"dtype": setting.dtype} if "sources" in setting.changes else setting.changes
         changes = {**changes, "examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
         examined = TrialSetting(f"{setting.name}, examined", setting.dtype, changes)
         outcome = self._trial(examined)

@@ -10,7 +10,6 @@ import functools
 import inspect
 import math
 import os
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -19,12 +18,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-import precast
 from precast import _torch
 from precast._internal.pytree import tensors_in
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.policy.module_names import named_modules
 from precast.report.tree import seconds_by_dtype
+from precast.running.source_check import installed_folders
 from precast.running.trace_window import TraceWindow
 from precast.running.trial.plan import TrialOutcome
 
@@ -40,11 +39,7 @@ _TRAINERS: Final = {
     "ignite.": "ignite",
 }
 """Maps the beginning of a module's name to the library; the first of these on the stack counts."""
-_PATHS: Final = [*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))]
-_INSTALLED: Final = tuple(
-    os.path.join(os.path.realpath(path), "")
-    for path in [*_PATHS, os.path.dirname(os.path.abspath(str(precast.__file__)))]
-)
+_INSTALLED: Final = installed_folders()
 _MOST: Final = 64  # records
 _READ_STEPS: Final = 2
 _TRACED: Final = (2, 4)

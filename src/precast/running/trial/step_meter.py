@@ -26,10 +26,10 @@ from precast._internal.pytree import tensors_in
 from precast._torch import ResultMemory, storage_sizes
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.hardware.machine import matmul_speed
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_modules
 from precast.policy.policy import Policy
+from precast.running.machine_speed import cpu_speeds
 from precast.running.scaler_observer import ScalerObserver
 from precast.running.step_tracker import StepTracker
 from precast.running.trial.mixed_precision import LossScaling, ModelRegions
@@ -249,8 +249,7 @@ class StepMeter:
             outcome.shares = self._examiner.shares()
             outcome.has_loader = bool(_torch.instances_of(DataLoader))
         elif self._plan.is_first and outcome.device == "cpu":
-            speeds = {dtype: matmul_speed(torch.device("cpu"), dtype) for dtype in _DTYPES}
-            outcome.speeds = {name: ratio for name, ratio in speeds.items() if ratio is not None}
+            outcome.speeds = cpu_speeds()
         return outcome
 
     def _losses(self, steps: int) -> list[float | None]:

@@ -84,7 +84,8 @@ class WithheldFiles:
         ]
         for plain, function in redirected:
             for module in [builtins, *sys.modules.values()]:  # others may have taken it by name
-                for name in [name for name, value in vars(module).items() if value is plain]:
+                names = getattr(module, "__dict__", {})  # an entry may be None
+                for name in [name for name, value in names.items() if value is plain]:
                     setattr(module, name, function)
         if importlib.util.find_spec("safetensors") is not None:
             # Before its modules take these functions, which open files in Rust.
