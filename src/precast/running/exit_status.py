@@ -48,11 +48,7 @@ class ExitStatus:
 
 
 class ExitWatcher:
-    """Detects the end of this process. Create it before the program starts.
-
-    Args:
-        finish: called once with the exit status.
-    """
+    """Detects the end of this process and calls `finish` once. Create it before the program starts."""
 
     def __init__(self, finish: Callable[[ExitStatus], None]) -> None:
         self._finish: Callable[[ExitStatus], None] | None = finish

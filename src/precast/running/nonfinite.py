@@ -60,11 +60,7 @@ class NonfiniteStates:
         weakref.finalize(model, self._on_free, _References(model), finite).atexit = False
 
     def at_the_end(self, models: Iterable[nn.Module]) -> list[NonfiniteState]:
-        """Return the parameters and buffers that are not finite; waits for the device.
-
-        Args:
-            models: the models that have not been freed. Those that have been freed are examined after them.
-        """
+        """Return what is not finite in models, and in those that have been freed; waits for the device."""
         states: dict[str, NonfiniteState] = {}
         with torch.no_grad(), _torch.without_dispatch():
             extremes = (

@@ -35,16 +35,12 @@ def rank_from_environment() -> Rank:
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """The files that one process writes.
-
-    Attributes:
-        report: the page, or None; the merged page of several processes.
-        json: the document, likewise.
-        rank: the rank of this process.
-    """
+    """The files that one process writes."""
 
     report: Path | None
+    """The page; the merged page of several processes."""
     json: Path | None
+    """The document, likewise."""
     rank: Rank
 
     @property
@@ -80,11 +76,7 @@ class OutputFiles:
         return [path for path in paths if path is not None and path.exists()]
 
     def elsewhere(self) -> OutputFiles:
-        """Return files in a new temporary folder, to be used if these cannot be written.
-
-        Raises:
-            OSError: no temporary folder can be made.
-        """
+        """Return files in a new temporary folder, to be used if these cannot be written."""
         folder = Path(tempfile.mkdtemp(prefix="precast-"))
         report = self.report.name if self.report else "precast-report.html"
         json = self.json.name if self.json else "precast.json"

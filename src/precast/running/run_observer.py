@@ -49,14 +49,8 @@ _MOST_DIAGNOSES = 16
 class RunObserver:
     """Runs the program's regions on precast's engine, and observes its steps, operations and scalers.
 
-    Args:
-        policy: the name of a preset, or the path of a policy file.
-        traced: the first step that is traced in full, and the step after the last one.
-        health: also monitor the values of a model.
-        begins: called when a step begins.
-
-    Raises:
-        PolicyError: the policy cannot be read.
+    `traced` is the first step that is traced in full, and the step after the last one. `begins` is called when a step
+    begins. A policy that cannot be read is a `PolicyError`.
     """
 
     def __init__(

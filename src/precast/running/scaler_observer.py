@@ -47,9 +47,7 @@ class _ScalerState:
 class ScalerObserver:
     """Observes all of PyTorch's scalers from `start` until `stop`.
 
-    Args:
-        on_step: called with an optimizer and the event of a scaler's step on it.
-        on_diagnosis: called with each diagnosis that a `precast.GradScaler` would have raised in the scaler's place.
+    A diagnosis is one that a `precast.GradScaler` would have raised in the scaler's place.
     """
 
     def __init__(

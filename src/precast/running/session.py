@@ -39,17 +39,7 @@ class RunRecording(NamedTuple):
 
 @dataclass
 class Session:
-    """One run of a program.
-
-    Attributes:
-        target: the program, already checked.
-        files: the output files, already checked.
-        policy: the name of a preset, or the path of a policy file.
-        traced: the first step that is traced in full, and the step after the last one.
-        health: monitor the numbers of the model too.
-        opens: show the page in a browser at the end.
-        recording: the recording to make, or None.
-    """
+    """One run of a program. The program and the output files are already checked."""
 
     target: Target
     files: OutputFiles
@@ -69,11 +59,7 @@ class Session:
         self._folder = Path.cwd()  # messages have paths relative to it; the program may change it
 
     def run(self) -> None:
-        """Run the program. Return if it ended by itself.
-
-        Raises:
-            SystemExit, Interrupted: as `ExitWatcher.run`.
-        """
+        """Run the program. Return if it ended by itself, else raise what `ExitWatcher.run` raises."""
         when_torch_is_loaded(self._observe)
         self._watcher = ExitWatcher(self._finish)
         self._listen = self._watcher.listener.listen

@@ -45,9 +45,7 @@ class SourceCheck:
     def findings(self, others: Iterable[Finding], is_hurried: Callable[[], bool]) -> list[Finding]:
         """Return the findings of precast-lint, without those that `others` has for the same lines.
 
-        Args:
-            others: the findings of the run.
-            is_hurried: returns True when the process must end at once.
+        There are none if `is_hurried` returns True, as the process must end at once then.
         """
         files = [*map(str, _files_of_program())]
         places = {(each.kind, _position(each.where.source)) for each in others}

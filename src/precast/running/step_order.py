@@ -87,11 +87,7 @@ class _Clipping:
 
 
 class StepOrder:
-    """Watches scalers, clipping and backward passes of all threads from `start` until `stop`.
-
-    Args:
-        step: returns the number of the step that runs.
-    """
+    """Watches scalers, clipping and backward passes of all threads from `start` until `stop`."""
 
     def __init__(self, step: Callable[[], int]) -> None:
         self.mutex = ForkSafeLock()

@@ -26,24 +26,15 @@ __all__ = ["Target"]
 
 @dataclass(frozen=True)
 class Target:
-    """A program and its arguments.
-
-    Attributes:
-        name: the path of a script, of a folder or archive with a `__main__.py`; "-" for stdin; or the name of a module.
-        is_module: `name` is the name of a module, as after `python -m`.
-        arguments: the program's `sys.argv[1:]`.
-    """
+    """A program and its arguments."""
 
     name: str
+    """The path of a script, of a folder or archive with a `__main__.py`; "-" for stdin; or the name of a module."""
     is_module: bool
     arguments: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Check that the script exists. A module is looked up when it runs, as that can run code.
-
-        Raises:
-            ValueError: there is no such script.
-        """
+        """Raise a `ValueError` if there is no such script. A module is looked up when it runs, as that can run code."""
         exists = os.path.exists(self.name)
         if self.is_module and exists and self.name.endswith(".py"):
             raise ValueError(f"-m expects a module, and {self.name} is a file; leave out -m")
@@ -68,11 +59,7 @@ class Target:
         return [*(["-m"] if self.is_module else []), self.name, *self.arguments]
 
     def run(self, starts: Callable[[], None] = lambda: None) -> None:
-        """Run the program as `__main__`. Its exceptions are raised here.
-
-        Args:
-            starts: called when `sys.path` is the program's, before its first import.
-        """
+        """Run the program as `__main__`. `starts` is called before its first import, when `sys.path` is its own."""
         sys.argv[:] = [self.name, *self.arguments]
         path = os.path.abspath(self.name)
         if self.is_module:

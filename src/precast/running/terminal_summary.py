@@ -34,12 +34,7 @@ _MOST_POLICY_LINES: Final = 6  # a longer policy file is shown in the report alo
 
 
 def summary(document: RunDocument, where: list[str]) -> str:
-    """Return the summary of a run.
-
-    Args:
-        document: the data of the run.
-        where: sentences that come last, such as the names of the written files.
-    """
+    """Return the summary of a run; the sentences in `where` come last."""
     sentences = (*_run(document), *_skips(document), *map(_plain, rules_without_effect(document)))
     return said(*sentences, *_summary(document)) + _first_step(document) + said(*where)
 

@@ -22,10 +22,7 @@ __all__ = ["TraceWindow"]
 class TraceWindow:
     """Counts operations in all steps, and traces the steps from `begin` to `end` - 1 in full.
 
-    Args:
-        begin: the first step that is traced.
-        end: the step after the last one.
-        model: returns the model whose modules are named; called when the full trace begins.
+    `model` returns the model whose modules are named, when the full trace begins.
     """
 
     def __init__(self, begin: int, end: int, model: Callable[[], nn.Module | None]) -> None:

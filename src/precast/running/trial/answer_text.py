@@ -45,11 +45,7 @@ def render(answer: TryAnswer, result: ExperimentResult) -> str:
 
 
 def page(answer: TryAnswer, result: ExperimentResult, command: list[str]) -> str:
-    """Return the page, with the curve of the loss of each setting's first trial.
-
-    Raises:
-        MissingExtraError: jinja2 or plotly is not installed.
-    """
+    """Return the page, with the curve of the loss of each setting's first trial."""
     heading, *rows = _cells(result) if result.base.steps else [[]]
     return page_of(
         resources.files("precast.running.trial").joinpath("try.html.jinja").read_text(),

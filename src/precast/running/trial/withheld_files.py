@@ -50,11 +50,9 @@ _USES: Final[dict[str, tuple[Use, ...]]] = {
 
 
 class WithheldFiles:
-    """Redirects files that the program writes, from `start` until the process ends.
+    """Redirects files that the program writes to a folder, which the processes of one trial share.
 
-    Args:
-        folder: a folder for the files, which the processes of one trial share.
-        apart: another folder, in which files are not redirected.
+    Files in the folder `apart` are not redirected.
     """
 
     def __init__(self, folder: Path, apart: Path) -> None:
