@@ -11,7 +11,7 @@ import enum
 import sys
 import textwrap
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from precast._internal import atomic_write
 from precast.weights.native import boundary
@@ -39,7 +39,6 @@ _ENUMERATIONS: Final = (
     boundary.Eviction,
     boundary.Owner,
     boundary.ThreadKind,
-    boundary.ThreadNumber,
     boundary.RegionPart,
     boundary.RegionExit,
 )
@@ -47,7 +46,8 @@ _ENUMERATIONS: Final = (
 
 def header() -> str:
     """Return the content of `boundary.h`."""
-    return "\n".join([_HEAD, *map(_enumeration, _ENUMERATIONS), _record(), _functions()])
+    structures = map(_structure, (boundary.HeldRecord(), boundary.ThreadNumbers()))
+    return "\n".join([_HEAD, *map(_enumeration, _ENUMERATIONS), *structures, _functions()])
 
 
 def _enumeration(kind: type[enum.IntEnum]) -> str:
@@ -59,22 +59,22 @@ def _member(name: str) -> str:
     return "PyTorch" if name == "PYTORCH" else name.title().replace("_", "")
 
 
-def _record() -> str:
-    """Return the structure of `HeldRecord`, and assertions on its layout."""
-    record, kind = boundary.HeldRecord(), boundary.HeldRecord
-    lines = ["", "struct HeldRecord {"]
+def _structure(initial_values: ctypes.Structure) -> str:
+    """Return a structure with its initial values, and assertions on its layout."""
+    kind: Any = type(initial_values)
+    lines = ["", f"struct {kind.__name__} {{"]
     for name, ctype in kind._fields_:
         plain = "uint64_t" if "ulong" in ctype.__name__ else "int64_t"
-        shared, value = boundary.SHARED_BY_THREADS.get(name), getattr(record, name)
+        shared, value = boundary.SHARED_BY_THREADS.get(name), getattr(initial_values, name)
         initial = f"{shared}{{{value}}}" if shared == "Owner" else value
         lines.append(
             f"  std::atomic<{shared}> {name}{{{initial}}};"
             if shared
             else f"  {plain} {name} = {value};"
         )
-    lines += ["};", f"static_assert(sizeof(HeldRecord) == {ctypes.sizeof(kind)});"]
+    lines += ["};", f"static_assert(sizeof({kind.__name__}) == {ctypes.sizeof(kind)});"]
     lines += [
-        f"static_assert(offsetof(HeldRecord, {name}) == {getattr(kind, name).offset});"
+        f"static_assert(offsetof({kind.__name__}, {name}) == {getattr(kind, name).offset});"
         for name, _ in kind._fields_
     ]
     return "\n".join(lines)

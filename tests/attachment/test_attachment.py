@@ -26,8 +26,8 @@ from precast._torch import HostCopy
 from precast.attachment import attachment as attachments
 from precast.attachment.attachment import Attachment
 from precast.engine import registration
+from precast.engine.thread_state import regions
 from precast.weights import held, unversioned_writes
-from precast.weights.held_gradients import GradientMemory, with_gradient
 from tests.support.casts import Casts
 from tests.support.unsampled import write_unsampled
 
@@ -725,9 +725,10 @@ class TestGradients:
                     assert gradient.stride() == model.weight.stride()
 
     def test_a_transposed_gradient_is_laid_out_as_the_parameter(self) -> None:
-        weight = nn.Parameter(torch.randn(WIDTH, 130))
-        copied = weight.detach().bfloat16()
-        cast = with_gradient(weight, copied, GradientMemory())
+        model = nn.Linear(130, WIDTH)
+        weight = model.weight
+        with precast.attach(model), region():
+            cast = regions.cache.cast(weight, torch.bfloat16, "cpu")
         incoming = torch.randn(130, WIDTH).bfloat16().t()
         (gradient,) = torch.autograd.grad(cast, [weight], [incoming])
         assert gradient.stride() == weight.stride()

@@ -222,3 +222,12 @@ def test_regions_of_precasts_with_their_own_policy_keep_its_tables() -> None:
     with install(RULES), precast.autocast("cpu", torch.bfloat16, policy="default"):
         model(torch.ones(3, 4))
         assert model.seen == WITH_RULES
+
+
+def test_a_rule_without_effect_is_named_where_every_pattern_matches() -> None:
+    policy = Policy.load("torch").replace(modules={"out_proj": "fp32"})
+    x = torch.ones(3, 1, 4)
+    with install(policy) as installation, torch.autocast("cpu", torch.bfloat16):
+        nn.MultiheadAttention(4, 1)(x, x, x)
+        [problem] = installation.rules.problems
+    assert "'out_proj' does nothing for 'out_proj'" in problem

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import precast
 from precast.attachment.attachment import Attachment
 from precast.engine import registration
-from precast.weights import held, unversioned_writes, weight_cache
-from precast.weights.held_gradients import GradientMemory
+from precast.weights import held, held_copy, unversioned_writes, weight_cache
 from tests.support.unsampled import write_unsampled
 
 BF16 = torch.bfloat16
@@ -267,16 +266,16 @@ def test_a_copy_that_one_thread_is_about_to_use_is_not_written_by_another(
         else:
             getattr(attachment, act)()
 
-    original = weight_cache.with_gradient
+    original = held_copy.Copy.with_gradient
 
-    def meanwhile(*args: Any) -> Tensor:
-        cast = original(*args)
-        if args[0] is model.weight:
-            monkeypatch.setattr(weight_cache, "with_gradient", original)
+    def meanwhile(copy: held_copy.Copy, parameter: Tensor, tensor: Tensor) -> Tensor:
+        cast = original(copy, parameter, tensor)
+        if parameter is model.weight:
+            monkeypatch.setattr(held_copy.Copy, "with_gradient", original)
             others.submit(change).result()
         return cast
 
-    monkeypatch.setattr(weight_cache, "with_gradient", meanwhile)
+    monkeypatch.setattr(held_copy.Copy, "with_gradient", meanwhile)
     found = trained(model, x)
     attachment.detach()
     others.shutdown()
@@ -369,7 +368,6 @@ def test_a_counted_write_during_the_search_is_no_unversioned_write(
         "precast.engine.registration",
         "precast.integrations.torch_amp.installation",
         "precast.engine.compile_guards",
-        "precast._torch.optimizer_hooks",
         "precast._torch.patches",
         "precast.diagnostics.tracing.listening",
     ],
@@ -501,16 +499,3 @@ sys.exit(7 if waiting == 0 else 1)
 """
     done = subprocess.run([sys.executable, "-c", program], timeout=300, check=False)
     assert done.returncode == 7
-
-
-def test_two_threads_may_ask_for_the_memory_of_one_gradient_at_once() -> None:
-    class Emptied(list[Tensor]):
-        """As it looks where another thread takes the last one after it was seen."""
-
-        def __bool__(self) -> bool:
-            return True
-
-    memory = GradientMemory()
-    memory._own = Emptied()
-    given = memory.like(torch.ones(3, 2), (2, 1), torch.float32)
-    assert given.shape == (3, 2)

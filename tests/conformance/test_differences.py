@@ -89,7 +89,7 @@ def test_each_difference_has_its_test_and_its_line(difference: Difference) -> No
 def test_a_stale_copy_is_not_explained_by_pytorchs_own(
     system: System, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.weights.cached_cast.is_valid", has_same_memory)
+    monkeypatch.setattr("precast.weights.freshness.is_valid", has_same_memory)
     report = compare([Case((OURS, LINEAR, Write("in place", 0), LINEAR), 3)], [system])
     [(_, case, _)] = report.unexplained
     assert len(case.program) <= 4

@@ -27,12 +27,11 @@ from torch.testing._internal.logging_tensor import LoggingTensor, LoggingTensorM
 
 import precast
 from precast import Policy
-from precast._torch import impl_address
 from precast.engine import compile_guards, registration
 from precast.engine.thread_state import thread_state
 from precast.weights.native import library
+from precast.weights.native.api import NativeHeldCopy, native_engine
 from precast.weights.native.boundary import Eviction
-from precast.weights.native.engine import native_engine
 
 BF16 = torch.bfloat16
 WIDTH = 160
@@ -209,12 +208,8 @@ def test_an_error_is_the_one_of_the_operation() -> None:
 def test_policies_that_say_the_same_are_one_in_the_library() -> None:
     calls = native_engine.api
     assert calls is not None
-    assert calls.policy(promotes=True, actions=b"\1\2\0") == calls.policy(
-        promotes=True, actions=b"\1\2"
-    )
-    assert calls.policy(promotes=True, actions=b"\1\2") != calls.policy(
-        promotes=False, actions=b"\1\2"
-    )
+    assert calls.policy(True, b"\1\2\0", 3) == calls.policy(True, b"\1\2", 2)
+    assert calls.policy(True, b"\1\2", 2) != calls.policy(False, b"\1\2", 2)
 
 
 def test_a_policy_bound_on_the_reference_holds_in_compiled_kernels() -> None:
@@ -260,7 +255,7 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
     calls = native_engine.api
     assert calls is not None
     sources = [torch.zeros(1) for _ in range(151)]
-    copies = [calls.new_held(impl_address(source), BF16) for source in sources]
+    copies = [NativeHeldCopy(calls, source, BF16) for source in sources]
 
     def in_a_new_thread() -> None:
         expected: dict[int, Tensor] = {}
@@ -268,24 +263,19 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
             source = sources[which]
             if step == "keep":
                 expected[which] = cast = source.to(BF16)
-                copies[which].keep(
-                    source,
-                    cast,
-                    has_gradient=bool(which % 2),
-                    version=source._version,
-                    pointer=source.data_ptr(),
-                )
+                snapshot = source._version, source.data_ptr()
+                calls.keep(copies[which], source, cast, which % 2, *snapshot)
             elif step == "evict":
                 expected.pop(which, None)
-                copies[which].evict(Eviction.ALL, 0)
+                calls.evict(copies[which], Eviction.ALL, 0)
             else:
                 expected = {w: cast for w, cast in expected.items() if w % 2 == 0}
                 calls.clear()
             assert calls.count() == len(expected)
         for which, source in enumerate(sources):
             if which % 2:
-                assert calls.find(source, BF16) is expected.get(which)
-            copies[which].evict(Eviction.ALL, 0)
+                assert calls.operations.find.default(source, BF16) is expected.get(which)
+            calls.evict(copies[which], Eviction.ALL, 0)
         assert calls.count() == 0
 
     with ThreadPoolExecutor(1) as pool:
@@ -320,12 +310,9 @@ assert not wrong, wrong
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        ("device", (b"abacus",), "abacus"),
-        ("bound_number", (99,), "99"),
-        ("thread_number", (99,), "a thread has no number 99"),
-        ("install", (99, None, 1), "99"),
-        ("record_torch_kernel", (b"aten::no_such_thing", b"", b"AutocastCPU"), "no_such_thing"),
-        ("register", (b"aten::mm", b"", b"NoSuchKey", 0, 1, 0, 0), "NoSuchKey"),
+        ("device", ("abacus",), "abacus"),
+        ("record_torch_kernel", ("aten::no_such_thing", "", "AutocastCPU"), "no_such_thing"),
+        ("register", ("aten::mm", "", "NoSuchKey", "cpu", 1, 0, 0), "NoSuchKey"),
     ],
 )
 def test_an_exception_of_the_library_is_an_error_in_python(
@@ -333,4 +320,4 @@ def test_an_exception_of_the_library_is_an_error_in_python(
 ) -> None:
     assert native_engine.api is not None
     with pytest.raises(precast.errors.PrecastError, match=message):
-        native_engine.api._functions[function](*arguments)
+        getattr(native_engine.api, function)(*arguments)

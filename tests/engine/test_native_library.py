@@ -61,7 +61,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that works; one that `make` has put into the package will do."""
     shipped = Path(library_file.SOURCES, "compiled")
     for path in library_file.candidates(shipped, VERSION):
-        if library_file.refusal(path, VERSION) is None:
+        if library_file.refusal(path) is None:
             return path
     return build.build(tmp_path_factory.mktemp("real")).path
 
@@ -106,17 +106,6 @@ def kept(folder: Path, content: bytes, *, name: str = "") -> Path:
     return path
 
 
-def marked(**changes: str) -> bytes:
-    """The content of a file that says of itself what a good library says, but for these."""
-    says = {
-        "torch": VERSION.partition("+")[0],
-        "for": library_file.torch_key(VERSION),
-        "cxx11_abi": str(int(torch.compiled_with_cxx11_abi())),
-        "sources": library_file.source_hash(),
-    } | changes
-    return "|".join(["precast-native-library", *(f"{k}={v}" for k, v in says.items()), ""]).encode()
-
-
 def unavailable() -> Unavailable:
     found = library.load()
     assert isinstance(found, Unavailable)
@@ -153,7 +142,7 @@ def test_what_is_compiled_is_kept_found_and_loaded(cache: Path) -> None:
     assert second == {**first, "is_new": False}
     code = (
         "found = library.load(); assert found is library.load(); print(found.path, library.chosen_engine())\n"
-        "print(found.marker.torch, found.functions.precast_native_probe())"
+        "print(found.functions.precast_native_probe())"
     )
     used = subprocess.check_output(program(code), text=True, cwd=cache)
     assert used.split() == [first["path"], "native", VERSION.partition("+")[0], "None"]
@@ -311,20 +300,15 @@ def test_a_compiler_that_fails_leaves_a_log_and_nothing_else(
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("", "is no library of precast's"),
-        ("MARKER __attribute__((constructor)) static void begin() { abort(); }", "SIGABRT"),
+        ("__attribute__((constructor)) static void begin() { abort(); }", "SIGABRT"),
+        ('extern "C" void missing(); void use() { missing(); }', "undefined symbol: missing"),
+        ("", "undefined symbol: precast_native_probe"),
         (
-            'MARKER extern "C" void missing(); void use() { missing(); }',
-            "undefined symbol: missing",
-        ),
-        ("MARKER", "undefined symbol: precast_native_built_for"),
-        (
-            'MARKER extern "C" const char* precast_native_built_for() { return marker; }\n'
             'extern "C" const char* precast_native_probe() { return "the sizes are wrong"; }',
             "must not be used: the sizes are wrong",
         ),
     ],
-    ids=["no marker", "it crashes", "a missing symbol", "no functions", "the probe refuses"],
+    ids=["it crashes", "a missing symbol", "no functions", "the probe refuses"],
 )
 def test_what_does_not_work_when_it_is_loaded_is_never_kept(
     source: str, says: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -344,9 +328,8 @@ def test_what_does_not_work_when_it_is_loaded_is_never_kept(
 
 
 def compiled(source: str, folder: Path) -> Path:
-    """A small library of no use; `MARKER` in the source stands for what a good one says of itself."""
-    marker = f'__attribute__((used)) extern const char marker[] = "{marked().decode()}";'
-    (folder / "small.cpp").write_text(f"#include <cstdlib>\n{source.replace('MARKER', marker)}\n")
+    """A small library of no use."""
+    (folder / "small.cpp").write_text(f"#include <cstdlib>\n{source}\n")
     made = folder / "small.so"
     flags = ["-shared", "-fPIC", "-o", str(made), str(folder / "small.cpp")]
     subprocess.run([str(COMPILER), *flags], check=True)
@@ -465,7 +448,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("what", ["half of it", "zeros at the end", "one bit", "nothing"])
 def test_a_damaged_file_is_refused_before_it_is_loaded(what: str, cache: Path) -> None:
-    good = marked() + bytes(range(256)) * 40
+    good = bytes(range(256)) * 40
     path = kept(cache, damaged(good)[what], name=library_file.file_name(VERSION, "1", good))
     found = unavailable()
     assert found.is_refused
@@ -475,24 +458,10 @@ def test_a_damaged_file_is_refused_before_it_is_loaded(what: str, cache: Path) -
     assert found.remedy == "precast build"
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"torch": "2.99.0", "for": "2.99"}, "was compiled for PyTorch 2.99.0, and "),
-        ({"torch": "2.99.0"}, "was compiled for PyTorch 2.99.0, and "),
-        ({"sources": "0123456789abcdef"}, "was compiled from the sources of another precast"),
-        ({"cxx11_abi": str(int(not torch.compiled_with_cxx11_abi()))}, "another C++ ABI"),
-    ],
-    ids=str,
-)
-def test_a_library_says_itself_what_it_is_for(
-    changes: dict[str, str], says: str, cache: Path
-) -> None:
-    path = kept(cache, marked(**changes))
-    found = unavailable()
-    assert found.is_refused
-    assert found.reason.startswith(f"{path} was compiled for" if "for" in says else str(path))
-    assert says in found.reason
+def test_a_file_of_another_name_is_refused(cache: Path) -> None:
+    path = kept(cache, b"content")
+    path = path.rename(path.with_name(path.name.replace("12345678", "87654321")))
+    assert unavailable().reason.startswith(f"{path} is damaged")
 
 
 def test_libraries_of_other_versions_are_passed_over(cache: Path) -> None:
@@ -520,7 +489,7 @@ def test_a_damaged_library_is_replaced_by_the_next_build(
     assert unavailable().is_refused
     again = build.build(check=False)
     assert (again.path, again.is_new) == (path, True)
-    assert library_file.refusal(path, VERSION) is None
+    assert library_file.refusal(path) is None
 
 
 @pytest.mark.parametrize(
@@ -551,7 +520,7 @@ def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch, cac
     monkeypatch.setenv("PRECAST_ENGINE", "fast")
     with pytest.raises(PrecastError, match=r"'fast'\. Allowed: reference, native"):
         library.chosen_engine()
-    works = Library(cache, None, None)  # type: ignore[arg-type]
+    works = Library(cache, None)  # type: ignore[arg-type]
     monkeypatch.setattr(library, "load", lambda: works)
     monkeypatch.setenv("PRECAST_ENGINE", "reference")
     assert library.chosen_engine() == "reference"

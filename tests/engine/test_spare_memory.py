@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import precast
 from precast.engine import registration
 from precast.weights.native import library
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 from tests.support.installed import uninstall_all
 
 BF16, F16 = torch.bfloat16, torch.float16

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from precast.engine import registration
 from precast.weights import weight_cache
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 
 __all__ = ["Casts"]
 
@@ -35,7 +35,7 @@ class Casts:
             self._calls.record_casts()
 
     def __len__(self) -> int:
-        return len(self._made) + (self._calls.recorded_casts()[0] if self._calls else 0)
+        return len(self._made) + (self._calls.recorded_casts(False) if self._calls else 0)
 
     def clear(self) -> None:
         """Forgets those that have been made."""
@@ -46,4 +46,4 @@ class Casts:
     def alive(self) -> int:
         """The number of copies that are not freed."""
         by_python = sum(cast() is not None for cast in self._made)
-        return by_python + (self._calls.recorded_casts()[1] if self._calls else 0)
+        return by_python + (self._calls.recorded_casts(True) if self._calls else 0)

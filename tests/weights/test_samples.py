@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from precast._torch import impl_address
 from precast.engine import registration
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import NativeHeldCopy, native_engine
 from precast.weights.samples import WeightSamples
 
 ROUNDS = 4
@@ -26,7 +25,7 @@ def samples(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def _native_samples() -> Any:
     assert native_engine.api is not None
-    return native_engine.api.new_held(impl_address(nn.Parameter(torch.ones(1))), torch.bfloat16)
+    return NativeHeldCopy(native_engine.api, nn.Parameter(torch.ones(1)), torch.bfloat16)
 
 
 def recorded(samples: Any, weight: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""PyTorch's kernel for products of float8 matrices, and the architectures that have it.
+"""PyTorch's kernel for products of float8 matrices.
 
 Invariants:
 
@@ -12,19 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["float8_architecture", "scaled_mm"]
-
-
-def float8_architecture(device: torch.device) -> tuple[str, str]:
-    """Return a device's vendor, `nvidia`, `amd` or "", and its architecture by the vendor's name, such as `8.9`."""
-    if device.type != "cuda":
-        return "", ""
-    if torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        return "nvidia", f"{major}.{minor}"
-    # PyTorch has no other name of AMD's architectures (2.13).
-    name = torch.cuda.get_device_properties(device).gcnArchName
-    return "amd", name.partition(":")[0]
+__all__ = ["scaled_mm"]
 
 
 def scaled_mm(

@@ -149,53 +149,26 @@ def fake_tensor_context(fake_mode: Any) -> Any:
 
 @contextmanager
 def drop_log_on_error() -> Iterator[None]:
-    """Delay PyTorch's log output, and drop it if an error is raised (2.13).
+    """Delay what PyTorch logs and prints, and drop it if an error is raised (2.13).
 
     The exporter logs the tracebacks of errors that it raises, and prints the graph that it has recorded so far.
     """
-    records: list[tuple[logging.Handler, logging.LogRecord]] = []
+    output = io.StringIO()
     named = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "torch"]
-    handlers = list({h: None for name in named for h in logging.getLogger(name).handlers})
-    buffers = [_LogBuffer(handler, records) for handler in handlers]
-    for handler, buffer in zip(handlers, buffers, strict=True):
-        handler.addFilter(buffer)
-    printed = io.StringIO()
+    handlers = {each for name in named for each in logging.getLogger(name).handlers}
+    streams = {h: h.setStream(output) for h in handlers if type(h) is logging.StreamHandler}
     try:
-        with redirect_stderr(printed):
+        with redirect_stderr(output):
             yield
     except BaseException:
-        records.clear()
-        printed = io.StringIO()
+        output = io.StringIO()
         raise
     finally:
-        for handler, buffer in zip(handlers, buffers, strict=True):
-            handler.removeFilter(buffer)
-        for handler, record in records:
-            handler.handle(record)
-        if printed.getvalue():
-            sys.stderr.write(printed.getvalue())
-
-
-class _LogBuffer(logging.Filter):
-    """A log filter that stores the records of one handler."""
-
-    def __init__(
-        self, handler: logging.Handler, records: list[tuple[logging.Handler, logging.LogRecord]]
-    ) -> None:
-        super().__init__()
-        self._handler, self._records = handler, records
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Store a record, and suppress it."""
-        self._records.append((self._handler, record))
-        return False
+        for handler, stream in streams.items():
+            handler.setStream(stream)
+        sys.stderr.write(output.getvalue())
 
 
 def updated_program(program: Any, **changes: Any) -> Any:
-    """Return an exported program with another graph, signature, weights or constants, by a private method (2.13).
-
-    Args:
-        program: the program to start from.
-        changes: `graph_module`, `graph_signature`, `state_dict` and `constants`.
-    """
+    """Return an exported program with another `graph_module`, `graph_signature`, `state_dict` or `constants` (2.13)."""
     return program._update(**changes)

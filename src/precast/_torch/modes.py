@@ -2,7 +2,7 @@
 
 Invariants:
 
-- an `ObservingMode` changes no result; functions named `..._other_modes` ignore it.
+- an `ObservingMode` changes no result.
 """
 
 from __future__ import annotations
@@ -24,16 +24,14 @@ __all__ = [
     "SkipMetaRandom",
     "calls_torch_function",
     "cast_without_torch_function",
-    "count_other_modes",
     "dispatch_modes",
     "enter_function_mode",
     "function_modes",
     "impl_address",
-    "innermost_dispatch_mode",
-    "innermost_other_mode",
     "isolated",
     "leave_function_mode",
     "leave_mode",
+    "other_modes",
     "redispatch_in_mode",
     "runs_on_fake_tensors",
     "unseen_by_modes",
@@ -119,8 +117,9 @@ def leave_mode(mode: ObservingMode) -> None:
     """End a mode anywhere on this thread's stack; its ``__exit__`` would end the innermost mode (2.13)."""
     module = torch.utils._python_dispatch
     above = []
-    while innermost_dispatch_mode() is not mode:
-        above.append(module._pop_mode())
+    while (innermost := module._pop_mode()) is not mode:
+        above.append(innermost)
+    module._push_mode(mode)
     mode.__exit__(None, None, None)
     for other in reversed(above):
         module._push_mode(other)
@@ -162,12 +161,8 @@ def redispatch_in_mode(
     An ordinary call runs with all modes off and with the autocast keys excluded: the mode would see no inner
     operations, and their casts would be missing. No public function does this (2.13).
 
-    Args:
-        mode: the mode.
-        op: the operation that the mode received.
-        tensors: the tensors among the arguments.
-        call: the arguments.
-        casting: the device types with autocast on, where the program calls the operation.
+    `tensors` are those among the arguments of the `call`, and `casting` are the device types with autocast on where the
+    program calls the operation.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
     for tensor in tensors:
@@ -194,25 +189,10 @@ def _passed_inside(op: Any) -> list[Any]:
     return [getattr(torch._C.DispatchKey, name) for name in names]
 
 
-def innermost_dispatch_mode() -> Any:
-    """Return the `TorchDispatchMode` that sees an operation first, or None; no public function does (2.13)."""
-    depth = dispatch_modes()
-    return torch._C._get_dispatch_stack_at(depth - 1) if depth else None
-
-
-def _other_modes() -> list[Any]:
+def other_modes() -> list[Any]:
+    """Return the dispatch modes of this thread that do more than observe, outermost first; no public list (2.13)."""
     modes = map(torch._C._get_dispatch_stack_at, range(dispatch_modes()))
     return [mode for mode in modes if not isinstance(mode, ObservingMode)]
-
-
-def count_other_modes() -> int:
-    """Return the number of dispatch modes in this thread that do more than observe (2.13)."""
-    return len(_other_modes())
-
-
-def innermost_other_mode() -> Any:
-    """Return the innermost dispatch mode that does more than observe, or None."""
-    return next(reversed(_other_modes()), None)
 
 
 _get_dispatch_mode = torch._C._get_dispatch_mode

@@ -84,8 +84,16 @@ def compile_package(program: Any, path: str) -> None:
         "pattern_matcher": False,
         "layout_optimization": False,
     }
-    with prefer_torch_kernels(), _without_shim_messages():
-        aoti_compile_and_package(program, package_path=path, inductor_configs=keep_roundings)
+    logger = logging.getLogger("torch._inductor.ir")
+    level = logger.level
+    logger.setLevel(
+        logging.ERROR
+    )  # it warns about each kernel that is called through the dispatcher
+    try:
+        with prefer_torch_kernels():
+            aoti_compile_and_package(program, package_path=path, inductor_configs=keep_roundings)
+    finally:
+        logger.setLevel(level)
 
 
 def load_package(path: Any) -> Callable[..., Any]:
@@ -211,18 +219,3 @@ def _with_rounded_number(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     number = float(torch.tensor(args[1], dtype=args[0].dtype))
     return args if number == args[1] or math.isnan(number) else (args[0], number, *args[2:])
-
-
-@contextmanager
-def _without_shim_messages() -> Iterator[None]:
-    """Suppress the log message for each kernel that the package calls through PyTorch's dispatcher."""
-    logger = logging.getLogger("torch._inductor.ir")
-
-    def is_other_message(record: logging.LogRecord) -> bool:
-        return "missing a c-shim" not in record.getMessage()
-
-    logger.addFilter(is_other_message)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other_message)

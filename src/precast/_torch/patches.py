@@ -31,8 +31,10 @@ from precast._torch.transforms import is_real
 __all__ = [
     "RegionListener",
     "checkpoint_wrappers",
+    "checkpoints",
     "clear_autocast_cache",
     "custom_function_arguments",
+    "custom_functions",
     "enter_region",
     "exit_region",
     "on_average",
@@ -48,10 +50,6 @@ __all__ = [
     "on_scaler_call",
     "replace_names",
     "replace_regions",
-    "unwrap_checkpoints",
-    "unwrap_custom_functions",
-    "wrap_checkpoints",
-    "wrap_custom_functions",
 ]
 
 _lock = survives_fork(threading.RLock())
@@ -60,17 +58,11 @@ Stop = Callable[[], None]
 
 
 def _check_listed(owner: str, name: str) -> None:
-    listed = any(owner == patch.owner and name in patch.names for patch in PATCHES)
-    assert listed, f"{owner} {name} is not in PATCHES"
+    assert name in PATCHES.get(owner, ()), f"{owner} {name} is not in PATCHES"
 
 
 def replace_names(owner: str, **values: object) -> Stop:
-    """Replace names of a module or class of PyTorch; return a function that restores them.
-
-    Args:
-        owner: the module or class, in the notation of `patch_list.Patch.owner`.
-        values: the names, all listed for that owner, and their new values.
-    """
+    """Replace names of a module or class of PyTorch, as `PATCHES` lists them; return a function that restores them."""
     for name in values:
         _check_listed(owner, name)
     where = pkgutil.resolve_name(owner)
@@ -90,7 +82,7 @@ def replace_names(owner: str, **values: object) -> Stop:
     return stop
 
 
-class _SharedPatch:
+class SharedPatch:
     """A patch shared by several listeners: made for the first one, in any thread, and ended after the last one."""
 
     def __init__(self, make: Callable[[list[Any]], list[Stop]]) -> None:
@@ -164,7 +156,7 @@ def _patch_cache_clearing(listeners: list[Callable[[bool], None]]) -> list[Stop]
     return [replace_names("torch", clear_autocast_cache=clear_autocast_cache)]
 
 
-_cleared_cache: Final = _SharedPatch(_patch_cache_clearing)
+_cleared_cache: Final = SharedPatch(_patch_cache_clearing)
 
 
 # --- checkpoints ---
@@ -172,16 +164,6 @@ _cleared_cache: Final = _SharedPatch(_patch_cache_clearing)
 checkpoint_wrappers: Final[list[Callable[[Callable[..., Any]], Callable[..., Any]]]] = []
 """Each function gets the function of a `torch.utils.checkpoint`, and returns its replacement, also for the rerun in
 backward. The first is the outermost."""
-
-
-def wrap_checkpoints() -> None:
-    """Apply `checkpoint_wrappers` to the functions of checkpoints from now on."""
-    _checkpoints.begin()
-
-
-def unwrap_checkpoints() -> None:
-    """End `wrap_checkpoints`; functions that are already wrapped stay wrapped."""
-    _checkpoints.end()
 
 
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,23 +193,14 @@ def _patch_checkpoints(_: list[Any]) -> list[Stop]:
     ]
 
 
-_checkpoints: Final = _SharedPatch(_patch_checkpoints)
+checkpoints: Final = SharedPatch(_patch_checkpoints)
+"""Applies `checkpoint_wrappers` to the functions of checkpoints from `begin` to `end`; wrapped ones stay wrapped."""
 
 
 # --- custom autograd functions ---
 
 custom_function_arguments: Final[list[Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = []
 """Each function gets the arguments of a `torch.autograd.Function`, and returns the arguments to use."""
-
-
-def wrap_custom_functions() -> None:
-    """Apply `custom_function_arguments` to the arguments of custom functions from now on."""
-    _custom_functions.begin()
-
-
-def unwrap_custom_functions() -> None:
-    """End `wrap_custom_functions`."""
-    _custom_functions.end()
 
 
 def _patch_custom_functions(_: list[Any]) -> list[Stop]:
@@ -244,7 +217,8 @@ def _patch_custom_functions(_: list[Any]) -> list[Stop]:
     return [replace_names("torch._functorch.utils", unwrap_dead_wrappers=unwrap_dead_wrappers)]
 
 
-_custom_functions: Final = _SharedPatch(_patch_custom_functions)
+custom_functions: Final = SharedPatch(_patch_custom_functions)
+"""Applies `custom_function_arguments` to the arguments of custom functions from `begin` to `end`."""
 
 
 # --- regions ---
@@ -299,7 +273,7 @@ def _patch_graph_regions(_: list[Any]) -> list[Stop]:
 
 
 _GRAPHS_HAVE_THEIR_OWN: Final = hasattr(torch.amp.autocast_mode, "_UnmanagedAutocast")  # since 2.12
-_graph_regions: Final = _SharedPatch(_patch_graph_regions)
+_graph_regions: Final = SharedPatch(_patch_graph_regions)
 
 
 def _patch_graph_calls(_: list[Any]) -> list[Stop]:
@@ -331,7 +305,7 @@ def _has_regions(graph: torch.fx.GraphModule) -> bool:
     return any(node.target is enter for each in graphs for node in each.nodes)
 
 
-_graph_calls: Final = _SharedPatch(_patch_graph_calls)
+_graph_calls: Final = SharedPatch(_patch_graph_calls)
 
 
 def replace_regions(enter: Callable[..., Any], leave: Callable[..., Any]) -> Stop:
@@ -398,7 +372,7 @@ def _patch_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
     return [replace_names("torch._subclasses.fake_tensor:FakeTensorMode", dispatch=dispatch)]
 
 
-_fake_operations: Final = _SharedPatch(_patch_fake_operations)
+_fake_operations: Final = SharedPatch(_patch_fake_operations)
 
 
 def on_average(read: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]) -> None:
@@ -423,7 +397,7 @@ def _patch_averages(readers: list[Callable[..., Any]]) -> list[Stop]:
     ]
 
 
-_averages: Final = _SharedPatch(_patch_averages)
+_averages: Final = SharedPatch(_patch_averages)
 
 
 def on_regions(listener: RegionListener | None) -> None:
@@ -457,7 +431,7 @@ def _patch_region_functions(listeners: list[RegionListener]) -> list[Stop]:
     return [replace_names("torch", **{each.__name__: never_compiled(each) for each in functions})]
 
 
-_regions: Final = _SharedPatch(_patch_region_functions)
+_regions: Final = SharedPatch(_patch_region_functions)
 
 
 # --- backward passes, calls of modules, scalers ---
@@ -514,7 +488,7 @@ def _run_through(
     return listeners[-1](module, lambda: _run_through(listeners[:-1], module, run))
 
 
-_module_calls: Final = _SharedPatch(_patch_module_calls)
+_module_calls: Final = SharedPatch(_patch_module_calls)
 
 
 def on_scaler_call(name: str, act: Callable[..., Any]) -> Stop:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from precast._torch.patches import Stop, _SharedPatch, replace_names
+from precast._torch.patches import SharedPatch, Stop, replace_names
 
 __all__ = ["on_undispatched_call"]
 
@@ -52,4 +52,4 @@ def _patch_calls(listeners: list[_Call]) -> list[Stop]:
     ]
 
 
-_calls: Final = _SharedPatch(_patch_calls)
+_calls: Final = SharedPatch(_patch_calls)

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,7 +28,6 @@ from torch.nn.modules.module import (
 from precast._internal.display import Card, Displayed, plural
 from precast._torch import is_captured, on_collectives, runs_uncompiled
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.attachment.fsdp import managed_by_fsdp
 from precast.attachment.module_hooks import AppliedPlan, apply
 from precast.engine.thread_state import regions
 from precast.errors import AttachError, PrecastWarning
@@ -151,8 +151,6 @@ class Attachment(Displayed):
         """Rewrite all copies, regardless of version counters. Call it after a write through `.data`."""
         with held.lock:
             self._find_parameters()
-            for held_parameter in self._held_parameters.values():
-                held_parameter.drop_incompatible()
             for copy in self._copies():
                 copy.evict()
             held.renew(self._copies())
@@ -215,7 +213,7 @@ class Attachment(Displayed):
             if model is None or not self._hold:
                 return
             self._modules = frozenset(map(id, model.modules()))
-            managed = managed_by_fsdp(model)
+            managed = _managed_by_fsdp(model)
             before, held_parameters, left_alone = self._held_parameters, {}, {}
             for name, parameter in named_parameters(model):
                 reason = managed.get(id(parameter)) or held.reason_not_held(parameter)
@@ -242,6 +240,21 @@ class Attachment(Displayed):
         if self in held.attached:
             held.attached.remove(self)
             _watch()
+
+
+def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
+    """Return the ``id`` of each parameter whose memory FSDP allocates and frees, with the reason for not holding it."""
+    # FSDP is not imported here: a program that has not imported it has no such parameters.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return {}
+    kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
+    return {
+        id(parameter): "FSDP allocates, frees and writes its memory"
+        for module in model.modules()
+        if isinstance(module, kinds)
+        for parameter in module.parameters()
+    }
 
 
 def _ended() -> Attachment:

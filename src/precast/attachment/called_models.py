@@ -36,9 +36,7 @@ _OWN_POLICY = "the program attached another policy to it"
 class CalledModels:
     """Finds models until it is closed, and applies the rules of `policy` to them.
 
-    Args:
-        policy: a policy with rules for modules.
-        refused: called with each new sentence about rules that cannot be applied to a model.
+    `refused` is called with each new sentence about rules that cannot be applied to a model.
     """
 
     def __init__(self, policy: Policy, refused: Callable[[str], None] = lambda _: None) -> None:
@@ -73,13 +71,11 @@ class CalledModels:
 
     def _problems(self) -> Iterator[str]:
         yield from self._refusals
-        complaints = [text for texts in self._complaints.values() for text in texts]
+        complaints = list(dict.fromkeys(t for texts in self._complaints.values() for t in texts))
         if self._models:
             for pattern in sorted(self._unmatched):
                 yield self._unmatched_text(pattern, complaints)
-                yield from dict.fromkeys(
-                    text for text in complaints if " does nothing for " in text
-                )
+            yield from (text for text in complaints if " does nothing for " in text)
         elif not self._refusals:
             yield (
                 "the rules in [modules] acted on nothing: no model with parameters was called. One that is called only "

@@ -23,14 +23,24 @@ from torch import nn
 from precast import _torch
 from precast.attachment import weight_casts
 from precast.attachment.weight_casts import WeightCasts
-from precast.autocast_mode.region import current_precision, put_in_force, record_for_export
+from precast.autocast_mode.region import (
+    current_precision,
+    present_state,
+    put_in_force,
+    record_for_export,
+)
 from precast.engine import registration
-from precast.engine.thread_state import BoundPolicy, regions, thread_state, write_guard_id
+from precast.engine.thread_state import (
+    BoundPolicy,
+    RegionRecord,
+    regions,
+    thread_state,
+    write_guard_id,
+)
 
 __all__ = [
     "DisabledDevices",
     "ModuleCall",
-    "ReplacedFlags",
     "begin",
     "disabled_devices",
     "end",
@@ -44,16 +54,6 @@ DisabledDevices = Mapping[str, int]
 not that rule that keeps autocast off."""
 
 
-class ReplacedFlags(NamedTuple):
-    """The state that a module's rule replaced on one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    bound_policy: BoundPolicy | None
-    optimizes_torchscript: bool
-
-
 class ModuleCall(NamedTuple):
     """One call of a module with a rule."""
 
@@ -64,7 +64,8 @@ class ModuleCall(NamedTuple):
     """Autocast disabled by rules before the call."""
     casts: WeightCasts | None
     """The casts of weights in force before the call."""
-    replaced: list[ReplacedFlags]
+    replaced: list[RegionRecord]
+    """The state that the rule replaced, by device type."""
 
     def replace(
         self, device: str, enabled: bool, dtype: torch.dtype, bound: BoundPolicy | None
@@ -73,10 +74,9 @@ class ModuleCall(NamedTuple):
         if _torch.function_modes():
             record_for_export((device, dtype, enabled), None, bound)
         state = thread_state(device).state
-        flags = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self.replaced.append(
-            ReplacedFlags(device, *flags, state.bound_policy, _torch.optimizes_torchscript())
-        )
+        record = RegionRecord()
+        record.fill(self.module, present_state(device), [])
+        self.replaced.append(record)
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
         if bound is not None:
@@ -100,7 +100,7 @@ _thread: Final = _ThreadCalls()
 
 def begin(module: nn.Module, caller: FrameType | None) -> ModuleCall:
     """Record the begin of a call, which runs as long as `caller` does."""
-    _torch.wrap_checkpoints()
+    _torch.checkpoints.begin()
     forget_abandoned(caller)
     call = ModuleCall(module, caller, _thread.off, weight_casts.current(), [])
     _thread.calls.append(call)
@@ -171,7 +171,7 @@ def _set_off(off: DisabledDevices) -> None:
     _thread.off = off
 
 
-def _put_policy(replaced: ReplacedFlags, bound: BoundPolicy | None) -> None:
+def _put_policy(replaced: RegionRecord, bound: BoundPolicy | None) -> None:
     state = thread_state(replaced.device_type).state
     if state.bound_policy is not bound:
         put_in_force(state, replaced.device_type, bound)

@@ -98,11 +98,8 @@ def apply(
     autocast: then they are cast to float32, because operations there do not cast. Copies of the model by `deepcopy`
     or pickle keep all hooks, and so follow the same rules.
 
-    Args:
-        model: the model for which `plan` was made.
-        plan: the result of `precast.policy.module_plan.plan`.
-        tables: put the plan's policy in force inside the model; otherwise the region's policy stays in force.
-        give_way: called when a later plan for one of these modules replaces this one; with None that plan is refused.
+    With `tables` the plan's policy is in force inside the model, otherwise the region's. `give_way` is called when a
+    later plan for one of these modules replaces this one; with None that plan is refused.
 
     Raises:
         PolicyError: a module already follows a rule of another plan, or its forward is an asynchronous generator.
@@ -186,9 +183,7 @@ class ModuleRuleHooks:
     """The two hooks of one module, and the rule that they carry out.
 
     Args:
-        rule: the rule.
         tables: the policy in force inside; None for the region's.
-        has_steps: the module's forward is a generator or a coroutine.
         where: the pattern, the rule and the module, for messages.
         applied: the plan that owns the hooks; None if they came with a copy of a module.
     """
@@ -237,7 +232,7 @@ class ModuleRuleHooks:
             return _leave_traced(result)
         off, result = self._end(module, result)
         if module_steps.runs_later(result) and not any(result is each for each in args):
-            return module_steps.in_steps(result, functools.partial(self._step, module), module)
+            return module_steps.run_in_steps(result, functools.partial(self._step, module), module)
         return _cast(result, off)
 
     def _begin(self, module: nn.Module, caller: FrameType | None) -> list[_RuleTarget]:

@@ -10,19 +10,16 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-import types
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 from torch import nn
 
 from precast import _torch
+from precast.autocast_mode.decorator import Step, as_coroutine, in_steps
 from precast.errors import PolicyError
 
-__all__ = ["Step", "has_steps", "in_steps", "refuse_async_generator", "runs_later"]
-
-Step = Callable[[Callable[[Any], Any], Any], Any]
-"""Calls a function with one argument while the rule is in force."""
+__all__ = ["has_steps", "refuse_async_generator", "run_in_steps", "runs_later"]
 
 
 def runs_later(result: object) -> bool:
@@ -46,17 +43,15 @@ def refuse_async_generator(module: nn.Module) -> None:
         raise _refusal(f"the forward of {type(module).__name__} is")
 
 
-def in_steps(body: Any, step: Step, module: nn.Module) -> Any:
+def run_in_steps(body: Any, step: Step, module: nn.Module) -> Any:
     """Return the generator or coroutine `body`, returned by `module`, with each of its steps run by `step`.
 
     Raises:
         PolicyError: it is an asynchronous generator.
     """
-    if inspect.isgenerator(body):
-        return _in_steps(body, step)
-    if inspect.iscoroutine(body):
-        return _coroutine(body, step)
-    raise _refusal(f"{type(module).__name__} returned")
+    if inspect.isasyncgen(body):
+        raise _refusal(f"{type(module).__name__} returned")
+    return _coroutine(body, step) if inspect.iscoroutine(body) else _in_steps(body, step)
 
 
 def _refusal(subject: str) -> PolicyError:
@@ -72,31 +67,9 @@ def _forward(module: nn.Module) -> Any:
 
 
 async def _coroutine(body: Any, step: Step) -> Any:
-    return await _awaitable(_in_steps(body, step))
-
-
-@types.coroutine
-def _awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    return (yield from steps)
+    return await as_coroutine(_in_steps(body, step))
 
 
 @_torch.runs_uncompiled
 def _in_steps(body: Any, step: Step) -> Generator[Any, Any, Any]:
-    try:
-        value = step(body.send, None)
-        while True:
-            try:
-                sent = yield value
-            except GeneratorExit:
-                step(lambda _: body.close(), None)
-                raise
-            except BaseException as error:
-                value = step(_throw(body, error), None)
-            else:
-                value = step(body.send, sent)
-    except StopIteration as end:
-        return end.value
-
-
-def _throw(body: Any, error: BaseException) -> Callable[[Any], Any]:
-    return lambda _: body.throw(error)
+    return (yield from in_steps(body, step))

@@ -272,7 +272,7 @@ def put(casts: WeightCasts | None) -> None:
     if casts is None:
         _torch.leave_function_mode(_MODE)
     else:
-        _torch.wrap_custom_functions()
+        _torch.custom_functions.begin()
         _torch.enter_function_mode(_MODE)
 
 

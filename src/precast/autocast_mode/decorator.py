@@ -19,10 +19,12 @@ import torch
 
 from precast.errors import RegionTypeError
 
-__all__ = ["DecoratorRegion", "region_for_trace"]
+__all__ = ["DecoratorRegion", "Step", "as_coroutine", "in_steps"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Step = Callable[[Callable[[Any], Any], Any], Any]
+"""Calls a function with one argument, in a region or while a module's rule is in force."""
 
 
 class DecoratorRegion:
@@ -34,7 +36,7 @@ class DecoratorRegion:
     def __exit__(self, *exc_info: object) -> None:
         raise NotImplementedError
 
-    def _region_for_trace(self) -> DecoratorRegion:
+    def region_for_trace(self) -> DecoratorRegion:
         """Return an equal region for a traced function, in whose graph this object cannot be entered."""
         return self
 
@@ -47,11 +49,6 @@ class DecoratorRegion:
             RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
         """
         return _decorate(self, function)
-
-
-def region_for_trace(region: DecoratorRegion) -> DecoratorRegion:
-    """Return an equal region for a traced function, in whose graph `region` cannot be entered."""
-    return region._region_for_trace()
 
 
 def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, R]:
@@ -71,22 +68,26 @@ def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, 
 
 
 def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[..., Any]:
+    def step(function: Callable[[Any], Any], value: Any) -> Any:
+        with region:
+            return function(value)
+
     if inspect.iscoroutinefunction(function):
 
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _as_awaitable(_in_steps(region, function(*args, **kwargs)))
+            return await as_coroutine(in_steps(function(*args, **kwargs), step))
 
         return coroutine
     if inspect.isgeneratorfunction(function):
 
         def generator(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _in_steps(region, function(*args, **kwargs)))
+            return (yield from in_steps(function(*args, **kwargs), step))
 
         return generator
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            with region_for_trace(region):
+            with region.region_for_trace():
                 return function(*args, **kwargs)
         with region:
             return function(*args, **kwargs)
@@ -95,27 +96,28 @@ def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[
 
 
 @types.coroutine
-def _as_awaitable(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def as_coroutine(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    """Return the steps of a coroutine as an awaitable."""
     return (yield from steps)
 
 
-def _in_steps(region: DecoratorRegion, body: Any) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine with the region around each of its steps, and not between them."""
+def in_steps(body: Any, step: Step) -> Generator[Any, Any, Any]:
+    """Run a generator or coroutine with each of its steps run by `step`, and nothing between them."""
     try:
-        with region:
-            value = body.send(None)
+        value = step(body.send, None)
         while True:
             try:
                 sent = yield value
             except GeneratorExit:
-                with region:
-                    body.close()
+                step(lambda _: body.close(), None)
                 raise
             except BaseException as error:
-                with region:
-                    value = body.throw(error)
+                value = step(functools.partial(_throw, body, error), None)
             else:
-                with region:
-                    value = body.send(sent)
+                value = step(body.send, sent)
     except StopIteration as end:
         return end.value
+
+
+def _throw(body: Any, error: BaseException, _: object) -> Any:
+    return body.throw(error)

@@ -13,29 +13,33 @@ from __future__ import annotations
 from precast import _torch
 from precast.engine import compile_guards
 from precast.engine.thread_state import BoundPolicy, RegionState, regions
-from precast.weights.native.api import NativeApi
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import NativeApi, native_engine
 
-__all__ = ["EntrySnapshot", "FastEntry"]
+__all__ = ["FastEntry"]
 
 
-class EntrySnapshot:
-    """The state before an entry, from which a fast entry is made when the entry has ended."""
+class FastEntry:
+    """An entry of a region for later repetition: call ``enter(number, region, fast_entry, empty_record)``.
 
-    __slots__ = ("_api", "_before", "_inherited")
+    It is created before the entry, with a snapshot of the state, and completed when the entry has ended.
+    """
+
+    __slots__ = ("_api", "_before", "_owned", "enter", "number", "previous")
 
     def __init__(self, api: NativeApi, device_type: str) -> None:
-        self._api = api
-        self._inherited = compile_guards.inherited_policies()
-        self._before = api.snapshot(device_type)
+        self._api, self.enter = api, api.enter
+        self._owned: tuple[object, ...] = (compile_guards.inherited_policies(),)
+        self._before: int = api.snapshot(device_type)
 
     def __del__(self) -> None:
         if hasattr(self, "_before"):  # else Ctrl-C interrupted `__init__`
             self._api.free_snapshot(self._before)
+        if hasattr(self, "number"):
+            self._api.free_fast_entry(self.number)
 
     @staticmethod
-    def of(device_type: str, bound: BoundPolicy | None) -> EntrySnapshot | None:
-        """Return a snapshot of the present state; None if no fast entry can be made from it."""
+    def begin(device_type: str, bound: BoundPolicy | None) -> FastEntry | None:
+        """Return a fast entry from the present state; None if none can be made from it."""
         api = native_engine.api
         if (
             api is None
@@ -51,31 +55,14 @@ class EntrySnapshot:
         # A repeated guard id is written at each entry, to drop compiled code.
         if regions.written_guard_id is not regions.guard_id or regions.guard_id.repeats:
             return None
-        return EntrySnapshot(api, device_type)
+        return FastEntry(api, device_type)
 
-    def fast_entry(self, previous: RegionState, bound: BoundPolicy) -> FastEntry:
-        """Return the fast entry for entries like the one that has just ended, which put this policy in force."""
-        policies = self._inherited, compile_guards.inherited_policies()
-        return FastEntry(self._api, self._before, previous, (bound, *policies))
-
-
-class FastEntry:
-    """An entry of a region for later repetition: call ``enter(number, region, fast_entry, empty_record)``."""
-
-    __slots__ = ("_free", "_owned", "enter", "number", "previous")
-
-    def __init__(
-        self, api: NativeApi, before: int, previous: RegionState, owned: tuple[object, ...]
-    ) -> None:
-        self.enter, self._free = api.enter, api.free_fast_entry
+    def complete(self, previous: RegionState, bound: BoundPolicy) -> None:
+        """Complete it when the entry has replaced a state and put this policy in force."""
         self.previous = previous
-        """The state that the entry replaced."""
-        self._owned = owned  # objects that the snapshots name: they live as long as the fast entry
-        self.number = api.fast_entry(before)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):  # else Ctrl-C interrupted `__init__`
-            self._free(self.number)
+        # The snapshots name these objects: they live as long as the fast entry.
+        self._owned = (bound, *self._owned, compile_guards.inherited_policies())
+        self.number: int = self._api.fast_entry(self._before)
 
 
 def _is_heard() -> bool:

@@ -33,12 +33,13 @@ from precast.autocast_mode.arguments import (
     refuse_dtype_type,
 )
 from precast.autocast_mode.decorator import DecoratorRegion
-from precast.autocast_mode.fast_entry import EntrySnapshot, FastEntry
+from precast.autocast_mode.fast_entry import FastEntry
 from precast.engine import registration
 from precast.engine.thread_state import (
     BoundPolicy,
     RegionGroup,
     RegionRecord,
+    RegionState,
     ThreadState,
     installed,
     regions,
@@ -48,8 +49,8 @@ from precast.engine.thread_state import (
 from precast.errors import PrecastWarning, RegionError
 from precast.policy.policy import DEVICE_TYPES, Policy, policy_of
 from precast.weights import held, unversioned_writes
+from precast.weights.native.api import native_engine
 from precast.weights.native.boundary import RegionExit
-from precast.weights.native.engine import native_engine
 
 __all__ = [
     "Regions",
@@ -59,6 +60,7 @@ __all__ = [
     "in_graph",
     "naming_policies",
     "policy_of_region",
+    "present_state",
     "put_in_force",
     "record_for_export",
 ]
@@ -160,15 +162,8 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 return
         if _torch.function_modes():
             record_for_export(self._flags(), self.cache_enabled, bound)
-        snapshot = EntrySnapshot.of(device, bound)
-        previous = (
-            device,
-            torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device),
-            torch.is_autocast_cache_enabled(),
-            outside,
-            _torch.optimizes_torchscript(),
-        )
+        new_entry = FastEntry.begin(device, bound)
+        previous = present_state(device)
         record.fill(self, previous, [])
         regions.records.append(record)
         # Only now, because `unregister` first sets `holds` to False and then looks for records.
@@ -185,8 +180,9 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
-        if snapshot is not None and bound is not None and not regions.guard_id.repeats:
-            self._fast_entry = shared[key] = snapshot.fast_entry(previous, bound)
+        if new_entry is not None and bound is not None and not regions.guard_id.repeats:
+            new_entry.complete(previous, bound)
+            self._fast_entry = shared[key] = new_entry
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state for a copy or a pickle, without the fast entry of this process."""
@@ -238,7 +234,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def _flags(self) -> tuple[str, torch.dtype, bool]:
         return self.device, self.fast_dtype, self.enabled
 
-    def _region_for_trace(self) -> autocast:
+    def region_for_trace(self) -> autocast:
         """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
         return autocast(
             self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
@@ -476,7 +472,7 @@ class _CapturedRegion(autocast):
         self.policy = None if self._captured is None else self._captured.policy
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
-        _torch.wrap_checkpoints()  # without a policy, no kernels are registered here
+        _torch.checkpoints.begin()  # without a policy, no kernels are registered here
         registration.engine()  # the library cannot be loaded while a region is open
         return self._captured
 
@@ -581,6 +577,18 @@ def put_in_force(state: ThreadState, device_type: str, bound: BoundPolicy | None
     regions.written_guard_id = None
     state.follow(bound)
     write_guard_id(guard_id, before)
+
+
+def present_state(device: str) -> RegionState:
+    """Return the state of this thread on a device type that a region, or a rule for a module, may replace."""
+    return (
+        device,
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+        thread_state(device).state.bound_policy,
+        _torch.optimizes_torchscript(),
+    )
 
 
 def _restore_device(record: RegionRecord) -> None:

@@ -186,7 +186,7 @@ def build(
     torch = torch or installed_torch()
     if folder is None:
         for path in library_file.candidates(library_file.COMPILED, torch.version):
-            if _defect(path, torch, check) is None:
+            if _defect(path, check) is None:
                 return BuildResult(path, torch.version, None, is_new=False)
     compiler = compiler or find_compiler()
     if compiler is None:
@@ -201,9 +201,9 @@ def build(
         return BuildResult(path, torch.version, compiler.version, is_new=existing is None)
 
 
-def _defect(path: Path, torch: TorchInstallation, check: bool) -> str | None:
+def _defect(path: Path, check: bool) -> str | None:
     """Return the defect of a library, if any; with `check` it is also loaded, in a separate process."""
-    defect = library_file.refusal(path, torch.version)
+    defect = library_file.refusal(path)
     if defect is not None or not check:
         return defect
     command = [sys.executable, "-P", "-m", "precast.weights.native.library", str(path)]
@@ -247,7 +247,7 @@ class _BuildJob:
         start = f"{library_file.prefix(self.torch.version)}{library_file.source_hash()}-{self.compiler.key}-"
         for path in library_file.candidates(self.folder, self.torch.version):
             if path.name.startswith(start):
-                if _defect(path, self.torch, self.check) is None:
+                if _defect(path, self.check) is None:
                     return path
                 path.unlink(missing_ok=True)
         return None
@@ -282,7 +282,7 @@ class _BuildJob:
         self.progress("checking", steps - 1, steps)
         content = output.read_bytes()
         name = library_file.file_name(self.torch.version, self.compiler.key, content)
-        defect = _defect(output.rename(work / name), self.torch, self.check)
+        defect = _defect(output.rename(work / name), self.check)
         if defect:
             raise BuildError(f"the library of {self.compiler.version} does not work: {defect}")
         return name, content
@@ -293,8 +293,6 @@ class _BuildJob:
             *library_file.FLAGS,
             "-std=c++20",  # as PyTorch's own extensions
             "-D_GLIBCXX_USE_CXX11_ABI=1",  # that of all PyTorch wheels
-            f'-DPRECAST_TORCH_KEY="{library_file.torch_key(self.torch.version)}"',
-            f'-DPRECAST_SOURCES="{library_file.source_hash()}"',
             f"-ffile-prefix-map={include}=torch",  # messages must not name folders of this machine
             f"-ffile-prefix-map={library_file.SOURCES}=precast",
         ]

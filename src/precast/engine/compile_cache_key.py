@@ -10,30 +10,15 @@ Invariants:
 
 from __future__ import annotations
 
-from precast import _torch
 from precast._internal.version import __version__
 from precast.engine.thread_state import installed, regions
 from precast.policy.policy import DEVICE_TYPES
 
-__all__ = ["disable", "enable", "has_policies"]
+__all__ = ["key_text"]
 
 
-def enable() -> None:
-    """Add the policies to the keys from now on."""
-    _torch.set_compile_cache_tag(_key_text)
-
-
-def disable() -> None:
-    """Stop adding the policies to the keys."""
-    _torch.set_compile_cache_tag(None)
-
-
-def has_policies() -> bool:
-    """Return True if a policy other than PyTorch's is in force in this thread, or installed."""
-    return bool(_key_text())
-
-
-def _key_text() -> str:
+def key_text() -> str:
+    """Return the policies other than PyTorch's that are in force in this thread, or installed; empty without any."""
     policies = set(regions.guard_id.policies)
     own_devices = {device for device, _ in policies}
     for device in DEVICE_TYPES:

@@ -6,11 +6,13 @@ Invariants:
   calls PyTorch's kernel;
 - if the native library is loaded, a compiled kernel is registered above this one. It calls this one in uncommon cases:
   watched, traced or transformed operations, and threads that are not registered in the library yet;
-- while there is a watcher, it gets every operation.
+- while there is a watcher, it gets every operation. An annotation is a text for it, from the kernel of the call: made
+  only then, after the operations inside, and read once in the same thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,7 +21,7 @@ from precast._torch import Kernel as DispatcherKernel
 from precast.engine.operation import Operation
 from precast.engine.thread_state import inherited_policy, installed, regions, thread_state
 
-__all__ = ["Watcher", "entry_point", "watchers"]
+__all__ = ["Watcher", "annotate", "entry_point", "take_annotation", "watchers"]
 
 Watcher = Callable[[Operation, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """A wrapper of kernels: called as ``watcher(op, run, args, kwargs)``, it returns the result of ``run()``."""
@@ -29,12 +31,7 @@ watchers: Final[list[Watcher]] = []
 
 
 def entry_point(op: Operation, torch_kernel: DispatcherKernel) -> DispatcherKernel:
-    """Return the kernel to register for `op`.
-
-    Args:
-        op: the operation.
-        torch_kernel: the kernel below it.
-    """
+    """Return the kernel to register for `op`, above `torch_kernel`."""
     thread, everywhere = thread_state(op.device_type), installed(op.device_type)
 
     def kernel_in_force(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,3 +51,22 @@ def entry_point(op: Operation, torch_kernel: DispatcherKernel) -> DispatcherKern
 
     _torch.never_compiled(kernel_in_force)
     return _torch.never_compiled(entry)
+
+
+class _LastAnnotation(threading.local):
+    text = ""
+
+
+_last = _LastAnnotation()
+
+
+def annotate(text: Callable[[], str]) -> None:
+    """Record the result of `text`, about how a call ran and why, if there is a watcher."""
+    if watchers:
+        _last.text = text()
+
+
+def take_annotation() -> str:
+    """Return and clear this thread's annotation; empty if there is none."""
+    text, _last.text = _last.text, ""
+    return text

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.engine.annotations import annotate
+from precast.engine.entry_point import annotate
 from precast.engine.operation import Convert, Operation
+from precast.engine.product_kernels import ADDED, FACTORS
 from precast.engine.thread_state import Kernel, regions
 from precast.errors import PolicyError, PrecastWarning
 from precast.policy.policy import Rule
@@ -53,36 +54,19 @@ class _Float8Operands(NamedTuple):
     """Transposed if the operation takes it that way, after it has been rounded."""
     is_weight: bool
     """True if it is quantised from its own values, and not transposed."""
-    added: Any = None
-    alpha: float = 1
-    beta: float = 1
+    added: Any
+    alpha: float
+    beta: float
 
 
-def _of_linear(arguments: Mapping[str, Any]) -> _Float8Operands:
-    return _Float8Operands(arguments["input"], arguments["weight"], True, arguments.get("bias"))
+_OPERATIONS: Final = ("aten::addmm", "aten::linear", "aten::matmul", "aten::mm")
 
 
-def _of_mm(arguments: Mapping[str, Any]) -> _Float8Operands:
-    return _Float8Operands(arguments["self"], arguments["mat2"], False)
-
-
-def _of_matmul(arguments: Mapping[str, Any]) -> _Float8Operands:
-    return _Float8Operands(arguments["self"], arguments["other"], False)
-
-
-def _of_addmm(arguments: Mapping[str, Any]) -> _Float8Operands:
+def _operands(operation: str, arguments: Mapping[str, Any]) -> _Float8Operands:
+    x, w = (arguments[name] for name in FACTORS[operation])
+    added = arguments.get(ADDED.get(operation, "bias"))
     alpha, beta = arguments.get("alpha", 1), arguments.get("beta", 1)
-    return _Float8Operands(
-        arguments["mat1"], arguments["mat2"], False, arguments["self"], alpha, beta
-    )
-
-
-_PRODUCTS: Final[dict[str, Callable[[Mapping[str, Any]], _Float8Operands]]] = {
-    "aten::addmm": _of_addmm,
-    "aten::linear": _of_linear,
-    "aten::matmul": _of_matmul,
-    "aten::mm": _of_mm,
-}
+    return _Float8Operands(x, w, operation == "aten::linear", added, alpha, beta)
 
 
 def float8_kernel(
@@ -90,19 +74,14 @@ def float8_kernel(
 ) -> Kernel:
     """Return the kernel of an operation with a float8 rule.
 
-    Args:
-        op: the operation.
-        recipe: formats and scales.
-        in_16_bits: the operation's kernel with the rule `lower`.
-        lowers: returns the cast of that rule, for one call.
+    `in_16_bits` is its kernel with the rule `lower`, and `lowers` returns the cast of that rule for one call.
     """
-    product_of = _PRODUCTS.get(op.name)
-    if product_of is None:  # an overload with an explicit result dtype
+    if op.name not in _OPERATIONS:  # an overload with an explicit result dtype
         return in_16_bits
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = {**dict(zip(op.argument_names, args, strict=False)), **kwargs}
-        product = product_of(arguments)
+        product = _operands(op.name, arguments)
         obstacle = _obstacle(op, product)
         if obstacle is not None:
             result = in_16_bits(keyset, args, kwargs)

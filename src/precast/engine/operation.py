@@ -37,8 +37,6 @@ class Operation:
     mutated: frozenset[str] = field(init=False)
     """The names of the arguments that the operation writes."""
     argument_names: tuple[str, ...] = field(init=False)
-    tensor_slots: tuple[int, ...] = field(init=False)
-    """Positions of the arguments that are tensors or lists of tensors."""
     takes_several: bool = field(init=False)
     """True if there can be several tensors, and so mixed dtypes."""
     _off: Callable[[], Any] = field(init=False, repr=False)
@@ -50,9 +48,8 @@ class Operation:
         object.__setattr__(self, "mutated", frozenset(mutated))
         object.__setattr__(self, "argument_names", tuple(a.name for a in arguments))
         kinds = [str(a.type) for a in arguments]
-        slots = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind)
-        object.__setattr__(self, "tensor_slots", slots)
-        several = len(slots) > 1 or any("List[" in kinds[i] for i in slots)
+        tensors = [kind for kind in kinds if "Tensor" in kind]
+        several = len(tensors) > 1 or any("List[" in kind for kind in tensors)
         object.__setattr__(self, "takes_several", several)
         object.__setattr__(self, "_off", _torch.AutocastOff(self.device_type))
         object.__setattr__(self, "_dispatch", _torch.full_dispatch(self.overload))

@@ -25,12 +25,12 @@ from precast.engine.thread_state import Kernel
 from precast.policy.policy import Rule
 from precast.policy.rows import PRODUCT_OPERATIONS, RESULT_DTYPE_OVERLOADS, split
 
-__all__ = ["ADDED", "is_product_in_float32", "product_kernel"]
+__all__ = ["ADDED", "FACTORS", "is_product_in_float32", "product_kernel"]
 
 _F32: Final = torch.float32
 ADDED: Final = {"aten::addmm": "self", "aten::baddbmm": "self"}
 """The argument that is added to the product; that of all other operations is called `bias`."""
-_FACTORS: Final = {
+FACTORS: Final = {
     "aten::addmm": ("mat1", "mat2"),
     "aten::baddbmm": ("batch1", "batch2"),
     "aten::bmm": ("self", "mat2"),
@@ -44,10 +44,8 @@ _FACTORS: Final = {
 def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Convert]) -> Kernel:
     """Return the kernel of an operation with the rule `lower_out_fp32`.
 
-    Args:
-        op: the operation.
-        in_16_bits: its kernel with the rule `lower`, for an overload that is told the dtype of its result.
-        lowers: returns the cast of that rule, for one call.
+    `in_16_bits` is its kernel with the rule `lower`, for an overload that is told the dtype of its result, and `lowers`
+    returns the cast of that rule for one call.
     """
     operation, overload = split(op.name)
     if overload in RESULT_DTYPE_OVERLOADS:
@@ -83,7 +81,7 @@ def product_kernel(op: Operation, in_16_bits: Kernel, lowers: Callable[[], Conve
 def is_product_in_float32(op: Operation) -> bool:
     """Return True if no kernel of PyTorch's can compute the operation: rounded factors are multiplied in float32."""
     operation, overload = split(op.name)
-    has_kernels = op.device_type == "cuda" and operation in _FACTORS and _has_kernels()
+    has_kernels = op.device_type == "cuda" and operation in FACTORS and _has_kernels()
     return overload not in RESULT_DTYPE_OVERLOADS and not has_kernels
 
 
@@ -94,7 +92,7 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _by_kernel(operation: str, added: str, arguments: dict[str, Any]) -> Tensor | None:
     """Return the result by PyTorch's kernel for 16-bit factors and a float32 result; None where there is none."""
-    names = _FACTORS.get(operation)
+    names = FACTORS.get(operation)
     if names is None:
         return None
     a, b = (arguments[name] for name in names)

@@ -254,19 +254,19 @@ def with_attempt(
         dtypes = dtypes_to_promote(_floating_dtypes(op, args, kwargs), rule, op.lower_dtype())
         if len(dtypes) < 2:
             return torch_kernel(keyset, *args, **kwargs)
-        is_refused = refuses and not regions.attempts and _have_elements(args, kwargs)
+        is_refused = refuses and not regions.numbers.attempts and _have_elements(args, kwargs)
         if is_refused or _derivative_refuses(op, args, kwargs):
             result = _promoted(op, dtypes, args, kwargs)
             if rule is Rule.FP32_IF_REFUSED:
                 events.emit(note)
             return result
-        regions.attempts += 1
+        regions.numbers.attempts += 1
         try:
             return torch_kernel(keyset, *args, **kwargs)
         except RuntimeError as error:
             failure = error
         finally:
-            regions.attempts -= 1
+            regions.numbers.attempts -= 1
         result = retry_promoted(op, failure, args, kwargs, rule)
         if rule is Rule.FP32_IF_REFUSED:
             events.emit(note)
@@ -309,7 +309,7 @@ def retry_promoted(
     is_pytorchs = op.name.startswith("aten::")
     runs_once = not is_pytorchs and (op.mutated or not _ABOUT_DTYPES.search(str(error)))
     is_of_device = isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError))
-    if len(dtypes) < 2 or regions.attempts or runs_once or is_of_device:
+    if len(dtypes) < 2 or regions.numbers.attempts or runs_once or is_of_device:
         raise error
     try:
         result = _promoted(op, dtypes, args, kwargs)

@@ -33,7 +33,8 @@ from precast import _torch
 from precast._internal.locks import survives_fork
 from precast._torch import Kernel as DispatcherKernel
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.engine import compile_cache_key, reference_kernels
+from precast.engine import reference_kernels
+from precast.engine.compile_cache_key import key_text
 from precast.engine.entry_point import Watcher, entry_point, watchers
 from precast.engine.float8_kernels import RECIPES, check_device
 from precast.engine.operation import Operation
@@ -52,9 +53,8 @@ from precast.policy.mixed_dtypes import refuses_mixtures
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
 from precast.weights import held, unversioned_writes
 from precast.weights.native import library
-from precast.weights.native.api import NativeApi
+from precast.weights.native.api import NativeApi, native_engine
 from precast.weights.native.boundary import Action, Mixture
-from precast.weights.native.engine import native_engine
 from precast.weights.native.library import ENGINES
 
 __all__ = [
@@ -268,11 +268,11 @@ def unregister(*, kernels: bool = True) -> bool:
         _defaults.clear()
         if kernels:
             _remove_kernels()
-            _torch.unwrap_checkpoints()  # another thread may be in a module with a rule
-            _torch.unwrap_custom_functions()
+            _torch.checkpoints.end()  # another thread may be in a module with a rule
+            _torch.custom_functions.end()
         _registration = Registration()
         _allow_fast_entries()
-        compile_cache_key.disable()
+        _torch.set_compile_cache_tag(None)
         _torch.set_backward_autocast(None)
         _torch.on_cleared_cache(None)
         _observe_optimizers(False)
@@ -342,8 +342,8 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
     for rule in {entry.rule for entry in policy.rules(device_type).values()} & RECIPES.keys():
         check_device(device_type, rule)
     _torch.on_cleared_cache(_on_cleared_cache)
-    _torch.wrap_checkpoints()
-    _torch.set_backward_autocast(compile_cache_key.has_policies)
+    _torch.checkpoints.begin()
+    _torch.set_backward_autocast(lambda: bool(key_text()))
     _observe_optimizers(True)
     definitions = _torch.definition_counts()
     table, unknown = expanded_rules(policy, device_type)
@@ -358,8 +358,8 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         kernel = _kernel_for(policy, base, table.get(name))
         if kernel is None:
             continue
-        if engine() == "native":
-            actions[name] = _action(policy, base, table.get(name))
+        is_native = engine() == "native"
+        actions[name] = _action(policy, base, table.get(name)) if is_native else Action.REFERENCE
         _register(base)
         bound_kernels[name] = kernel
     undefined_operations = tuple(name for name in unknown if not name.startswith("aten::"))
@@ -369,15 +369,15 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         bound_kernels,
         _registration,
         undefined_operations,
+        definitions,
         matches_torch,
         distinct_fingerprint,
-        actions,
     )
     if native_engine.api is not None:
-        bound.native = _native_policy(native_engine.api, bound, device_type)
-    track_undefined(bound, definitions)
+        bound.native = _native_policy(native_engine.api, policy, actions, device_type)
+    track_undefined(bound)
     if distinct_fingerprint is not None:
-        compile_cache_key.enable()
+        _torch.set_compile_cache_tag(key_text)
     return bound
 
 
@@ -466,14 +466,14 @@ def _number(name: str, device_type: str) -> int:
     return _numbers.setdefault((name, device_type), len(_numbers))
 
 
-def _native_policy(api: NativeApi, bound: BoundPolicy, device_type: str) -> int:
+def _native_policy(
+    api: NativeApi, policy: Policy, actions: dict[str, Action], device_type: str
+) -> int:
     """Return the library's number of a policy: the actions of its compiled kernels."""
-    actions = bytearray(len(_numbers))
-    for name in bound.kernels:
-        number = _number(name, device_type)
-        actions.extend(bytes(max(0, number + 1 - len(actions))))
-        actions[number] = bound.actions.get(name, Action.REFERENCE)
-    return api.policy(promotes=bound.policy.mixed == "promote", actions=bytes(actions))
+    numbered = {_number(name, device_type): action for name, action in actions.items()}
+    by_number = bytes(numbered.get(number, Action.PASS) for number in range(len(_numbers)))
+    number: int = api.policy(policy.mixed == "promote", by_number, len(by_number))
+    return number
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -533,10 +533,10 @@ def _compile(base: TorchKernel) -> None:
     _compiled.add(number)
     api.register(
         *_in_dispatcher(op),
-        device_type=op.device_type,
-        number=number,
-        takes_weights=base.rule is Rule.LOWER,
-        mixture=_mixture(base),
+        op.device_type,
+        number,
+        base.rule is Rule.LOWER,
+        _mixture(base),
     )
 
 

@@ -27,8 +27,8 @@ from precast._torch import in_pool_thread
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
 from precast.policy.policy import Policy
-from precast.weights.native.boundary import Action, ThreadKind
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
+from precast.weights.native.boundary import ThreadKind, ThreadNumbers
 from precast.weights.weight_cache import WeightCache
 
 __all__ = [
@@ -74,14 +74,13 @@ class BoundPolicy:
     """The kernels on the dispatcher that look up `kernels`. When they are removed, the policy has to be bound again."""
     undefined_operations: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
+    definitions: tuple[int, ...] = ()
+    """The result of `_torch.definition_counts` when they were last looked for."""
     matches_torch: bool = False
     """True if the policy is the same as PyTorch's tables, except for errors."""
 
     distinct_fingerprint: str | None = None
     """The policy's fingerprint; None if it equals PyTorch's, including errors."""
-
-    actions: Mapping[str, Action] = field(default_factory=dict)
-    """The actions of the compiled kernels; the reference runs all other operations."""
 
     native: int = 0
     """The library's number of the policy, shared by bound policies with the same actions; 0 without the library."""
@@ -153,64 +152,51 @@ class ThreadRegions(threading.local):
         # A thread of PyTorch's own has no regions that end, so nothing would empty its cache.
         self.is_pytorchs = in_pool_thread()
         self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
-        self._guard_id, self._written = c_int64(NO_GUARD_ID.number), c_int64(NO_GUARD_ID.number)
-        self._lends, self._open, self._attempts = c_int64(), c_int64(), c_int64()
+        self.numbers = ThreadNumbers(NO_GUARD_ID.number, NO_GUARD_ID.number)
+        """Shared with compiled code once the thread is registered there."""
         self.is_registered = False
         """True once the compiled kernels know this thread; until then its operations run on the reference."""
 
     @property
     def records(self) -> RegionStack:
         """The open regions, outermost first."""
-        if self._open.value:
+        if self.numbers.open:
             self._import_native_records()
         return self._records
 
     @property
     def depth(self) -> int:
         """The number of open regions, without reading `records`."""
-        return self._open.value + len(self._records)
+        return self.numbers.open + len(self._records)
 
     @property
     def is_open(self) -> bool:
         """True if a region is open, without reading `records`."""
-        return bool(self._open.value or self._records)
+        return bool(self.numbers.open or self._records)
 
     @property
     def guard_id(self) -> GuardId:
         """The guard id of the policies in force."""
-        return compile_guards.by_number[self._guard_id.value]
+        return compile_guards.by_number[self.numbers.guard_id]
 
     @guard_id.setter
     def guard_id(self, guard_id: GuardId) -> None:
-        self._guard_id.value = guard_id.number
+        self.numbers.guard_id = guard_id.number
 
     @property
     def written_guard_id(self) -> GuardId | None:
         """The guard id in the flags; None while it is being changed."""
-        return compile_guards.by_number.get(self._written.value)
+        return compile_guards.by_number.get(self.numbers.written_guard_id)
 
     @written_guard_id.setter
     def written_guard_id(self, guard_id: GuardId | None) -> None:
-        self._written.value = 0 if guard_id is None else guard_id.number
-
-    @property
-    def attempts(self) -> int:
-        """The number of operations that are being tried on mixed dtypes, with autocast on inside them."""
-        return self._attempts.value
-
-    @attempts.setter
-    def attempts(self, attempts: int) -> None:
-        self._attempts.value = attempts
-
-    def record_lending(self) -> None:
-        """Record that this thread has passed its policies to PyTorch's own threads, as after each change."""
-        self._lends.value = True
+        self.numbers.written_guard_id = 0 if guard_id is None else guard_id.number
 
     def _import_native_records(self) -> None:
         """Move the regions that the library has entered to the records."""
         api = native_engine.api
         assert api is not None
-        for index in range(self._open.value):
+        for index in range(self.numbers.open):
             api.fill_record(index)
         # A single step that no signal interrupts: a region is on exactly one of the two stacks.
         self._records.extend(iter(api.take_record, None))
@@ -221,12 +207,10 @@ class ThreadRegions(threading.local):
         if self.is_registered or api is None:
             return
         for device_type, slot in list(_thread_states.items()):
-            slot.state.share(api.bound_number(device_type))
-        own_memory = self._guard_id, self._written, self._lends, self._open, self._attempts
-        shared_memory = tuple(api.thread_numbers())
-        for shared, own in zip(shared_memory, own_memory, strict=True):
-            shared.value = own.value
-        self._guard_id, self._written, self._lends, self._open, self._attempts = shared_memory
+            slot.state.share(api.bound_number(device_type).contents)
+        own, self.numbers = self.numbers, api.thread_numbers().contents
+        for name, _ in ThreadNumbers._fields_:
+            setattr(self.numbers, name, getattr(own, name))
         api.register_thread(ThreadKind.PYTORCH if self.is_pytorchs else ThreadKind.PYTHON)
         self.is_registered = True
 
@@ -261,7 +245,7 @@ class ThreadState:
         """The number of operations that took weights since a held copy was last compared with its parameter."""
         api = native_engine.api
         if api is not None and regions.is_registered:
-            self.share(api.bound_number(device_type))
+            self.share(api.bound_number(device_type).contents)
 
     @property
     def bound_policy(self) -> BoundPolicy | None:
@@ -279,7 +263,7 @@ class ThreadState:
         api = native_engine.api
         if api is not None:
             native = 0 if bound is None else bound.native
-            api.put_in_force(api.device(self._device_type), native, number)
+            api.put_in_force(self._device_type, native, number)
         self.number.value = number
 
     def share(self, number: c_int64) -> None:
@@ -321,7 +305,7 @@ class InstalledPolicy:
         api = native_engine.api
         if api is not None:
             numbers = (0, 0) if bound is None else (bound.native, bound.number)
-            api.install(api.device(self._device_type), *numbers)
+            api.install(self._device_type, *numbers)
 
 
 _installed: dict[str, InstalledPolicy] = {}
@@ -335,19 +319,14 @@ def installed(device_type: str) -> InstalledPolicy:
 
 
 def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
-    """Write a guard id for this thread, and pass its policies to PyTorch's own threads that work for it.
-
-    Args:
-        guard_id: the new guard id.
-        before: the previous value of `regions.written_guard_id`.
-    """
+    """Write a guard id for this thread in place of `before`, and pass its policies to threads that work for it."""
     regions.written_guard_id, regions.guard_id = None, guard_id
     slots = ((device, _thread_states.get(device)) for device, _ in guard_id.policies)
     compile_guards.write(
         guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
     regions.written_guard_id = guard_id
-    regions.record_lending()
+    regions.numbers.lends = True  # PyTorch's own threads have the policies now
 
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:

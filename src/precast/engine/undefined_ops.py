@@ -2,17 +2,14 @@
 
 Invariants:
 
-- a rule applies in every region entered after its operation was defined through PyTorch, or by an imported module. If a
-  library was loaded in another way, it may take a few more entries, depending on the number of undefined operations;
-- an entry takes the same time for any number of undefined operations;
+- a rule applies in every region entered after its operation was defined through PyTorch, or by an imported module;
+- an entry takes the same time for any number of undefined operations, unless something may have been defined since;
 - each operation is warned about once per policy name.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from dataclasses import dataclass
 from typing import Final
 
 from precast import _torch
@@ -22,27 +19,12 @@ from precast.errors import PrecastWarning
 __all__ = ["needs_rebinding", "track_undefined"]
 
 
-@dataclass(slots=True, eq=False)
-class _LookupProgress:
-    """The state of the search for the undefined operations of one bound policy."""
-
-    definitions: tuple[int, ...]
-    """The result of `_torch.definition_counts` at the last full search."""
-    next: int = 0
-
-
-_waiting: Final[weakref.WeakKeyDictionary[BoundPolicy, _LookupProgress]] = (
-    weakref.WeakKeyDictionary()
-)
 _warned: Final[set[tuple[str, str]]] = set()
-_OPERATIONS_PER_ENTRY: Final = 16
-"""Operations to look for at each region entry while the definition counts are unchanged."""
 
 
-def track_undefined(bound: BoundPolicy, definitions: tuple[int, ...]) -> None:
-    """Warn about the undefined operations of a new bound policy; `definitions` are the counts before it was bound."""
+def track_undefined(bound: BoundPolicy) -> None:
+    """Warn about the undefined operations of a new bound policy."""
     if bound.undefined_operations:
-        _waiting[bound] = _LookupProgress(definitions)
         _warn(bound.policy.name, bound.undefined_operations)
 
 
@@ -50,13 +32,11 @@ def needs_rebinding(bound: BoundPolicy) -> bool:
     """Return True if an undefined operation of the bound policy has been defined since."""
     if not bound.undefined_operations:
         return False
-    progress, definitions = _waiting[bound], _torch.definition_counts()
-    if progress.definitions != definitions:
-        progress.definitions = definitions
-        return any(map(_is_defined, bound.undefined_operations))
-    start = progress.next if progress.next < len(bound.undefined_operations) else 0
-    progress.next = start + _OPERATIONS_PER_ENTRY
-    return any(map(_is_defined, bound.undefined_operations[start : progress.next]))
+    definitions = _torch.definition_counts()
+    if definitions == bound.definitions:
+        return False
+    bound.definitions = definitions
+    return any(map(_is_defined, bound.undefined_operations))
 
 
 def _is_defined(key: str) -> bool:

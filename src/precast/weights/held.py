@@ -7,7 +7,7 @@ Invariants:
 - a copy is used only while the parameter has the version, memory, layout and sampled values that were recorded. On the
   CPU a stale copy is updated alone; on other devices with all stale copies of its device and dtype, in one fused
   operation;
-- copies carry no gradient: `held_gradients` makes a cast with one, for one region;
+- copies carry no gradient: the native engine makes a cast with one, for one region (`native/held.cpp`);
 - parameters are referenced weakly, and no module owns the copies: they are in no state dict, pickle or deepcopy;
 - on a device with streams, a stream that uses a copy waits for the write by another stream;
 - a CUDA graph is replayed without this code. A capture therefore uses the copies of frozen parameters only, and a
@@ -39,7 +39,6 @@ from precast._torch import (
 from precast.errors import StaleWeightError
 from precast.weights.held_copy import Copy, CopyHandle, lock, unless_finalizing
 from precast.weights.held_float8 import QuantisedCopy
-from precast.weights.held_gradients import free_temporaries
 from precast.weights.held_parameter import (
     CopyKey,
     HeldParameter,
@@ -48,7 +47,7 @@ from precast.weights.held_parameter import (
     held_parameters,
     held_parameters_overlapping,
 )
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 from precast.weights.possible_writes import needs_recast, record_usage
 
 __all__ = [
@@ -85,9 +84,12 @@ def is_held_in_training(parameter: Tensor) -> bool:
     """Return True if the copy of a weight is worth holding where gradients are recorded for it.
 
     On a GPU a cast is one launch, and holding took longer than all casts of a step: a decoder of width 512 with one
-    token took 1.35 times as long attached (H100, torch 2.11).
+    token took 1.35 times as long attached (H100, torch 2.11). The reference engine casts each weight once per region,
+    too.
     """
-    return parameter.is_cpu and parameter.numel() >= _MIN_ELEMENTS_FOR_NODE
+    return (
+        native_engine.is_used and parameter.is_cpu and parameter.numel() >= _MIN_ELEMENTS_FOR_NODE
+    )
 
 
 attached: Final[list[Any]] = []
@@ -286,12 +288,7 @@ def _sharing_memory_with(parameter: Tensor) -> Iterable[HeldParameter]:
     place = held_parameter.memory_range
     if place is not None and place.start == parameter.data_ptr():
         return (held_parameter,)  # its `overlapping` lists the others
-    if held_parameter.is_alone(parameter):
-        return (held_parameter,)
-    others = tuple(held_parameters_overlapping(parameter))
-    if not others:
-        held_parameter.record_alone(parameter)
-    return (held_parameter, *others)
+    return {held_parameter, *held_parameters_overlapping(parameter)}
 
 
 def suspend(parameters: Iterable[HeldParameter], change: int) -> None:
@@ -389,8 +386,8 @@ def _end(held_parameter: HeldParameter) -> None:
     held_parameter.set_memory_range(None)
     if held_parameter in comparison_queue:
         comparison_queue.remove(held_parameter)
-    if not held_parameters:
-        free_temporaries()
+    if not held_parameters and native_engine.api is not None:
+        native_engine.api.free_temporaries()
 
 
 def _forget(key: int) -> None:

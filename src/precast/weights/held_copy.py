@@ -25,15 +25,14 @@ from torch import Tensor
 from precast._internal.locks import survives_fork
 from precast._torch import (
     StreamMark,
-    impl_address,
     is_shared,
+    outside_inference_mode,
     version_of,
     without_torch_function,
 )
 from precast.weights.freshness import has_same_layout, is_valid
-from precast.weights.held_gradients import GradientMemory
+from precast.weights.native.api import NativeHeldCopy, native_engine
 from precast.weights.native.boundary import Eviction, HeldRecord, Owner
-from precast.weights.native.engine import native_engine
 from precast.weights.samples import WeightSamples
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_finalizing"]
@@ -84,7 +83,6 @@ class Copy:
         shape: the parameter's shape, fixed for this copy.
         stride: the parameter's strides, fixed for this copy.
         epoch: incremented by each eviction.
-        gradient: memory for the parameter's gradient.
         stream: the stream of the last write; None if the device has none.
         written: the mark in that stream after the last write; None if any stream may read the copy.
         is_in_graphs: True if a CUDA graph may read the copy by its address.
@@ -97,10 +95,10 @@ class Copy:
         "_native",
         "_parameter",
         "_read_elsewhere",
+        "_record",
         "_samples",
         "_storage",
         "epoch",
-        "gradient",
         "is_in_graphs",
         "other_versions",
         "shape",
@@ -116,9 +114,9 @@ class Copy:
         self._storage: weakref.ref[Any] | None = None
         self.epoch = 0
         api = native_engine.api
-        self._native = None if api is None else api.new_held(impl_address(parameter), dtype)
+        self._native = None if api is None else NativeHeldCopy(api, parameter, dtype)
         self._samples = self._native or WeightSamples()
-        self.gradient = GradientMemory(self._native)
+        self._record = HeldRecord() if self._native is None else None
         self.stream: Any = None
         self.written: StreamMark | None = None
         self._read_elsewhere = False
@@ -136,7 +134,10 @@ class Copy:
     @property
     def record(self) -> HeldRecord:
         """The fields that Python shares with compiled kernels."""
-        return self.gradient.record
+        if self._record is not None:
+            return self._record
+        assert self._native is not None
+        return self._native.record
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
@@ -158,17 +159,26 @@ class Copy:
         """The number of writes."""
         return self.record.writes
 
+    def with_gradient(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """Return the tensor of a handle as a cast of the parameter, to which its gradient flows in float32.
+
+        Only with the native engine: without it, nothing is held where gradients are recorded.
+        """
+        assert self._native is not None
+        with outside_inference_mode(), without_torch_function():
+            return self._native.cast_of(parameter, tensor)
+
     def lend(self, parameter: Tensor) -> None:
         """Let this thread's kernels use and update the copy without Python. Needs the lock."""
         if self._native is not None:
-            self._native.lend(parameter, self.tensor)
+            self._native.api.lend(self._native, parameter, self.tensor)
 
     def take_back(self) -> bool:
         """End `lend`, as before each change by Python; return True if the copy was lent."""
         record = self.record
         if record.owner == Owner.PYTHON or self._native is None:
             return False
-        while not self._native.take_back():
+        while not self._native.api.take_back(self._native):
             time.sleep(0)  # a kernel of another thread is using it
         return True
 
@@ -217,7 +227,9 @@ class Copy:
         If the copy is lent to kernels, they rewrite it.
         """
         with lock:
-            if self._native is not None and self._native.step():
+            native = self._native
+            is_lent = native is not None and native.record.owner != Owner.PYTHON
+            if native is not None and is_lent and native.api.step_held(native):
                 self.epoch += 1
             else:
                 self.invalidate(at_once=True)
@@ -274,14 +286,10 @@ class Copy:
         """Put a cast of a handle into the table of this thread's kernels, unless it is out of date."""
         with lock:
             is_old = (handle.version, handle.writes) != (self.version, self.writes)
-            if self._native is not None and handle.is_current() and (has_gradient or not is_old):
-                self._native.keep(
-                    source,
-                    cast,
-                    has_gradient=has_gradient,
-                    version=handle.version,
-                    pointer=handle.pointer,
-                )
+            native = self._native
+            if native is not None and handle.is_current() and (has_gradient or not is_old):
+                snapshot = handle.version, handle.pointer
+                native.api.keep(native, source, cast, has_gradient, *snapshot)
 
     def evict(self) -> None:
         """Remove the copy from all caches."""
@@ -291,13 +299,12 @@ class Copy:
             self._drop(Eviction.ALL)
 
     def _is_read(self) -> bool:
-        return (
-            is_shared(self.tensor) if self._native is None else self._native.is_shared(self.tensor)
-        )
+        api = native_engine.api
+        return is_shared(self.tensor) if api is None else bool(api.is_shared(self.tensor))
 
     def _drop(self, which: Eviction, version: int = 0) -> None:
         if self._native is not None:
-            self._native.evict(which, version)
+            self._native.api.evict(self._native, which, version)
 
 
 def _memory_for(parameter: Tensor, dtype: torch.dtype) -> Tensor:

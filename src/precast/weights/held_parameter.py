@@ -21,7 +21,7 @@ from precast._torch import impl_address, is_plain
 from precast.weights.float8.formats import Scaling
 from precast.weights.held_copy import Copy, unless_finalizing
 from precast.weights.held_float8 import QuantisedCopy
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 
 __all__ = [
     "CopyKey",
@@ -62,7 +62,6 @@ class HeldParameter:
 
     __slots__ = (
         "__weakref__",
-        "_alone",
         "attachments",
         "copies",
         "is_cast_per_region",
@@ -90,7 +89,6 @@ class HeldParameter:
         """True after an unversioned write was detected at a place that could not raise the error."""
         self.is_cast_per_region = False
         """The last argument of `set_cast_per_region`."""
-        self._alone: object = None
         self.suspended = 0
         """The number of open `Attachment.writing` blocks."""
         self.threads: set[int] = set()
@@ -115,14 +113,11 @@ class HeldParameter:
         self.copies = {**self.copies, key: copy}
         return copy
 
-    def drop_incompatible(self) -> None:
-        """Drop copies that no longer match the parameter's device, dtype or layout."""
-        parameter = self.parameter()
-        self._drop_unless(lambda copy: parameter is not None and copy.is_compatible(parameter))
-
     def drop(self) -> None:
         """Drop all copies."""
-        self._drop_unless(lambda _: False)
+        before, self.copies = self.copies, {}
+        for copy in before.values():
+            copy.evict()
 
     def invalidate(self, *, at_once: bool = False) -> None:
         """Make the next use rewrite the copies, and those of parameters in the same memory."""
@@ -156,19 +151,10 @@ class HeldParameter:
             h.optimizer is not None and h.optimizer() is not None for h in (self, *self.overlapping)
         )
 
-    def record_alone(self, parameter: Tensor) -> None:
-        """Record that no copied parameter shares this one's memory, while this one has no copy."""
-        self._alone = _place_of(parameter)
-
-    def is_alone(self, parameter: Tensor) -> bool:
-        """Return True if `record_alone` still holds: neither this nor any copied parameter has moved since."""
-        return self._alone == _place_of(parameter)
-
     def set_memory_range(self, place: MemoryRange | None) -> None:
         """Set the parameter's memory, and find the other held parameters there. Needs the lock."""
         if place == self.memory_range:
             return
-        _Placements.changes += 1
         for other in self.overlapping:
             other.overlapping = tuple(h for h in other.overlapping if h is not self)
         if self.memory_range is not None:
@@ -189,11 +175,6 @@ class HeldParameter:
             for copy in other.copies.values():
                 copy.invalidate()  # cache entries compare one version counter only
 
-    def _drop_unless(self, condition: Callable[[Copy], bool]) -> None:
-        before, self.copies = self.copies, {d: c for d, c in self.copies.items() if condition(c)}
-        for dtype in before.keys() - self.copies.keys():
-            before[dtype].evict()
-
 
 held_parameters: Final[dict[int, HeldParameter]] = {}
 """``id(parameter)`` -> its `HeldParameter`; kernels look up each weight here."""
@@ -202,25 +183,18 @@ comparison_queue: Final[list[HeldParameter]] = []
 """The parameters whose copies are compared in turn with their values, to find unversioned writes."""
 
 
-class _Placements:
-    changes = 0
-    """The number of times that the memory of a copied parameter has changed."""
-
-
-def _place_of(parameter: Tensor) -> object:
-    return parameter.data_ptr(), parameter.shape, parameter.stride(), _Placements.changes
-
-
 _by_storage: Final[defaultdict[int, list[HeldParameter]]] = defaultdict(list)
 """The held parameters with a memory range, by the address of the storage."""
 
 
 def held_parameters_overlapping(tensor: Tensor) -> Iterator[HeldParameter]:
     """Yield the held parameters whose memory overlaps that of a tensor, its own included. Needs the lock."""
-    if is_plain(type(tensor)) and tensor.layout is torch.strided and _by_storage:
+    if not (_by_storage and is_plain(type(tensor)) and tensor.layout is torch.strided):
+        return
+    neighbours = _by_storage.get(tensor.untyped_storage().data_ptr())
+    if neighbours:
         place = MemoryRange.of(tensor)
-        for held_parameter in list(_by_storage.get(place.storage, ())):
-            if held_parameter.memory_range is not None and held_parameter.memory_range.overlaps(
-                place
-            ):
+        for held_parameter in list(neighbours):
+            memory = held_parameter.memory_range
+            if memory is not None and memory.overlaps(place):
                 yield held_parameter

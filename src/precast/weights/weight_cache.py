@@ -22,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final
 
 import torch
@@ -35,7 +35,6 @@ from precast._torch import (
     counts_versions,
     dispatch_modes,
     in_forward_mode,
-    innermost_dispatch_mode,
     is_captured,
     is_functorch_active,
     is_functorch_wrapper,
@@ -44,26 +43,20 @@ from precast._torch import (
     is_plain,
     is_tracing,
     is_view,
+    other_modes,
     outside_inference_mode,
 )
 from precast.weights import held
-from precast.weights.cached_cast import CachedCast
 from precast.weights.float8.formats import Recipe
 from precast.weights.float8.linear import QuantisedWeight
 from precast.weights.float8.quantise import Quantised
-from precast.weights.held_gradients import with_gradient
-from precast.weights.native.engine import native_engine
+from precast.weights.freshness import CachedCast
+from precast.weights.native.api import native_engine
 from precast.weights.view_cache import same_view
 
-__all__ = ["WeightCache", "set_mode_functions"]
+__all__ = ["WeightCache"]
 
 _float32: Final = torch.float32
-
-
-def set_mode_functions(count: Callable[[], int], innermost: Callable[[], Any]) -> None:
-    """Replace the functions that read dispatch modes: a mode that only observes must not change what is cached."""
-    global dispatch_modes, innermost_dispatch_mode
-    dispatch_modes, innermost_dispatch_mode = count, innermost
 
 
 class WeightCache:
@@ -107,8 +100,10 @@ class WeightCache:
                 del self._entries[key]
         for cache in () if self._modes is None else list(self._modes.values()):
             cache.invalidate(parameters, dtype)
-        if self._is_threads and native_engine.api is not None:
-            native_engine.api.invalidate(parameters, dtype)
+        api = native_engine.api
+        if self._is_threads and api is not None and api.has_leaves():
+            for parameter in parameters:
+                api.invalidate(parameter, dtype)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """Return the copy of `tensor` in `dtype`, cached or new; None if the caller should cast it for this use."""
@@ -122,11 +117,13 @@ class WeightCache:
             return None
         if is_tracing():
             return _uncached_cast(tensor, dtype)
-        if not dispatch_modes():
+        # A mode that only observes must not change what is cached.
+        modes = other_modes() if dispatch_modes() else None
+        if not modes:
             return self._leaf(tensor, dtype)
         if self._modes is None:
             self._modes = weakref.WeakKeyDictionary()
-        return self._modes.setdefault(innermost_dispatch_mode(), WeightCache())._leaf(tensor, dtype)
+        return self._modes.setdefault(modes[-1], WeightCache())._leaf(tensor, dtype)
 
     def has(self, leaf: Tensor, dtype: torch.dtype) -> bool:
         """Return True if the next use of a leaf in this region finds a copy."""
@@ -140,12 +137,9 @@ class WeightCache:
     def quantised(
         self, weight: Tensor, recipe: Recipe, *, backward: bool
     ) -> QuantisedWeight | None:
-        """Return a weight in 8 bits, as held by an attachment; None if it is not held.
+        """Return a matrix in 8 bits, as held by an attachment; None if it is not held.
 
-        Args:
-            weight: the weight, a matrix.
-            recipe: its formats and scales.
-            backward: True if the gradient of the other operand will be computed.
+        `backward` is True if the gradient of the other operand will be computed.
         """
         if not (held.held_parameters and self._holds) or _is_transformed():
             return None
@@ -170,9 +164,11 @@ class WeightCache:
         entry = self._entries.get((id(leaf), dtype))
         if entry is not None and entry.is_valid_for(leaf):
             return entry.cast
-        return (
-            native_engine.api.find(leaf, dtype) if self._is_threads and native_engine.api else None
-        )
+        api = native_engine.api
+        if not self._is_threads or api is None or not api.has(leaf, dtype):
+            return None
+        copy: Tensor | None = api.operations.find.default(leaf, dtype)
+        return copy
 
     def _held(self, tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the held copy of a parameter, or the corresponding view of one."""
@@ -220,13 +216,9 @@ class WeightCache:
         existing = self._find(tensor, dtype)
         if existing is not None:
             return existing
-        cast = with_gradient(tensor, handle.tensor, handle.copy.gradient)
-        if self._uses_kernels():
-            handle.copy.keep_for_kernels(tensor, cast, handle, has_gradient=True)
-            held.lend(handle, tensor)
-        else:
-            entry = self._entries[id(tensor), dtype] = CachedCast(tensor, handle=handle)
-            entry.cast = cast
+        cast = handle.copy.with_gradient(tensor, handle.tensor)
+        handle.copy.keep_for_kernels(tensor, cast, handle, has_gradient=True)
+        held.lend(handle, tensor)
         return cast
 
     def _uses_kernels(self) -> bool:
@@ -249,7 +241,8 @@ class WeightCache:
             and self._uses_kernels()
             and native_engine.api is not None
         ):
-            return native_engine.api.copy_of(tensor, dtype)
+            copy: Tensor = native_engine.api.operations.copy_of.default(tensor, dtype)
+            return copy
         entry = CachedCast(
             tensor, is_plain_tensor=is_plain_tensor
         )  # before the cast, see `CachedCast`
@@ -286,7 +279,8 @@ def _held_view(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 def _is_transformed() -> bool:
     """Return True if operations are recorded or transformed. Held copies are not used then."""
-    return is_tracing() or dispatch_modes() > 0 or is_functorch_active() or in_forward_mode()
+    has_modes = bool(dispatch_modes() and other_modes())
+    return is_tracing() or has_modes or is_functorch_active() or in_forward_mode()
 
 
 def _quantised(handle: held.CopyHandle | None) -> Quantised | None:

@@ -14,7 +14,7 @@ from precast.diagnostics.comparison.sketches import (
     relative_error,
 )
 from precast.engine import registration
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 
 SHAPES = [(1,), (40,), (129, 7), (64, 512), (3, 50, 333)]
 

@@ -387,7 +387,6 @@ def _state() -> tuple[object, ...]:
         torch.autocast_increment_nesting,
         torch.autocast_decrement_nesting,
         torch.set_autocast_enabled,
-        precast.weights.weight_cache.dispatch_modes,  # type: ignore[attr-defined]
         len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks),
         has_python_kernel("mse_loss"),
         {key: entry.__code__ for key, entry in registration._registered.items()},

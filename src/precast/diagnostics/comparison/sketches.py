@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.weights.native.engine import native_engine
+from precast.weights.native.api import native_engine
 
 __all__ = ["NUMBERS", "SIZE", "measure", "relative_error"]
 
@@ -65,7 +65,9 @@ def measure(tensor: Tensor) -> Tensor:
         result = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
         api = native_engine.api if device.type == "cpu" and values.dtype in _NATIVE else None
         if api is not None and values.numel():
-            api.measure(values, _factors(device), _sign_tables(device, torch.float32), result)
+            is_bfloat16 = values.dtype is torch.bfloat16
+            tables = _factors(device), _sign_tables(device, torch.float32)
+            api.measure(values, values.numel(), is_bfloat16, *tables, result)
         elif values.numel():
             _measure_blocks(values, result)
         return result

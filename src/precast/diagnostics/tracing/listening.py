@@ -33,7 +33,6 @@ from precast.engine.operator_kinds import Cast, Kind, kind_of
 from precast.engine.registration import leaves_autocast_on
 from precast.engine.thread_state import thread_state
 from precast.policy.policy import DEVICE_TYPES, Policy
-from precast.weights import held_gradients, weight_cache
 
 __all__ = ["OperationListener", "casting_devices", "listen"]
 
@@ -104,7 +103,6 @@ _INHERITED: Final = "precast traces"
 # A thread that has this lock acquires those of the imported modules, so this one is created after them.
 _lock: Final = survives_fork(threading.Lock())
 _listener_count = 0
-_mode_count = 0
 _hooks: Final[list[Callable[[], None]]] = []
 """Removes the one hook on optimizers that all listeners share."""
 
@@ -122,14 +120,12 @@ def listen(listener: OperationListener, *, rules_only: bool = False) -> Iterator
     _count_listeners(1)
     if mode is not None:
         mode.__enter__()  # type: ignore[no-untyped-call]
-        _count_modes(1)
     _set_listeners((*_thread.listeners, listener))
     try:
         yield
     finally:
         _set_listeners(tuple(each for each in _thread.listeners if each is not listener))
         if mode is not None:
-            _count_modes(-1)
             _torch.leave_mode(mode)
         _count_listeners(-1)
 
@@ -193,20 +189,6 @@ def _count_listeners(change: int) -> None:
             call_sites.stop_recording_regions()
             registration.unwatch()
             _hooks.pop()()
-
-
-def _count_modes(change: int) -> None:
-    """Count the modes of listeners: the weight cache ignores them."""
-    global _mode_count  # noqa: PLW0603
-    with _lock:
-        _mode_count += change
-        count, innermost = (
-            (_torch.count_other_modes, _torch.innermost_other_mode)
-            if _mode_count
-            else (_torch.dispatch_modes, _torch.innermost_dispatch_mode)
-        )
-        weight_cache.set_mode_functions(count, innermost)
-        held_gradients.set_mode_counter(count)
 
 
 # --- the dispatch mode of a listener to all operations ---

@@ -38,7 +38,7 @@ from precast.diagnostics.tracing.listening import OperationListener, casting_dev
 from precast.diagnostics.tracing.reasons import ModuleRuleTexts, RuleDecision
 from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TracedCall, TraceTally
 from precast.diagnostics.tracing.trials import TrialCall
-from precast.engine.annotations import take_annotation
+from precast.engine.entry_point import take_annotation
 from precast.engine.operation import Operation, is_eligible
 from precast.engine.operator_kinds import (
     Cast,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +73,7 @@ def recipe_for_device(recipe: Recipe, without_negative_zero: bool) -> Recipe:
     """Return the recipe with the device's formats, with or without negative zero."""
     if recipe.without_negative_zero is without_negative_zero:
         return recipe
-    return Recipe(
-        recipe.by_row,
-        recipe.powers_of_two,
-        recipe.gradient,
-        recipe.exact_weight_gradient,
-        without_negative_zero,
-    )
+    return replace(recipe, without_negative_zero=without_negative_zero)
 
 
 class _ProductOptions(NamedTuple):

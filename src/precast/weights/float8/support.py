@@ -16,8 +16,6 @@ from typing import Final, NamedTuple
 
 import torch
 
-from precast import _torch
-
 __all__ = ["ProductMethod", "Support", "override_support", "reason_unsupported", "support_of"]
 
 _FIRST_CAPABILITY: Final = (8, 9)
@@ -84,16 +82,16 @@ def _of_type(device_type: str) -> Support:
 
 @functools.cache
 def _of_gpu(index: int) -> Support:
-    vendor, architecture = _torch.float8_architecture(torch.device("cuda", index))
-    if vendor == "amd":
+    if torch.version.hip is not None:
+        architecture = torch.cuda.get_device_properties(index).gcnArchName.partition(":")[0]
         if architecture in _AMD_WITH_KERNEL:
             has_fnuz = architecture in _WITHOUT_NEGATIVE_ZERO
             return Support(ProductMethod.KERNEL, f"AMD {architecture}", has_fnuz)
         return Support(ProductMethod.EMULATED, f"AMD {architecture} has no kernel for 8 bits")
-    major, _, minor = architecture.partition(".")
-    if (int(major), int(minor)) >= _FIRST_CAPABILITY:
-        return Support(ProductMethod.KERNEL, f"compute capability {architecture}")
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) >= _FIRST_CAPABILITY:
+        return Support(ProductMethod.KERNEL, f"compute capability {major}.{minor}")
     return Support(
         ProductMethod.EMULATED,
-        f"compute capability {architecture} is below 8.9, the first with 8 bits",
+        f"compute capability {major}.{minor} is below 8.9, the first with 8 bits",
     )

@@ -1,9 +1,6 @@
-// The library's marker (what it was compiled for) and its probe (whether the loaded PyTorch has the layout of the
-// headers).
+// The library's probe: whether the loaded PyTorch has the layout of the headers.
 //
 // Invariants:
-//   - The marker can be read from the file's bytes, so a library is checked before it is loaded. It contains PyTorch's
-//     version in the headers, the versions that may load the library, the C++ ABI, and the hash of the sources.
 //   - The probe compares values that inline functions of the headers, compiled into this library, read from real
 //     objects with the results of functions of the loaded libraries. It leaves no changes, and gives the same result
 //     inside modes, transforms and regions.
@@ -14,7 +11,6 @@
 #include <ATen/core/stack.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/version.h>
 
 #include <cstdint>
 #include <cstring>
@@ -23,27 +19,9 @@
 #include <utility>
 #include <vector>
 
-#ifndef PRECAST_TORCH_KEY
-#error "PRECAST_TORCH_KEY (the versions of PyTorch that may load this library) is given by build.py"
-#endif
-#ifndef PRECAST_SOURCES
-#error "PRECAST_SOURCES (the hash of the sources) is given by build.py"
-#endif
-
-#define PRECAST_TEXT_(value) #value
-#define PRECAST_TEXT(value) PRECAST_TEXT_(value)
-#ifndef _GLIBCXX_USE_CXX11_ABI
-#define _GLIBCXX_USE_CXX11_ABI 1  // another standard library than GCC's has one ABI
-#endif
-
 #define PRECAST_EXPORT extern "C" __attribute__((visibility("default"), used))
 
 namespace {
-
-// A single array, so that no optimisation can split it.
-__attribute__((used)) constexpr char built_for[] =
-    "precast-native-library|torch=" TORCH_VERSION "|for=" PRECAST_TORCH_KEY
-    "|cxx11_abi=" PRECAST_TEXT(_GLIBCXX_USE_CXX11_ABI) "|sources=" PRECAST_SOURCES "|";
 
 using torch::jit::Stack;
 
@@ -187,11 +165,7 @@ std::string refusal;
 
 }  // namespace
 
-PRECAST_EXPORT const char* precast_native_built_for();
 PRECAST_EXPORT const char* precast_native_probe();
-
-// The marker.
-const char* precast_native_built_for() { return built_for; }
 
 // Returns null if this library may be used, otherwise a message about the difference. Call it from one thread only.
 const char* precast_native_probe() {

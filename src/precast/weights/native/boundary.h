@@ -12,7 +12,6 @@ enum class Mixture : uint8_t { Any = 0, Refused = 1, Float64 = 2, Foreign = 3 };
 enum class Eviction : uint8_t { All = 0, Persistent = 1, PersistentAndOlder = 2 };
 enum class Owner : uint8_t { Python = 0, Lent = 1, InUse = 2 };
 enum class ThreadKind : uint8_t { Unknown = 0, Python = 1, PyTorch = 2 };
-enum class ThreadNumber : uint8_t { GuardId = 0, WrittenGuardId = 1, Lends = 2, Open = 3, Attempts = 4 };
 enum class RegionPart : uint8_t { Owner = 0, Entry = 1, Record = 2 };
 enum class RegionExit : uint8_t { Elsewhere = 0, OneOfSeveral = 1, Outermost = 2, OthersElsewhere = 3 };
 
@@ -37,6 +36,20 @@ static_assert(offsetof(HeldRecord, had_gradient_at_write) == 40);
 static_assert(offsetof(HeldRecord, has_optimizer) == 48);
 static_assert(offsetof(HeldRecord, thread) == 56);
 static_assert(offsetof(HeldRecord, owner) == 64);
+
+struct ThreadNumbers {
+  int64_t guard_id = 0;
+  int64_t written_guard_id = 0;
+  int64_t lends = 0;
+  int64_t open = 0;
+  int64_t attempts = 0;
+};
+static_assert(sizeof(ThreadNumbers) == 40);
+static_assert(offsetof(ThreadNumbers, guard_id) == 0);
+static_assert(offsetof(ThreadNumbers, written_guard_id) == 8);
+static_assert(offsetof(ThreadNumbers, lends) == 16);
+static_assert(offsetof(ThreadNumbers, open) == 24);
+static_assert(offsetof(ThreadNumbers, attempts) == 32);
 
 using Callback = void (*)();
 
@@ -63,7 +76,7 @@ void* precast_snapshot(int device);
 void precast_free_snapshot(void* snapshot);
 void precast_allow_fast_entries(int64_t registration);
 void* precast_bound_number(int device);
-void* precast_thread_number(int which);
+void* precast_thread_numbers();
 void* precast_fast_entry(void* before);
 void precast_free_fast_entry(void* fast_entry);
 void* precast_open_region(int64_t index, int part);

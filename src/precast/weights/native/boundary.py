@@ -14,7 +14,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import re
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from precast._torch import impl_address
 
 __all__ = [
     "BUILT_INS",
@@ -22,6 +28,8 @@ __all__ = [
     "FUNCTIONS",
     "SHARED_BY_THREADS",
     "Action",
+    "DeviceNumber",
+    "DtypeNumber",
     "Eviction",
     "Function",
     "HeldRecord",
@@ -30,7 +38,7 @@ __all__ = [
     "RegionExit",
     "RegionPart",
     "ThreadKind",
-    "ThreadNumber",
+    "ThreadNumbers",
     "ValueType",
 ]
 
@@ -94,21 +102,6 @@ class ThreadKind(enum.IntEnum):
     """It stores no casts."""
 
 
-class ThreadNumber(enum.IntEnum):
-    """A number of a thread that Python accesses in place."""
-
-    GUARD_ID = 0
-    """The guard id of the policies in force."""
-    WRITTEN_GUARD_ID = 1
-    """The guard id in the flags; 0 while they are being changed."""
-    LENDS = 2
-    """1 if PyTorch's own threads have this thread's policies."""
-    OPEN = 3
-    """The number of open regions without a record in Python."""
-    ATTEMPTS = 4
-    """The number of operations that Python is trying on mixed dtypes, with autocast on inside them."""
-
-
 class RegionPart(enum.IntEnum):
     """An object of a region that the library has entered."""
 
@@ -168,6 +161,29 @@ class HeldRecord(ctypes.Structure):
         super().__init__(version=-1, pointer=-1)
 
 
+class ThreadNumbers(ctypes.Structure):
+    """Numbers of a thread that Python accesses in place."""
+
+    _fields_ = (
+        ("guard_id", ctypes.c_int64),
+        ("written_guard_id", ctypes.c_int64),
+        ("lends", ctypes.c_int64),
+        ("open", ctypes.c_int64),
+        ("attempts", ctypes.c_int64),
+    )
+
+    guard_id: int
+    """The number of the guard id of the policies in force."""
+    written_guard_id: int
+    """The number of the guard id in the flags; 0 while they are being changed."""
+    lends: int
+    """1 if PyTorch's own threads have this thread's policies."""
+    open: int
+    """The number of open regions without a record in Python."""
+    attempts: int
+    """The number of operations that are being tried on mixed dtypes, with autocast on inside them."""
+
+
 SHARED_BY_THREADS: Final = {
     "version": "int64_t",
     "received": "int64_t",
@@ -189,20 +205,20 @@ void begin(callback compare, int uses_between_checks)
 void end()
 int device(text type)
 void record_torch_kernel(text name, text overload, text key)
-void register(text name, text overload, text key, int device, int64 number, int takes_weights, \
+void register(text name, text overload, text key, device device, int64 number, int takes_weights, \
 int mixture)
 void deregister(int64 number)
-pointer policy(int promotes, text actions, int64 count)
-void put_in_force(int device, pointer policy, int64 number)
-void install(int device, pointer policy, int64 number)
+pointer policy(int promotes, bytes actions, int64 count)
+void put_in_force(device device, pointer policy, int64 number)
+void install(device device, pointer policy, int64 number)
 void watch(int is_watched)
 void register_thread(int kind)
-void set_guard_devices(int low, int high)
-pointer snapshot(int device)
+void set_guard_devices(device low, device high)
+pointer snapshot(device device)
 void free_snapshot(pointer snapshot)
 void allow_fast_entries(int64 registration)
-pointer bound_number(int device)
-pointer thread_number(int which)
+number bound_number(device device)
+numbers thread_numbers()
 pointer fast_entry(pointer before)
 void free_fast_entry(pointer fast_entry)
 object open_region(int64 index, int part)
@@ -213,26 +229,72 @@ void clear()
 int64 count()
 void record_casts()
 int64 recorded_casts(int are_alive)
-int has(pointer source, int dtype)
-void invalidate(pointer source, int dtype)
+int has(tensor source, dtype dtype)
+void invalidate(tensor source, dtype dtype)
 void hold(pointer source, int is_held)
-pointer new_held(pointer source, int dtype)
+pointer new_held(tensor source, dtype dtype)
 void free_held(pointer held)
-pointer held_record(pointer held)
-void keep(pointer held, pointer source, pointer cast, int has_gradient, int64 version, int64 address)
+record held_record(pointer held)
+void keep(pointer held, tensor source, tensor cast, int has_gradient, int64 version, int64 address)
 void evict(pointer held, int which, int64 version)
-void record_samples(pointer held, pointer parameter)
-int match_samples(pointer held, pointer parameter, int compares_all)
-void lend(pointer held, pointer parameter, pointer copy)
+void record_samples(pointer held, tensor parameter)
+int match_samples(pointer held, tensor parameter, int compares_all)
+void lend(pointer held, tensor parameter, tensor copy)
 int take_back(pointer held)
 int step_held(pointer held)
 void set_cast_per_region(pointer source, int is_cast_per_region)
-int is_shared(pointer tensor)
+int is_shared(tensor tensor)
 void free_temporaries()
 void free_spare_memory()
 int64 spare_bytes()
-void measure(pointer data, int64 count, int is_bfloat16, pointer factors, pointer signs, pointer result)
+void measure(elements data, int64 count, int is_bfloat16, elements factors, elements signs, elements result)
 """
+
+
+class _TensorAddress:
+    """A tensor, passed as the address of its TensorImpl. It must live until the call returns."""
+
+    @classmethod
+    def from_param(cls, tensor: Tensor) -> ctypes.c_void_p:
+        return ctypes.c_void_p(impl_address(tensor))
+
+
+class _Elements:
+    """A tensor, passed as the address of its first element."""
+
+    @classmethod
+    def from_param(cls, tensor: Tensor) -> ctypes.c_void_p:
+        return ctypes.c_void_p(tensor.data_ptr())
+
+
+class _Text:
+    @classmethod
+    def from_param(cls, text: str) -> ctypes.c_char_p:
+        return ctypes.c_char_p(text.encode())
+
+
+class DtypeNumber:
+    """A dtype, passed as PyTorch's number of it; None is passed as -1."""
+
+    numbers: ClassVar[dict[torch.dtype | None, int]] = {None: -1}
+    """Those of dtypes are added when the library is loaded."""
+
+    @classmethod
+    def from_param(cls, dtype: torch.dtype | None) -> ctypes.c_int:
+        """Return the argument for ctypes."""
+        return ctypes.c_int(cls.numbers[dtype])
+
+
+class DeviceNumber:
+    """A device type, passed as PyTorch's number of it."""
+
+    number_of: ClassVar[Callable[[str], int]]
+    """Set when the library is loaded."""
+
+    @classmethod
+    def from_param(cls, device_type: str) -> ctypes.c_int:
+        """Return the argument for ctypes."""
+        return ctypes.c_int(cls.number_of(device_type))
 
 
 class ValueType(NamedTuple):
@@ -246,8 +308,16 @@ _TYPES: Final = {
     "void": ValueType(None, "void"),
     "int": ValueType(ctypes.c_int, "int"),
     "int64": ValueType(ctypes.c_int64, "int64_t"),
-    "text": ValueType(ctypes.c_char_p, "const char*"),
+    "text": ValueType(_Text, "const char*"),
+    "bytes": ValueType(ctypes.c_char_p, "const char*"),
+    "device": ValueType(DeviceNumber, "int"),
+    "dtype": ValueType(DtypeNumber, "int"),
+    "tensor": ValueType(_TensorAddress, "void*"),
+    "elements": ValueType(_Elements, "void*"),
     "pointer": ValueType(ctypes.c_void_p, "void*"),
+    "number": ValueType(ctypes.POINTER(ctypes.c_int64), "void*"),
+    "numbers": ValueType(ctypes.POINTER(ThreadNumbers), "void*"),
+    "record": ValueType(ctypes.POINTER(HeldRecord), "void*"),
     "object": ValueType(ctypes.py_object, "void*"),
     "callback": ValueType(COMPARE, "Callback"),
 }

@@ -55,13 +55,10 @@ variable_list CastBackward::apply_with_saved(
 }
 
 at::Tensor with_node(const at::Tensor& values, NodePointer node) {
-  static const auto detach = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("aten::detach", "")
-                                 .typed<at::Tensor(const at::Tensor&)>();
   at::Tensor result;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    result = detach.call(values);
+    result = detached(values);
   }
   const auto number = node->add_input_metadata(result);
   torch::autograd::impl::set_gradient_edge(result, {std::move(node), number});

@@ -24,7 +24,7 @@ namespace precast {
 class Copies {
  public:
   // The valid cast of a source; undefined if there is none, or if it lacks the gradient that is recorded.
-  at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype, bool records) const {
+  at::Tensor find(const c10::TensorImpl& source, at::ScalarType dtype, bool records) {
     const Copy* entry = thread_local_casts_.find({&source, dtype});
     const bool is_usable = entry != nullptr && (!records || entry->has_gradient());
     return is_usable && entry->snapshot.is_valid_for(source) ? entry->cast : at::Tensor();
@@ -45,14 +45,14 @@ class Copies {
       first_round_ = SpareMemory::all().round();
     }
     has_casts_without_gradient_ |= !copy.has_gradient();
-    insert_or_replace(thread_local_casts_, {source.unsafeGetTensorImpl(), dtype}, std::move(copy));
+    thread_local_casts_.put({source.unsafeGetTensorImpl(), dtype}, std::move(copy));
   }
 
   void put_held(const at::Tensor& source, at::ScalarType dtype, bool has_gradient, Copy&& copy) {
     std::optional<Copy> before;  // destroyed after the lock is released: freeing a tensor can run arbitrary code
     std::lock_guard<std::mutex> guard(lock_);
     CopyTable& table = has_gradient ? held_leaves_ : held_copies_;
-    before = insert_or_replace(table, {source.unsafeGetTensorImpl(), dtype}, std::move(copy));
+    before = table.put({source.unsafeGetTensorImpl(), dtype}, std::move(copy));
   }
 
   // Frees the memory of a stale cast.
@@ -73,7 +73,7 @@ class Copies {
   // counters.
   void invalidate(const c10::TensorImpl& source, int dtype) {
     const auto make_stale = [&](CopyTable& table) {
-      for (auto& [key, copy] : table.entries()) {
+      for (auto& [key, copy] : table) {
         if (key.source == &source && (dtype < 0 || dtype == static_cast<int>(key.dtype))) {
           copy.snapshot.make_stale();
         }
@@ -105,10 +105,10 @@ class Copies {
     if (has_casts_without_gradient_) {
       keep_memory();
     }
-    thread_local_casts_.clear();
-    std::vector<Copy> removed;
+    const std::vector<Copy> removed = thread_local_casts_.take_all();
+    std::vector<Copy> removed_leaves;  // destroyed after the lock is released
     std::lock_guard<std::mutex> guard(lock_);
-    held_leaves_.take_all(removed);
+    removed_leaves = held_leaves_.take_all();
   }
 
   size_t size() {
@@ -117,21 +117,12 @@ class Copies {
   }
 
  private:
-  // Returns the replaced cast.
-  static std::optional<Copy> insert_or_replace(CopyTable& table, const Key& key, Copy&& copy) {
-    if (Copy* entry = table.find(key)) {
-      return std::exchange(*entry, std::move(copy));
-    }
-    table.insert(key, std::move(copy));
-    return std::nullopt;
-  }
-
   // Passes the memory of casts without a gradient to the next region.
   void keep_memory() {
     std::vector<const at::Tensor*> casts;
-    for (const auto& entry : thread_local_casts_.entries()) {
-      if (!entry.copy.has_gradient()) {
-        casts.push_back(&entry.copy.cast);
+    for (const auto& [key, copy] : thread_local_casts_) {
+      if (!copy.has_gradient()) {
+        casts.push_back(&copy.cast);
       }
     }
     has_casts_without_gradient_ = false;

@@ -1,10 +1,7 @@
 // A hash table of casts by source. It is filled and cleared in every region, so it keeps its memory.
 //
-// Invariants:
-// - `entries_` is contiguous. `places_` is its index, with open addressing and linear probing: a place contains the
-//   index of an entry plus 1, or 0 if it is free, and at least half of them are free;
-// - freeing a cast can run arbitrary code that uses this table: removed casts are destroyed when the table is
-//   consistent.
+// Invariant: freeing a cast can run arbitrary code that uses this table. So removed casts are moved out, and destroyed
+// when the table is consistent.
 #pragma once
 
 #include "boundary.h"
@@ -12,8 +9,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/SizesAndStrides.h>
+#include <c10/util/flat_hash_map.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -31,11 +28,12 @@ struct Key {
     return source == other.source && dtype == other.dtype;
   }
 
-  // The upper bits are mixed best (Knuth's multiplicative hashing: 2**64 divided by the golden ratio).
-  uint64_t hash() const {
-    const auto address = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(source)) >> 4;
-    return (address * 8 + static_cast<uint64_t>(dtype)) * 0x9E3779B97F4A7C15U;
-  }
+  // For `ska::flat_hash_map`, which mixes the bits.
+  struct Hash {
+    size_t operator()(const Key& key) const {
+      return (reinterpret_cast<uintptr_t>(key.source) >> 1) + static_cast<size_t>(key.dtype);
+    }
+  };
 };
 
 // Version counter, storage, offset, shape and strides of a source when it was cast.
@@ -102,136 +100,63 @@ struct Copy {
 
 class CopyTable {
  public:
-  struct Entry {
-    Entry(const Key& key, Copy&& copy) : key(key), copy(std::move(copy)) {}
-
-    Key key;
-    Copy copy;
-  };
-
-  const Copy* find(const Key& key) const {
-    const size_t place = place_of(key);
-    return place == kNone ? nullptr : &entries_[places_[place] - 1].copy;
-  }
-
   Copy* find(const Key& key) {
-    return const_cast<Copy*>(std::as_const(*this).find(key));
+    const auto entry = copies_.find(key);
+    return entry == copies_.end() ? nullptr : &entry->second;
   }
 
-  // Adds a copy for a key without one.
-  void insert(const Key& key, Copy&& copy) {
-    if (2 * (entries_.size() + 1) > places_.size()) {
-      rebuild_index(places_.empty() ? kFewest : 2 * places_.size());
+  // Returns the replaced copy.
+  std::optional<Copy> put(const Key& key, Copy&& copy) {
+    if (Copy* entry = find(key)) {
+      return std::exchange(*entry, std::move(copy));
     }
-    entries_.emplace_back(key, std::move(copy));
-    occupy(key, entries_.size());
+    copies_.emplace(key, std::move(copy));
+    return std::nullopt;
   }
 
   // Removes the copy of a key, if there is one.
   std::optional<Copy> remove(const Key& key) {
-    const size_t place = place_of(key);
-    if (place == kNone) {
+    const auto entry = copies_.find(key);
+    if (entry == copies_.end()) {
       return std::nullopt;
     }
-    const uint32_t number = places_[place];
-    vacate(place);
-    std::optional<Copy> removed = std::move(entries_[number - 1].copy);
-    if (number < entries_.size()) {
-      places_[place_of(entries_.back().key)] = number;
-      entries_[number - 1] = std::move(entries_.back());
-    }
-    entries_.pop_back();
+    std::optional<Copy> removed = std::move(entry->second);
+    copies_.erase(entry);
     return removed;
   }
 
   // Removes all copies; the caller destroys them.
-  void take_all(std::vector<Copy>& taken) {
-    if (entries_.empty()) {
-      return;
+  std::vector<Copy> take_all() {
+    std::vector<Copy> taken;
+    if (!copies_.empty()) {
+      taken.reserve(copies_.size());
+      for (auto& [key, copy] : copies_) {
+        taken.push_back(std::move(copy));
+      }
+      copies_.clear();
+      if (copies_.bucket_count() > kMostKept) {
+        copies_ = {};
+      }
     }
-    for (Entry& entry : entries_) {
-      taken.push_back(std::move(entry.copy));
-    }
-    entries_.clear();
-    std::fill(places_.begin(), places_.end(), 0);
+    return taken;
   }
 
-  void clear() {
-    if (entries_.empty()) {
-      return;
-    }
-    std::vector<Entry> removed;
-    removed.swap(entries_);
-    std::fill(places_.begin(), places_.end(), 0);
-    removed.clear();
-    if (removed.capacity() > kMostKept) {
-      removed.shrink_to_fit();
-    }
-    if (entries_.capacity() == 0) {
-      entries_.swap(removed);
-    }
+  auto begin() {
+    return copies_.begin();
   }
 
-  std::vector<Entry>& entries() {
-    return entries_;
+  auto end() {
+    return copies_.end();
   }
 
   size_t size() const {
-    return entries_.size();
+    return copies_.size();
   }
 
  private:
-  static constexpr size_t kNone = SIZE_MAX, kFewest = 64;
-  static constexpr size_t kMostKept = 4096;  // capacity that `clear` keeps, about 200 bytes per entry
+  static constexpr size_t kMostKept = 8192;  // places that stay allocated, of about 200 bytes
 
-  size_t first_place(const Key& key) const {
-    return (key.hash() >> 32) & (places_.size() - 1);
-  }
-
-  size_t place_of(const Key& key) const {
-    if (entries_.empty()) {
-      return kNone;
-    }
-    for (size_t place = first_place(key);; place = (place + 1) & (places_.size() - 1)) {
-      if (places_[place] == 0) {
-        return kNone;
-      }
-      if (entries_[places_[place] - 1].key == key) {
-        return place;
-      }
-    }
-  }
-
-  void occupy(const Key& key, size_t number) {
-    size_t place = first_place(key);
-    while (places_[place] != 0) {
-      place = (place + 1) & (places_.size() - 1);
-    }
-    places_[place] = static_cast<uint32_t>(number);
-  }
-
-  // Frees a place, and moves later entries that would no longer be found.
-  void vacate(size_t place) {
-    const size_t mask = places_.size() - 1;
-    for (size_t next = (place + 1) & mask; places_[next] != 0; next = (next + 1) & mask) {
-      const size_t wanted = first_place(entries_[places_[next] - 1].key);
-      if (((next - wanted) & mask) >= ((next - place) & mask)) {
-        places_[place] = places_[next];
-        place = next;
-      }
-    }
-    places_[place] = 0;
-  }
-
-  void rebuild_index(size_t size) {
-    places_.assign(size, 0);
-    for (size_t number = 1; number <= entries_.size(); ++number) {
-      occupy(entries_[number - 1].key, number);
-    }
-  }
-
-  std::vector<Entry> entries_;
-  std::vector<uint32_t> places_;
+  ska::flat_hash_map<Key, Copy, Key::Hash> copies_;
 };
 
 }  // namespace precast

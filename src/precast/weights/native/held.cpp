@@ -19,14 +19,6 @@
 
 namespace precast {
 
-void write(const at::Tensor& target, const at::Tensor& source) {
-  static const auto copy = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("aten::copy_", "")
-                               .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
-  at::Tensor written = target;
-  copy.call(written, source, false);
-}
-
 bool in_forward_mode() {
   return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
 }
@@ -35,7 +27,6 @@ namespace {
 
 using torch::autograd::variable_list;
 
-// Typed calls of operations.
 at::Tensor empty_like(const at::Tensor& gradient, at::IntArrayRef layout, at::ScalarType dtype) {
   static const auto empty = c10::Dispatcher::singleton()
                                 .findSchemaOrThrow("aten::empty_strided", "")
@@ -53,14 +44,6 @@ at::Tensor empty_like(const at::Tensor& gradient, at::IntArrayRef layout, at::Sc
       std::nullopt,
       gradient.device(),
       std::nullopt);
-}
-
-// A separate tensor on the same memory, without a graph.
-at::Tensor detached(const at::Tensor& tensor) {
-  static const auto detach = c10::Dispatcher::singleton()
-                                 .findSchemaOrThrow("aten::detach", "")
-                                 .typed<at::Tensor(const at::Tensor&)>();
-  return detach.call(tensor);
 }
 
 bool is_shared(const at::Tensor& tensor) {

@@ -7,7 +7,8 @@
 // - kernels update a lent copy by the reference's rules: in place, at its next use, and only if it has no other user;
 // - the samples are written while no kernel has the copy: it was evicted before, or is lent and in use;
 // - nothing here keeps a parameter alive, except a recorded graph;
-// - gradients are those of `weights/held_gradients.py`, bit for bit and in the same layout.
+// - gradients are float32 and in the parameter's layout, unless its `grad_dtype` is the copy's dtype. Each region adds a
+//   node, so the gradients of several regions are summed in float32, as in PyTorch.
 #pragma once
 
 #include "copies.h"
@@ -112,9 +113,6 @@ std::mutex& gradient_memory_lock();
 
 // Defines the operations of this file.
 void define_held_operations(torch::Library& library);
-
-// `target.copy_(source)`.
-void write(const at::Tensor& target, const at::Tensor& source);
 
 // True if forward-mode derivatives are computed, so that a tensor may have a tangent.
 bool in_forward_mode();

@@ -184,16 +184,6 @@ class WeightSearch {
   at::ScalarType dtype_ = at::ScalarType::Undefined;
 };
 
-struct Attempt {
-  int64_t& count;
-  explicit Attempt(int64_t& attempts) : count(attempts) {
-    ++count;
-  }
-  ~Attempt() {
-    --count;
-  }
-};
-
 // Adds the result of `make` to the table; the entry keeps `alive` alive.
 template <class Make>
 at::Tensor put(
@@ -252,61 +242,39 @@ void Kernel::run_torch_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet
   }
 }
 
-// Runs the Python kernel.
-void Kernel::run_reference(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const {
-  reference_.callBoxed(op, keys, stack);
-}
-
 void Kernel::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
   ThreadState& here = ThreadState::here();
   if (C10_UNLIKELY(Process::is_watched.load(std::memory_order_relaxed))) {
-    return run_reference(op, keys, stack);
+    return reference_.callBoxed(op, keys, stack);
   }
   const auto device = static_cast<size_t>(operation_.device);
   const Policy* policy = here.policies[device];
   if (policy == nullptr) {
     policy = Process::installed[device].load(std::memory_order_acquire);
     if (policy == nullptr) {
-      return needs_python(here) ? run_reference(op, keys, stack) : run_torch_kernel(op, keys, stack);
+      return needs_python(here) ? reference_.callBoxed(op, keys, stack) : run_torch_kernel(op, keys, stack);
     }
   }
-  switch (policy->action(operation_.number)) {
-    case Action::Pass:
-      return run_torch_kernel(op, keys, stack);
-    case Action::Reference:
-      return run_reference(op, keys, stack);
-    case Action::Delegate:
-      if (C10_UNLIKELY(has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown)) {
-        return run_reference(op, keys, stack);
-      }
-      return run_delegated(op, keys, stack, here, *policy);
-    case Action::Promote:
-    case Action::Product: {
-      const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
-      if (C10_UNLIKELY(
-              has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown ||
-              !Dtypes(operation_, arguments.data()).are_of_region())) {
-        return run_reference(op, keys, stack);
-      }
-      if (policy->action(operation_.number) == Action::Promote) {
-        return promote(operation_, op, stack);
-      }
-      return in_forward_mode() ? run_reference(op, keys, stack) : run_product(op, stack, here);
-    }
+  const Action action = policy->action(operation_.number);
+  if (action == Action::Pass) {
+    return run_torch_kernel(op, keys, stack);
   }
-}
-
-void Kernel::run_delegated(
-    const c10::OperatorHandle& op,
-    c10::DispatchKeySet keys,
-    c10::Stack* stack,
-    ThreadState& here,
-    const Policy& policy) const {
-  const auto arguments = torch::jit::last(*stack, operation_.are_written.size());
+  if (C10_UNLIKELY(action == Action::Reference || has_unsupported_keys(keys) || here.kind == ThreadKind::Unknown)) {
+    return reference_.callBoxed(op, keys, stack);
+  }
+  const c10::IValue* arguments = stack->data() + (stack->size() - operation_.are_written.size());
+  if (action == Action::Promote || action == Action::Product) {
+    const bool is_product = action == Action::Product;
+    if (!Dtypes(operation_, arguments).are_of_region() || (is_product && in_forward_mode())) {
+      return reference_.callBoxed(op, keys, stack);
+    }
+    return is_product ? run_product(op, stack, here) : promote(operation_, op, stack);
+  }
   // Inside an operation that is being tried PyTorch's error is needed: the outermost one is promoted.
-  const bool may_promote = policy.promotes && operation_.takes_several && here.slots->attempts == 0;
-  if (may_promote && Dtypes(operation_, arguments.data()).are_mixed()) {
-    return run_mixed(op, keys, stack, here);
+  const bool may_promote = policy->promotes && operation_.takes_several && here.slots->attempts == 0;
+  if (may_promote && Dtypes(operation_, arguments).are_mixed()) {
+    const bool is_refused = operation_.mixture == Mixture::Refused && have_elements(operation_, arguments);
+    return is_refused ? promote(operation_, op, stack) : reference_.callBoxed(op, keys, stack);
   }
   replace_weights(stack, here);
   run_torch_kernel(op, keys, stack);
@@ -356,27 +324,6 @@ void Kernel::run_product(const c10::OperatorHandle& op, c10::Stack* stack, Threa
 
 bool Kernel::is_eligible(const at::Tensor& tensor) const {
   return tensor.defined() && c10::isFloatingType(tensor.scalar_type()) && tensor.device().type() == operation_.device;
-}
-
-// Runs an operation on mixed dtypes: in the widest of them if PyTorch refuses every mixture, as it is if PyTorch accepts
-// this one, else in Python.
-void Kernel::run_mixed(
-    const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const {
-  const size_t first = stack->size() - operation_.are_written.size();
-  if (operation_.mixture == Mixture::Refused && have_elements(operation_, stack->data() + first)) {
-    return promote(operation_, op, stack);
-  }
-  if (operation_.mixture == Mixture::Any) {
-    const c10::SmallVector<c10::IValue, 8> arguments(stack->begin() + static_cast<std::ptrdiff_t>(first), stack->end());
-    try {
-      const Attempt attempt(here.slots->attempts);
-      return run_torch_kernel(op, keys, stack);
-    } catch (const c10::Error&) {
-      stack->resize(first);
-      stack->insert(stack->end(), arguments.begin(), arguments.end());
-    }
-  }
-  run_reference(op, keys, stack);
 }
 
 }  // namespace precast

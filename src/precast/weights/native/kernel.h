@@ -26,17 +26,9 @@ class Kernel final : public c10::OperatorKernel {
 
  private:
   void run_torch_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const;
-  void run_delegated(
-      const c10::OperatorHandle& op,
-      c10::DispatchKeySet keys,
-      c10::Stack* stack,
-      ThreadState& here,
-      const Policy& policy) const;
   void run_product(const c10::OperatorHandle& op, c10::Stack* stack, ThreadState& here) const;
-  void run_mixed(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack, ThreadState& here) const;
   bool is_eligible(const at::Tensor& tensor) const;
   void replace_weights(c10::Stack* stack, ThreadState& here) const;
-  void run_reference(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) const;
 
   const Operation operation_;
   const c10::SafeKernelFunction reference_;

@@ -43,17 +43,10 @@ REMEDY: Final = "precast build"
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """A loaded library that has passed its probe.
-
-    Attributes:
-        path: its file.
-        functions: its C functions, which run with the GIL held.
-        marker: its marker.
-    """
+    """A loaded library that has passed its probe. Its C functions run with the GIL held."""
 
     path: Path
     functions: ctypes.PyDLL
-    marker: library_file.Marker
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ def find() -> Library | Unavailable:
             if not library_file.is_of_these_sources(path, version):
                 others.append(path)  # of another version of precast with the same cache
                 continue
-            refusal = library_file.refusal(path, version)
+            refusal = library_file.refusal(path)
             if refusal is None:
                 return open_library(path)
             refusals.append(refusal)
@@ -123,26 +116,20 @@ def _folders() -> list[Path]:
 
 def open_library(path: Path) -> Library | Unavailable:
     """Load a library whose file has been checked, and run its probe of the loaded PyTorch."""
-    import torch  # the library is linked to what this loads
+    import torch  # noqa: F401 -- the library is linked to what this loads
 
-    marker = library_file.read_marker(path.read_bytes())
-    assert marker is not None
-    if marker.cxx11_abi != torch.compiled_with_cxx11_abi():
-        return Unavailable(
-            f"{path} was compiled for another C++ ABI than PyTorch's", is_refused=True
-        )
     try:
         functions = ctypes.PyDLL(str(path))
-        built_for, probe = functions.precast_native_built_for, functions.precast_native_probe
+        probe = functions.precast_native_probe
     except (OSError, AttributeError) as error:
         return Unavailable(f"{path} cannot be loaded: {error}", is_refused=True)
-    built_for.restype = probe.restype = ctypes.c_char_p
+    probe.restype = ctypes.c_char_p
     defect = probe()
     if defect is not None:
         return Unavailable(
             f"{path} must not be used: {defect.decode(errors='replace')}", is_refused=True
         )
-    return Library(path, functions, marker)
+    return Library(path, functions)
 
 
 def chosen_engine() -> str:

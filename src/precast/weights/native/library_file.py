@@ -6,8 +6,8 @@ serves all builds of it (CPU, CUDA, ROCm, XPU) and all versions of Python.
 
 Invariants:
     - Neither a library nor PyTorch is loaded here: a file is checked by its name and its bytes.
-    - A file that is damaged, incomplete, renamed, or made from other sources or for another PyTorch is detected before
-      it is loaded, because loading it could crash the process.
+    - The hash of the content includes the rest of the name. So a file that is damaged, incomplete or renamed is
+      detected before it is loaded, because loading it could crash the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import platform
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -30,14 +29,12 @@ __all__ = [
     "COMPILED",
     "FLAGS",
     "SOURCES",
-    "Marker",
     "cache_folder",
     "candidates",
     "file_name",
     "fingerprint",
     "is_of_these_sources",
     "prefix",
-    "read_marker",
     "refusal",
     "source_hash",
     "sources",
@@ -61,26 +58,6 @@ FLAGS: Final = (
 """The compiler flags; part of the hash of the sources."""
 
 _RELEASE = re.compile(r"(\d+\.\d+)\.\d+(\.post\d+)?(\+.*)?")
-_MARKER = re.compile(
-    rb"precast-native-library\|torch=([^|\0]{1,99})\|for=([^|\0]{1,99})\|cxx11_abi=([01])\|sources=([0-9a-f]{1,64})\|"
-)
-
-
-@dataclass(frozen=True)
-class Marker:
-    """The data that a library contains about itself.
-
-    Attributes:
-        torch: the version of PyTorch whose headers it was compiled with, such as "2.13.0".
-        key: the versions of PyTorch that may load it, see `torch_key`.
-        cxx11_abi: the C++ ABI of GCC's standard library.
-        sources: the hash of its sources, see `source_hash`.
-    """
-
-    torch: str
-    key: str
-    cxx11_abi: bool
-    sources: str
 
 
 def torch_key(version: str) -> str:
@@ -119,14 +96,9 @@ def prefix(version: str) -> str:
 
 
 def file_name(version: str, compiler: str, content: bytes) -> str:
-    """Return the file name of a library from these sources.
-
-    Args:
-        version: the version of PyTorch.
-        compiler: the key of the compiler.
-        content: the content of the file.
-    """
-    return f"{prefix(version)}{source_hash()}-{compiler}-{fingerprint([content])}.so"
+    """Return the file name of a library from these sources, for a version of PyTorch; `compiler` is its key."""
+    start = f"{prefix(version)}{source_hash()}-{compiler}"
+    return f"{start}-{fingerprint([start.encode(), content])}.so"
 
 
 def cache_folder() -> Path:
@@ -160,35 +132,13 @@ def candidates(folder: Path, version: str) -> list[Path]:
     return [path for *_, path in sorted(matches, reverse=True)]
 
 
-def read_marker(content: bytes) -> Marker | None:
-    """Return the marker in a library's bytes; None if there is none."""
-    match = _MARKER.search(content)
-    if match is None:
-        return None
-    torch, key, abi, source_hash = (part.decode(errors="replace") for part in match.groups())
-    return Marker(torch, key, abi == "1", source_hash)
-
-
-def refusal(path: Path, version: str) -> str | None:
-    """Return the reason why a library must not be loaded; None if it may.
-
-    Args:
-        path: the library.
-        version: the version of the installed PyTorch.
-    """
+def refusal(path: Path) -> str | None:
+    """Return the reason why a library must not be loaded; None if it may."""
     try:
         content = path.read_bytes()
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    if path.stem.rpartition("-")[2] != fingerprint([content]):
+    start, _, end = path.stem.rpartition("-")
+    if end != fingerprint([start.encode(), content]):
         return f"{path} is damaged or half written: its content is not what its name says"
-    marker = read_marker(content)
-    if marker is None:
-        return f"{path} is no library of precast's"
-    if marker.key != torch_key(version) or not version.startswith(
-        marker.torch.split("+")[0].rpartition(".")[0]
-    ):
-        return f"{path} was compiled for PyTorch {marker.torch}, and {version} is installed"
-    if marker.sources != source_hash():
-        return f"{path} was compiled from the sources of another precast"
     return None

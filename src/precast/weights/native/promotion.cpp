@@ -6,14 +6,6 @@
 namespace precast {
 namespace {
 
-void copy(const at::Tensor& from, const at::Tensor& to) {
-  static const auto copy = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("aten::copy_", "")
-                               .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
-  at::Tensor destination = to;
-  copy.call(destination, from, false);
-}
-
 // The arguments of a call in one dtype, and the temporaries written in place of its outputs.
 class Promoted {
  public:
@@ -37,7 +29,7 @@ class Promoted {
   // Copies the temporaries to the outputs.
   void copy_back() const {
     for (const auto& [destination, temporary] : written_) {
-      copy(temporary, destination);
+      write(destination, temporary);
     }
   }
 
@@ -93,6 +85,21 @@ at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype) {
                              .typed<at::Tensor(
                                  const at::Tensor&, at::ScalarType, bool, bool, std::optional<at::MemoryFormat>)>();
   return to.call(tensor, dtype, false, false, std::nullopt);
+}
+
+void write(const at::Tensor& target, const at::Tensor& source) {
+  static const auto copy = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("aten::copy_", "")
+                               .typed<at::Tensor&(at::Tensor&, const at::Tensor&, bool)>();
+  at::Tensor written = target;
+  copy.call(written, source, false);
+}
+
+at::Tensor detached(const at::Tensor& tensor) {
+  static const auto detach = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow("aten::detach", "")
+                                 .typed<at::Tensor(const at::Tensor&)>();
+  return detach.call(tensor);
 }
 
 at::ScalarType Dtypes::widest() const {

@@ -14,6 +14,12 @@ namespace precast {
 // Casts a tensor through the dispatcher.
 at::Tensor cast(const at::Tensor& tensor, at::ScalarType dtype);
 
+// `target.copy_(source)` through the dispatcher.
+void write(const at::Tensor& target, const at::Tensor& source);
+
+// A separate tensor on the same memory, without a graph.
+at::Tensor detached(const at::Tensor& tensor);
+
 // Calls `visit` with each tensor in an argument that is a tensor or a list.
 template <class Visit>
 void for_each_tensor(const c10::IValue& argument, const Visit& visit) {

@@ -157,24 +157,8 @@ void* precast_bound_number(int device) {
   return guarded([&]() -> void* { return &ThreadState::here().slots->bound.at(static_cast<size_t>(device)); });
 }
 
-// The address of another number of this thread.
-void* precast_thread_number(int which) {
-  return guarded([&]() -> void* {
-    ThreadSlots& slots = *ThreadState::here().slots;
-    switch (static_cast<ThreadNumber>(which)) {
-      case ThreadNumber::GuardId:
-        return &slots.guard_id;
-      case ThreadNumber::WrittenGuardId:
-        return &slots.written_guard_id;
-      case ThreadNumber::Lends:
-        return &slots.lends;
-      case ThreadNumber::Open:
-        return &slots.open;
-      case ThreadNumber::Attempts:
-        return &slots.attempts;
-    }
-    TORCH_CHECK(false, "a thread has no number ", which);
-  });
+void* precast_thread_numbers() {
+  return guarded([]() -> void* { return static_cast<ThreadNumbers*>(ThreadState::here().slots); });
 }
 
 void* precast_snapshot(int device) {

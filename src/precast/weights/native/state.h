@@ -94,13 +94,8 @@ class HeldSources {
 
 // Numbers of a thread that Python accesses in place. A thread that ends leaves its object to a later one, so the memory
 // stays valid until the process ends.
-struct ThreadSlots {
-  std::array<int64_t, kDevices> bound;  // the bound policy in force on each device type; 0 is none
-  int64_t guard_id;                     // of the policies in force
-  int64_t written_guard_id;             // in the flags; 0 while they are being changed
-  int64_t lends;                        // 1 if PyTorch's own threads have this thread's policies
-  int64_t open;                         // number of open regions without a record in Python
-  int64_t attempts;                     // operations that Python is trying on mixed dtypes
+struct ThreadSlots : ThreadNumbers {
+  std::array<int64_t, kDevices> bound{};  // the bound policy in force on each device type; 0 is none
 };
 
 struct FastEntry;
