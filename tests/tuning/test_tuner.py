@@ -350,6 +350,11 @@ def test_an_interrupt_before_anything_is_known() -> None:
         ({"candidates": ()}, r"candidates is \(\)"),
         ({"model": nn.ReLU()}, "no parameter of the model requires a gradient"),
         ({"model": Wide().requires_grad_(False)}, "no parameter of the model requires a gradient"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS calls a closure"),
+        ({"optimizer": lambda parameters: 1 / 0}, r"optimizer\(parameters\) failed: ZeroDivision"),
+        ({"optimizer": lambda parameters: None}, r"optimizer\(parameters\) failed: Attribute"),
+        ({"model": Wide().to("meta")}, "has no values yet"),
+        ({"model": nn.LazyLinear(4)}, "the model's weight has no values yet"),
         ({"candidates": (torch.float64,)}, "candidates: torch.float64 is unknown"),
     ],
 )

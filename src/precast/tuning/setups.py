@@ -22,12 +22,14 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from precast import _torch
 from precast.attachment.attachment import Attachment, attach
 from precast.autocast_mode.region import autocast, disable
 from precast.errors import PrecastError, PrecastWarning, TuningError
+from precast.policy.module_names import named_parameters
 from precast.policy.policy import Policy
 
 __all__ = ["FLOAT32", "MOST_BATCHES", "Setup", "Workload", "attached", "copy_model"]
@@ -139,6 +141,11 @@ def workload_of(
         raise TuningError(
             "batches ended before the first batch: nothing can be measured without one"
         )
+    for name, parameter in named_parameters(model):
+        if is_lazy(parameter) or parameter.is_meta:
+            raise TuningError(
+                f"the model's {name} has no values yet. Call a lazy model once; load a model on the meta device"
+            )
     device_type = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return Workload(model, step, first, optimizer or torch.optim.AdamW, device_type, metric, seed)
 

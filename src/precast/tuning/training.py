@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import random
 import statistics
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from precast._torch import saved_for_backward
 from precast.errors import BrokenModelError, TuningError
@@ -30,6 +32,7 @@ from precast.tuning.setups import (
     attached,
     copy_model,
     current_time,
+    exception_text,
     move_weights,
     seed_all,
 )
@@ -63,13 +66,7 @@ class Training(ModelTrial):
             move_weights(self.model, _MOVED, workload.seed, seed)
         self._order = list(range(len(workload.batches)))
         random.Random(repr((workload.seed, seed))).shuffle(self._order)
-        parameters = [each for each in self.model.parameters() if each.requires_grad]
-        if not parameters:
-            raise TuningError(
-                "no parameter of the model requires a gradient, so nothing can be trained. Let some require one, or "
-                "pass step=None and a metric to search for inference"
-            )
-        self.optimizer = workload.optimizer(parameters)
+        self.optimizer = _optimizer_of(workload, self.model)
         self._scaler = GradScaler(
             workload.device_type, init_scale="auto", enabled=setup.dtype is torch.float16
         )
@@ -115,6 +112,31 @@ class Training(ModelTrial):
             return self.workload.measure(self.model, number)
         seed_all(self.workload.seed, number)
         return float(self.workload.loss(self.model, self.workload.batches[number]).detach())
+
+
+def _optimizer_of(workload: Workload, model: nn.Module) -> Optimizer:
+    """Return a new optimizer of the model's trainable parameters.
+
+    Raises:
+        TuningError: There are none, the optimizer cannot be made, or its step needs a closure.
+    """
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    if not parameters:
+        raise TuningError(
+            "no parameter of the model requires a gradient, so nothing can be trained. Let some require one, or pass "
+            "step=None and a metric to search for inference"
+        )
+    try:
+        optimizer = workload.optimizer(parameters)
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+    except Exception as error:
+        raise TuningError(f"optimizer(parameters) failed: {exception_text(error)}") from error
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TuningError(
+            f"{type(optimizer).__name__} calls a closure that computes the loss several times in one step; tune needs "
+            "an optimizer that steps once for each loss, such as torch.optim.AdamW"
+        )
+    return optimizer
 
 
 class TrainingTask(TuningTask):
