@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -87,7 +89,9 @@ def upgraded(folder: Path) -> precast.RunDifference:
 def two_processes(folder: Path) -> precast.RunDifference:
     """Compare one process with two that share each batch. `split=2` measures the halves of a batch."""
     train(0, 1, folder / "one.run")
-    torch.multiprocessing.spawn(train, (2, folder / "two.run"), nprocs=2)
+    command = [sys.executable, __file__, "2", str(folder / "two.run")]
+    processes = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [each.wait() for each in processes] == [0, 0]
     return precast.compare(folder / "one.run", folder / "two.run", bound=1e-4)
 
 
@@ -125,7 +129,9 @@ COMPARISONS: dict[str, Callable[[Path], precast.RunDifference]] = {
     "trainer and server": served,
 }
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) == 4:
+    train(int(sys.argv[3]), int(sys.argv[1]), Path(sys.argv[2]))
+elif __name__ == "__main__":
     for title, comparison in COMPARISONS.items():
         with tempfile.TemporaryDirectory() as name:
             print(f"{title}\n{comparison(Path(name))}".replace(name, "."), end="\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -159,6 +160,37 @@ def test_a_pattern_of_writes_into_one_memory_keeps_all_writers(tmp_path: Path) -
     assert cause is not None
     assert cause.operation == "leaky_relu"
     assert "0.1 against 0.2" in cause.difference
+
+
+def test_a_file_grows_by_less_than_a_mebibyte_a_step_for_a_hundred_layers(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    sizes = []
+    with precast.record(tmp_path / "a.run", model, level="modules"):
+        for _ in range(5):
+            sizes.append((tmp_path / "a.run").stat().st_size)
+            model(torch.ones(4, 16)).sum().backward()
+            optimizer.step()
+    grown = [after - before for before, after in itertools.pairwise(sizes)]
+    assert max(grown) < 2**20
+    assert grown[3] == pytest.approx(grown[2], rel=0.05)  # the first step has the weights, too
+
+
+def test_a_weight_that_is_written_between_steps_is_the_cause(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = [each.detach().clone() for each in model.parameters()]
+    for name in ("a", "b"):
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        with precast.record(tmp_path / f"{name}.run", model, level="modules"), torch.no_grad():
+            model(torch.ones(3, 4))
+            if name == "b":
+                model.get_parameter("1.bias").add_(1.0)
+            model(torch.ones(3, 4))
+    cause = precast.compare(tmp_path / "a.run", tmp_path / "b.run").cause
+    assert cause is not None
+    assert (cause.kind, cause.operation, cause.step) == ("weight", "1.bias", 1)
 
 
 def test_slices_of_one_tensor_are_inputs_of_their_own(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))  # for processes that the program starts
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield importlib.import_module("two_runs")
     sys.modules.pop("two_runs")

@@ -203,13 +203,16 @@ class CauseSearch:
     ) -> tuple[Kind, str, Row]:
         place = (only_b or only_a)[0]
         consumer = self._a.rows[a]
-        if weight is not None:
-            reader = "second" if only_b else "first"
+        reader = "second" if only_b else "first"
+        if place.kind in {"weight", "buffer"}:
             return (
                 "weight",
-                f"the {reader} run reads another tensor in place of {weight.name}",
+                f"only the {reader} run has written {place.name} since it was read",
                 place,
             )
+        if weight is not None:
+            text = f"the {reader} run reads another tensor in place of {weight.name}"
+            return "weight", text, place
         modes = self._modes_of(place.module)
         text = _alone_text(only_a, only_b)
         if modes is not None:
