@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import precast
 
-WORDS, WIDTH, LENGTH, ROWS = 64, 64, 16, 8
+WORDS, WIDTH, HEADS, LENGTH, ROWS = 64, 64, 4, 16, 8
 
 
 class Block(nn.Module):
@@ -31,8 +31,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden states of the same shape, (rows, tokens, width)."""
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

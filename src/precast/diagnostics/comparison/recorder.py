@@ -253,24 +253,29 @@ class RunRecorder(OperationListener):
             added.append(RowInput((number,)))
             if self._selection.level == "modules" and tensor.grad_fn is not None:
                 self._follow(name, type(module).__name__, position, tensor)
-        if self._logits == name:
-            self._add_logits(tensors_in(output)[0], phase)
-        elif callable(self._logits) and not self._calls:
-            self._add_logits(self._logits(output), phase)
         if self._calls:
             self._calls[-1][1].extend(added)
-        else:
-            self._program_inputs = []
+        if output is not None and self._logits is not None:
+            self._add_logits(name, output, phase)
 
-    def _add_logits(self, logits: Tensor, phase: Any) -> None:
+    def _add_logits(self, name: str, output: Any, phase: Any) -> None:
         """Record the square roots of probabilities, the likeliest tokens, and logarithms of probabilities.
 
         The logarithms are those of the next tokens in the program's input, or of the likeliest ones if there is none.
         """
+        inputs = self._program_inputs
+        if not self._calls:
+            self._program_inputs = []
+        if callable(self._logits) and not self._calls:
+            logits = self._logits(output)
+        elif self._logits == name:
+            logits = tensors_in(output)[0]
+        else:
+            return
         with self._reading():
             logs = logits.detach().float().log_softmax(-1)
             likeliest = logs.argmax(-1)
-            integers = (each for each in self._program_inputs if each.dtype is torch.int64)
+            integers = (each for each in inputs if each.dtype is torch.int64)
             tokens = next((each for each in integers if each.shape == likeliest.shape), None)
             if tokens is not None and tokens.dim():
                 likeliest_last = likeliest.narrow(-1, -1, 1)
