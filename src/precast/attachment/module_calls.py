@@ -25,7 +25,6 @@ from precast.attachment import weight_casts
 from precast.attachment.weight_casts import WeightCasts
 from precast.autocast_mode.region import (
     current_precision,
-    present_state,
     put_in_force,
     record_for_export,
 )
@@ -33,6 +32,7 @@ from precast.engine import registration
 from precast.engine.thread_state import (
     BoundPolicy,
     RegionRecord,
+    present_state,
     regions,
     thread_state,
     write_guard_id,

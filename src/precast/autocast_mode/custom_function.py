@@ -13,11 +13,12 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
 from precast._internal.pytree import map_tensors
+from precast.autocast_mode.arguments import REQUIRED
 from precast.autocast_mode.region import autocast, current_precision, in_graph
 from precast.engine.operation import is_eligible
 from precast.errors import RegionError, RegionTypeError
@@ -26,19 +27,18 @@ __all__ = ["custom_bwd", "custom_fwd"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
-_REQUIRED: Final[Any] = "(required)"
 
 
 @overload
 def custom_fwd(
-    fwd: None = None, *, device_type: str = _REQUIRED, cast_inputs: torch.dtype | None = None
+    fwd: None = None, *, device_type: str = REQUIRED, cast_inputs: torch.dtype | None = None
 ) -> Callable[[F], F]: ...
 @overload
 def custom_fwd(
-    fwd: F, *, device_type: str = _REQUIRED, cast_inputs: torch.dtype | None = None
+    fwd: F, *, device_type: str = REQUIRED, cast_inputs: torch.dtype | None = None
 ) -> F: ...
 def custom_fwd(
-    fwd: Any = None, *, device_type: str = _REQUIRED, cast_inputs: torch.dtype | None = None
+    fwd: Any = None, *, device_type: str = REQUIRED, cast_inputs: torch.dtype | None = None
 ) -> Any:
     """Decorate `forward` of a `torch.autograd.Function`, as `torch.amp.custom_fwd`.
 
@@ -80,10 +80,10 @@ def custom_fwd(
 
 
 @overload
-def custom_bwd(bwd: None = None, *, device_type: str = _REQUIRED) -> Callable[[F], F]: ...
+def custom_bwd(bwd: None = None, *, device_type: str = REQUIRED) -> Callable[[F], F]: ...
 @overload
-def custom_bwd(bwd: F, *, device_type: str = _REQUIRED) -> F: ...
-def custom_bwd(bwd: Any = None, *, device_type: str = _REQUIRED) -> Any:
+def custom_bwd(bwd: F, *, device_type: str = REQUIRED) -> F: ...
+def custom_bwd(bwd: Any = None, *, device_type: str = REQUIRED) -> Any:
     """Decorate `backward` of a `torch.autograd.Function`: it runs in the region of its forward.
 
     Args:
@@ -211,8 +211,8 @@ def _recall(ctx: Any, device_type: str) -> Any:
 
 
 def _require_device_type(name: str, device_type: Any) -> None:
-    if device_type is _REQUIRED or not isinstance(device_type, str):
-        passed = "none" if device_type is _REQUIRED else repr(device_type)
+    if device_type is REQUIRED or not isinstance(device_type, str):
+        passed = "none" if device_type is REQUIRED else repr(device_type)
         raise RegionTypeError(
             f"{name} needs a device type as text; got {passed}. Write @{name}(device_type='cuda'), "
             f"which is what torch.cuda.amp.{name} meant, or 'cpu' for tensors on the CPU."

@@ -39,9 +39,9 @@ from precast.engine.thread_state import (
     BoundPolicy,
     RegionGroup,
     RegionRecord,
-    RegionState,
     ThreadState,
     installed,
+    present_state,
     regions,
     thread_state,
     write_guard_id,
@@ -60,7 +60,6 @@ __all__ = [
     "in_graph",
     "naming_policies",
     "policy_of_region",
-    "present_state",
     "put_in_force",
     "record_for_export",
 ]
@@ -577,18 +576,6 @@ def put_in_force(state: ThreadState, device_type: str, bound: BoundPolicy | None
     regions.written_guard_id = None
     state.follow(bound)
     write_guard_id(guard_id, before)
-
-
-def present_state(device: str) -> RegionState:
-    """Return the state of this thread on a device type that a region, or a rule for a module, may replace."""
-    return (
-        device,
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
-        torch.is_autocast_cache_enabled(),
-        thread_state(device).state.bound_policy,
-        _torch.optimizes_torchscript(),
-    )
 
 
 def _restore_device(record: RegionRecord) -> None:

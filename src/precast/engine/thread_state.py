@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from precast._torch import in_pool_thread
+from precast._torch import in_pool_thread, optimizes_torchscript
 from precast.engine import compile_guards
 from precast.engine.compile_guards import NO_GUARD_ID, GuardId
 from precast.policy.policy import Policy
@@ -46,6 +46,7 @@ __all__ = [
     "any_region_open",
     "inherited_policy",
     "installed",
+    "present_state",
     "regions",
     "thread_state",
     "write_guard_id",
@@ -208,9 +209,8 @@ class ThreadRegions(threading.local):
             return
         for device_type, slot in list(_thread_states.items()):
             slot.state.share(api.bound_number(device_type).contents)
-        own, self.numbers = self.numbers, api.thread_numbers().contents
-        for name, _ in ThreadNumbers._fields_:
-            setattr(self.numbers, name, getattr(own, name))
+        shared = api.thread_numbers()
+        shared[0], self.numbers = self.numbers, shared.contents
         api.register_thread(ThreadKind.PYTORCH if self.is_pytorchs else ThreadKind.PYTHON)
         self.is_registered = True
 
@@ -286,6 +286,18 @@ def thread_state(device_type: str) -> ThreadLocalState:
     """Return the thread-local slot for `device_type`; kernels keep a reference to it."""
     return _thread_states.get(device_type) or _thread_states.setdefault(
         device_type, ThreadLocalState(device_type)
+    )
+
+
+def present_state(device: str) -> RegionState:
+    """Return the state of this thread on a device type that a region, or a rule for a module, may replace."""
+    return (
+        device,
+        torch.is_autocast_enabled(device),
+        torch.get_autocast_dtype(device),
+        torch.is_autocast_cache_enabled(),
+        thread_state(device).state.bound_policy,
+        optimizes_torchscript(),
     )
 
 

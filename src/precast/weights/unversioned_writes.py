@@ -96,13 +96,11 @@ def check_at_entry() -> None:
 
 def check_at_exit() -> None:
     """Search at the end of a region of PyTorch's. It cannot raise, so the next use of the weight does."""
-    _prepare()
     _check_without_raising(compare=_is_due())
 
 
 def check_within_region() -> None:
     """Search between two operations of a region, which may never be left. The caller counts the operations."""
-    _prepare()
     _check_without_raising(compare=True)
 
 
@@ -114,6 +112,7 @@ def _prepare() -> None:
 
 
 def _check_without_raising(*, compare: bool) -> None:
+    _prepare()
     write = _find_unversioned_write(compare=compare)
     if write is not None:
         _mark_stale(*write)
