@@ -73,7 +73,8 @@ class _StoredModule:
                 or self.lowering.add_current(weight.device_type)
             )
             and innermost_transform() is None
-            and not (weight.trains and is_grad_enabled())
+            # Of the tensors that require a gradient, a trace may contain parameters only.
+            and not (weight.trains and (is_grad_enabled() or torch.jit.is_tracing()))
         ):
             # A region's cast requires no gradient in inference mode.
             cast = weight.plain if is_inference_mode_enabled() else weight.as_cast
