@@ -70,19 +70,8 @@ class Part:
 
 def parts(only_tests: Sequence[str] = ()) -> tuple[Part, ...]:
     """All parts, in the order in which they run; `only_tests` are in place of all tests for a GPU."""
-    pytest = (
-        "-m",
-        "pytest",
-        "-m",
-        "gpu",
-        "--quiet",
-        "-rfE",
-        "--tb=short",
-        "-p",
-        "no:benchmark",
-        "--numprocesses",
-        "8",
-    )
+    options = ("-m", "gpu", "--quiet", "-rfE", "--tb=short", "-p", "no:benchmark", "-n", "8")
+    pytest = ("-m", "pytest", *options)
     tests = tuple(only_tests) or tuple(files_of_tests())
     return (
         Part("tests", (*pytest, *tests), 180, False, _last_line),

@@ -118,16 +118,8 @@ def wheel(versions: Sequence[str], out: Path) -> Path:
         "PRECAST_WHEEL_PLATFORM": platform_tag(libraries),
     }
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "--outdir",
-            folder,
-            str(ROOT),
-        ]
+        build_wheel = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+        command = [*build_wheel, "--outdir", folder, str(ROOT)]
         subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
         [path] = Path(folder).glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
@@ -141,16 +133,8 @@ def unpack(version: str) -> Path:
         UNPACKED.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=UNPACKED) as folder:
             say(f"  taking the headers out of its wheel into {folder_of_version.relative_to(ROOT)}")
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary",
-                ":all:",
-            ]
+            options = ["--quiet", "--no-deps", "--only-binary", ":all:"]
+            pip = [sys.executable, "-m", "pip", "download", *options]
             subprocess.run(
                 [*pip, "--dest", folder, f"torch=={version}"], check=True, stdout=sys.stderr
             )
