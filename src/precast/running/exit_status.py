@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn
 
 from precast.running.signal_listener import SignalListener, die_of
 
-__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "error_text"]
+__all__ = ["ExitStatus", "ExitWatcher", "Interrupted", "error_text", "exit_now"]
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _FATAL: Final = [signal.Signals[n] for n in ("SIGTERM", "SIGHUP") if hasattr(signal, n)]
@@ -160,6 +160,11 @@ class ExitWatcher:
             self._end()
         finally:
             die_of(number)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process without exit functions of the program; an `ExitWatcher` still finishes."""
+    os._exit(code)
 
 
 def _die_late(number: int) -> None:

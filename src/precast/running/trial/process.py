@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from precast._internal.records import as_json, from_json
-from precast.running.exit_status import ExitStatus, ExitWatcher, error_text
+from precast.running.exit_status import ExitStatus, ExitWatcher, error_text, exit_now
 from precast.running.import_hook import when_torch_is_loaded
 from precast.running.module_isolation import ModuleIsolation
 from precast.running.output_files import rank_from_environment
@@ -85,7 +85,7 @@ class TrialProcess:
             target.run(self._isolation.begin)
         except TrialEnd:
             sys.stdout.flush()
-            os._exit(0)  # nothing of the program runs after its last step
+            exit_now(0)  # nothing of the program runs after its last step
         except BaseException as error:
             self._error = self._files.shown(error_text(error))
             raise
@@ -115,7 +115,7 @@ class TrialProcess:
     def _write_end(self) -> None:
         self._finish(ExitStatus())
         if os.getpid() != self._process:  # a process that the program started by a fork
-            os._exit(0)
+            exit_now(0)
 
     def _finish(self, status: ExitStatus) -> None:
         failed = status.how == "exception" or (status.how == "exit" and status.code)

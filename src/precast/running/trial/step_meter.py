@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from precast.autocast_mode.region import autocast
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_modules
 from precast.policy.policy import Policy
+from precast.running.exit_status import exit_now
 from precast.running.machine_speed import cpu_speeds
 from precast.running.scaler_observer import ScalerObserver
 from precast.running.step_tracker import StepTracker
@@ -194,7 +194,7 @@ class StepMeter:
         is_last = number >= plan.warm_up + plan.steps and not self._will_train()
         if is_last or self._boundary_at - self._started_at > plan.seconds:
             if self._is_complete:
-                os._exit(0)  # the program has caught the exception
+                exit_now(0)  # the program has caught the exception
             self.outcome("steps" if is_last else "time")
             self._write()
             raise TrialEnd
