@@ -27,6 +27,7 @@ from torch.testing._internal.logging_tensor import LoggingTensor, LoggingTensorM
 
 import precast
 from precast import Policy
+from precast._torch import impl_address
 from precast.engine import compile_guards, registration
 from precast.engine.thread_state import thread_state
 from precast.weights.native import library
@@ -264,7 +265,8 @@ def test_a_thread_has_the_copies_that_were_kept_and_not_dropped(
             if step == "keep":
                 expected[which] = cast = source.to(BF16)
                 snapshot = source._version, source.data_ptr()
-                calls.keep(copies[which], source, cast, which % 2, *snapshot)
+                addresses = impl_address(source), impl_address(cast)
+                calls.keep(copies[which], *addresses, which % 2, *snapshot)
             elif step == "evict":
                 expected.pop(which, None)
                 calls.evict(copies[which], Eviction.ALL, 0)

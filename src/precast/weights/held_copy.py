@@ -25,6 +25,7 @@ from torch import Tensor
 from precast._internal.locks import survives_fork
 from precast._torch import (
     StreamMark,
+    impl_address,
     is_shared,
     outside_inference_mode,
     version_of,
@@ -171,7 +172,8 @@ class Copy:
     def lend(self, parameter: Tensor) -> None:
         """Let this thread's kernels use and update the copy without Python. Needs the lock."""
         if self._native is not None:
-            self._native.api.lend(self._native, parameter, self.tensor)
+            addresses = impl_address(parameter), impl_address(self.tensor)
+            self._native.api.lend(self._native, *addresses)
 
     def take_back(self) -> bool:
         """End `lend`, as before each change by Python; return True if the copy was lent."""
@@ -289,7 +291,8 @@ class Copy:
             native = self._native
             if native is not None and handle.is_current() and (has_gradient or not is_old):
                 snapshot = handle.version, handle.pointer
-                native.api.keep(native, source, cast, has_gradient, *snapshot)
+                addresses = impl_address(source), impl_address(cast)
+                native.api.keep(native, *addresses, has_gradient, *snapshot)
 
     def evict(self) -> None:
         """Remove the copy from all caches."""
@@ -300,7 +303,11 @@ class Copy:
 
     def _is_read(self) -> bool:
         api = native_engine.api
-        return is_shared(self.tensor) if api is None else bool(api.is_shared(self.tensor))
+        return (
+            is_shared(self.tensor)
+            if api is None
+            else bool(api.is_shared(impl_address(self.tensor)))
+        )
 
     def _drop(self, which: Eviction, version: int = 0) -> None:
         if self._native is not None:

@@ -34,6 +34,7 @@ from precast._torch import (
     cast_without_torch_function,
     counts_versions,
     dispatch_modes,
+    impl_address,
     in_forward_mode,
     is_captured,
     is_functorch_active,
@@ -103,7 +104,7 @@ class WeightCache:
         api = native_engine.api
         if self._is_threads and api is not None and api.has_leaves():
             for parameter in parameters:
-                api.invalidate(parameter, dtype)
+                api.invalidate(impl_address(parameter), dtype)
 
     def cast(self, tensor: object, dtype: torch.dtype, device_type: str) -> Tensor | None:
         """Return the copy of `tensor` in `dtype`, cached or new; None if the caller should cast it for this use."""
@@ -165,7 +166,7 @@ class WeightCache:
         if entry is not None and entry.is_valid_for(leaf):
             return entry.cast
         api = native_engine.api
-        if not self._is_threads or api is None or not api.has(leaf, dtype):
+        if not self._is_threads or api is None or not api.has(impl_address(leaf), dtype):
             return None
         copy: Tensor | None = api.operations.find.default(leaf, dtype)
         return copy

@@ -11,13 +11,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from precast._torch import UNUSED_DEVICE_TYPES, all_dtypes, isolated
+from precast._torch import UNUSED_DEVICE_TYPES, all_dtypes, impl_address, isolated
 from precast.errors import PrecastError
 from precast.weights.native.boundary import (
     BUILT_INS,
@@ -73,8 +72,9 @@ class NativeApi:
         number_of = self.operations.number_of.default
         # Otherwise a mode of the program sees the operation, and a graph records it.
         with isolated():
-            DtypeNumber.numbers.update((dtype, number_of(dtype)) for dtype in all_dtypes())
-        DeviceNumber.number_of = cache(self.device)
+            numbers = {dtype: ctypes.c_int(number_of(dtype)) for dtype in all_dtypes()}
+        DtypeNumber.numbers.update(numbers)
+        DeviceNumber.numbers.number_of = self.device
         self.set_guard_devices(*UNUSED_DEVICE_TYPES)
 
     def fill_record(self, index: int) -> None:
@@ -90,7 +90,9 @@ class NativeHeldCopy:
 
     def __init__(self, api: NativeApi, parameter: Tensor, dtype: torch.dtype) -> None:
         self.api = api
-        self._as_parameter_ = api.new_held(parameter, dtype)  # the address, for ctypes
+        self._as_parameter_ = api.new_held(
+            impl_address(parameter), dtype
+        )  # the address, for ctypes
         self.record: HeldRecord = api.held_record(self).contents
 
     def __del__(self) -> None:
@@ -108,11 +110,11 @@ class NativeHeldCopy:
 
     def record_samples(self, parameter: Tensor) -> None:
         """Record values of the parameter, before the copy is written."""
-        self.api.record_samples(self, parameter)
+        self.api.record_samples(self, impl_address(parameter))
 
     def match_samples(self, parameter: Tensor, *, compares_all: bool) -> bool:
         """Return True if the parameter has the recorded values, all of them or the next ones."""
-        return bool(self.api.match_samples(self, parameter, compares_all))
+        return bool(self.api.match_samples(self, impl_address(parameter), compares_all))
 
 
 def _address(function: str) -> int | None:

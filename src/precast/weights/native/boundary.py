@@ -20,8 +20,6 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._torch import impl_address
-
 __all__ = [
     "BUILT_INS",
     "COMPARE",
@@ -251,14 +249,6 @@ void measure(elements data, int64 count, int is_bfloat16, elements factors, elem
 """
 
 
-class _TensorAddress:
-    """A tensor, passed as the address of its TensorImpl. It must live until the call returns."""
-
-    @classmethod
-    def from_param(cls, tensor: Tensor) -> ctypes.c_void_p:
-        return ctypes.c_void_p(impl_address(tensor))
-
-
 class _Elements:
     """A tensor, passed as the address of its first element."""
 
@@ -276,25 +266,26 @@ class _Text:
 class DtypeNumber:
     """A dtype, passed as PyTorch's number of it; None is passed as -1."""
 
-    numbers: ClassVar[dict[torch.dtype | None, int]] = {None: -1}
+    numbers: ClassVar[dict[torch.dtype | None, ctypes.c_int]] = {None: ctypes.c_int(-1)}
     """Those of dtypes are added when the library is loaded."""
+    # No function of Python's, in which Ctrl-C would become an error of ctypes.
+    from_param = numbers.__getitem__
 
-    @classmethod
-    def from_param(cls, dtype: torch.dtype | None) -> ctypes.c_int:
-        """Return the argument for ctypes."""
-        return ctypes.c_int(cls.numbers[dtype])
+
+class _DeviceNumbers(dict[str, ctypes.c_int]):
+    number_of: Callable[[str], int]
+
+    def __missing__(self, device_type: str) -> ctypes.c_int:
+        number = self[device_type] = ctypes.c_int(self.number_of(device_type))
+        return number
 
 
 class DeviceNumber:
     """A device type, passed as PyTorch's number of it."""
 
-    number_of: ClassVar[Callable[[str], int]]
-    """Set when the library is loaded."""
-
-    @classmethod
-    def from_param(cls, device_type: str) -> ctypes.c_int:
-        """Return the argument for ctypes."""
-        return ctypes.c_int(cls.number_of(device_type))
+    numbers: ClassVar = _DeviceNumbers()
+    """Its `number_of` is set when the library is loaded."""
+    from_param = numbers.__getitem__
 
 
 class ValueType(NamedTuple):
@@ -304,7 +295,7 @@ class ValueType(NamedTuple):
     cpp: str
 
 
-_TYPES: Final = {
+_TYPES: Final = {  # a `tensor` is passed as the address of its TensorImpl, and must live until the call returns
     "void": ValueType(None, "void"),
     "int": ValueType(ctypes.c_int, "int"),
     "int64": ValueType(ctypes.c_int64, "int64_t"),
@@ -312,7 +303,7 @@ _TYPES: Final = {
     "bytes": ValueType(ctypes.c_char_p, "const char*"),
     "device": ValueType(DeviceNumber, "int"),
     "dtype": ValueType(DtypeNumber, "int"),
-    "tensor": ValueType(_TensorAddress, "void*"),
+    "tensor": ValueType(ctypes.c_void_p, "void*"),
     "elements": ValueType(_Elements, "void*"),
     "pointer": ValueType(ctypes.c_void_p, "void*"),
     "number": ValueType(ctypes.POINTER(ctypes.c_int64), "void*"),
