@@ -19,7 +19,7 @@ import precast
 from benchmarks import networks
 from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
-from precast.diagnostics.comparison.selection import Level
+from precast.comparison.selection import Level
 from precast.diagnostics.hardware.machine import synchronize
 from precast.diagnostics.numerics.monitoring import DEFAULT_EVERY
 

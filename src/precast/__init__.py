@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from precast.attachment.attachment import Attachment, attach
     from precast.autocast_mode.custom_function import custom_bwd, custom_fwd
     from precast.autocast_mode.region import Regions, autocast, current_precision, disable
-    from precast.diagnostics.comparison.comparing import compare
-    from precast.diagnostics.comparison.difference import RunDifference
-    from precast.diagnostics.comparison.recording import Recording, record
+    from precast.comparison.comparing import compare
+    from precast.comparison.difference import RunDifference
+    from precast.comparison.recording import Recording, record
     from precast.diagnostics.numerics.monitoring import Monitor, monitor
     from precast.diagnostics.tracing.tracer import Trace, trace
     from precast.grad_scaler.distributed import Reduction, check_same
@@ -42,9 +42,9 @@ _HOME = {
     "precast.attachment.attachment": ("Attachment", "attach"),
     "precast.autocast_mode.custom_function": ("custom_bwd", "custom_fwd"),
     "precast.autocast_mode.region": ("Regions", "autocast", "current_precision", "disable"),
-    "precast.diagnostics.comparison.comparing": ("compare",),
-    "precast.diagnostics.comparison.difference": ("RunDifference",),
-    "precast.diagnostics.comparison.recording": ("Recording", "record"),
+    "precast.comparison.comparing": ("compare",),
+    "precast.comparison.difference": ("RunDifference",),
+    "precast.comparison.recording": ("Recording", "record"),
     "precast.diagnostics.numerics.monitoring": ("Monitor", "monitor"),
     "precast.diagnostics.tracing.tracer": ("Trace", "trace"),
     "precast.grad_scaler.distributed": ("Reduction", "check_same"),

@@ -13,7 +13,7 @@ from precast._internal.events import (
     StepEvent,
     TensorRange,
 )
-from precast.diagnostics.comparison.difference import (
+from precast.comparison.difference import (
     Cause,
     GrowthPoint,
     StepDistance,

@@ -34,7 +34,7 @@ MAY_SHIP = (
     "precast/policy/presets/*.toml",
     "precast/weights/native/*.cpp",
     "precast/weights/native/*.h",
-    "precast/diagnostics/comparison/*.jinja",
+    "precast/comparison/*.jinja",
     "precast/report/assets/*.jinja",
     "precast/report/assets/*.css",
     "precast/report/assets/*.js",

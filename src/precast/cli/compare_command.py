@@ -64,7 +64,7 @@ def compare(
         raise click.UsageError("--model and --data go together.")
     from rich.console import Console
 
-    from precast.diagnostics.comparison.comparing import compare as compare_files
+    from precast.comparison.comparing import compare as compare_files
 
     try:
         difference = compare_files(a, b, bound=bound)

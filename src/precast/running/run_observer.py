@@ -24,7 +24,7 @@ from precast import _torch
 from precast._internal.display import plural
 from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
 from precast._internal.records import from_json
-from precast.diagnostics.comparison.recording import Recording, record
+from precast.comparison.recording import Recording, record
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
 from precast.integrations.torch_amp.installation import install_to_observe
 from precast.policy.module_names import names_in

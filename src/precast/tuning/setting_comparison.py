@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.diagnostics.comparison.comparing import compare
-from precast.diagnostics.comparison.difference import RunDifference
-from precast.diagnostics.comparison.ranks import files_of
-from precast.diagnostics.comparison.recording import record
-from precast.diagnostics.comparison.recording_file import RecordingReader
+from precast.comparison.comparing import compare
+from precast.comparison.difference import RunDifference
+from precast.comparison.ranks import files_of
+from precast.comparison.recording import record
+from precast.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 from precast.policy.policy import Policy, Precision
 from precast.policy.shortest_text import whole_file

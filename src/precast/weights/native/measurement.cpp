@@ -1,5 +1,5 @@
 // Measurements of float32 and bfloat16 values: a fingerprint, statistics and a sketch, as
-// `diagnostics/comparison/sketches.py` defines them, in one pass.
+// `comparison/sketches.py` defines them, in one pass.
 //
 // Invariant: the fingerprint has the bits of the Python implementation; the other numbers differ by their rounding alone.
 #include "exported.h"

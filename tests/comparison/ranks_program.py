@@ -1,6 +1,6 @@
 """A training in one process or in several with DistributedDataParallel, each of which records it.
 
-`python -m tests.diagnostics.comparison.ranks_program FILE RANK WORLD_SIZE MEETING [DRIFTS]`
+`python -m tests.comparison.ranks_program FILE RANK WORLD_SIZE MEETING [DRIFTS]`
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_other_numbers_of_processes_are_refused(
 def _run_processes(folder: Path, name: str, ranks: int, *drifts: str) -> Path:
     """Record a training with as many processes, which exchange their gradients."""
     path = folder / f"{name}.run"
-    command = [sys.executable, "-m", "tests.diagnostics.comparison.ranks_program", str(path)]
+    command = [sys.executable, "-m", "tests.comparison.ranks_program", str(path)]
     meeting = str(folder / f"{name}.meeting")
     processes = [
         subprocess.Popen([*command, str(rank), str(ranks), meeting, *drifts], cwd=ROOT)

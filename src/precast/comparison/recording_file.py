@@ -21,7 +21,7 @@ from torch import Tensor
 
 from precast._internal import atomic_write
 from precast._internal.version import __version__
-from precast.diagnostics.comparison.sketches import NUMBERS
+from precast.comparison.sketches import NUMBERS
 from precast.errors import ComparisonError, OutputError
 
 __all__ = ["Header", "Part", "RecordingReader", "RecordingWriter", "Row", "RowInput"]

@@ -20,8 +20,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast.diagnostics.comparison.recording_file import Part, RecordingReader, Row, RowInput
-from precast.diagnostics.comparison.sketches import SIZE
+from precast.comparison.recording_file import Part, RecordingReader, Row, RowInput
+from precast.comparison.sketches import SIZE
 
 __all__ = [
     "AlignedStep",

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.comparison.recording_file import RowInput
+from precast.comparison.recording_file import RowInput
 
 __all__ = ["TensorOrigins", "is_measurable"]
 

@@ -158,7 +158,7 @@ class RunDifference:
             OutputError: the file could not be written. An existing file is not changed.
         """
         if Path(path).suffix == ".html":
-            from precast.diagnostics.comparison.page import html
+            from precast.comparison.page import html
 
             content = html(self)
         else:

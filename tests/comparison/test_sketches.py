@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precast.diagnostics.comparison import sketches
-from precast.diagnostics.comparison.sketches import (
+from precast.comparison import sketches
+from precast.comparison.sketches import (
     NUMBERS,
     SIZE,
     measure,

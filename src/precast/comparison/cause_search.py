@@ -18,14 +18,14 @@ from typing import Final, NamedTuple
 
 import torch
 
-from precast.diagnostics.comparison.aligned_steps import (
+from precast.comparison.aligned_steps import (
     AlignedStep,
     RunRows,
     StepAligner,
     base_name,
 )
-from precast.diagnostics.comparison.difference import Cause, Kind
-from precast.diagnostics.comparison.recording_file import Row, RowInput
+from precast.comparison.difference import Cause, Kind
+from precast.comparison.recording_file import Row, RowInput
 
 __all__ = ["CauseSearch"]
 

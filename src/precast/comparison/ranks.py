@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from precast.diagnostics.comparison.aligned_steps import RunRows, StepRows, steps_of
-from precast.diagnostics.comparison.difference import Cause, RunDifference
-from precast.diagnostics.comparison.recording_file import RecordingReader
+from precast.comparison.aligned_steps import RunRows, StepRows, steps_of
+from precast.comparison.difference import Cause, RunDifference
+from precast.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 
 __all__ = ["RankDifference", "drifted_replica", "files_of", "merged", "pairs_of_files"]

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from precast.diagnostics.comparison.comparing import compare
-from precast.diagnostics.comparison.difference import KINDS, Cause
-from tests.diagnostics.comparison import faults
-from tests.diagnostics.comparison.faults import FAULTS, Planted, program_of
-from tests.diagnostics.comparison.networks import NETWORKS
+from precast.comparison.comparing import compare
+from precast.comparison.difference import KINDS, Cause
+from tests.comparison import faults
+from tests.comparison.faults import FAULTS, Planted, program_of
+from tests.comparison.networks import NETWORKS
 
 COUNT = int(os.environ.get("PRECAST_PLANTED_FAULTS", "12"))
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def _record_sound_runs(folder: Path, networks: set[str]) -> None:
     command = [
         sys.executable,
         "-m",
-        "tests.diagnostics.comparison.faults",
+        "tests.comparison.faults",
         str(folder),
         *sorted(networks),
     ]

@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 from precast import _torch
 from precast._internal.display import dtype_name, plural
 from precast._internal.pytree import tensors_in
-from precast.diagnostics.comparison.call_arguments import (
+from precast.comparison.call_arguments import (
     argument_text,
     is_asynchronous,
     is_random,
     is_uninitialized,
     results_of,
 )
-from precast.diagnostics.comparison.recording_file import RecordingWriter, Row, RowInput
-from precast.diagnostics.comparison.selection import Selection
-from precast.diagnostics.comparison.sketches import measure
-from precast.diagnostics.comparison.tensor_origins import TensorOrigins, is_measurable
+from precast.comparison.recording_file import RecordingWriter, Row, RowInput
+from precast.comparison.selection import Selection
+from precast.comparison.sketches import measure
+from precast.comparison.tensor_origins import TensorOrigins, is_measurable
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing import reasons
 from precast.diagnostics.tracing.call_sites import ModuleNames, frame_above, read_stack

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import precast
-from precast.diagnostics.comparison.recording_file import RecordingReader, Row
+from precast.comparison.recording_file import RecordingReader, Row
 from precast.errors import ComparisonError, OutputError
-from tests.diagnostics.comparison import faults
-from tests.diagnostics.comparison.networks import NETWORKS
+from tests.comparison import faults
+from tests.comparison.networks import NETWORKS
 
 
 def _rows(path: Path) -> list[Row]:

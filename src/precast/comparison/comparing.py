@@ -8,28 +8,28 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from precast.diagnostics.comparison.aligned_steps import (
+from precast.comparison.aligned_steps import (
     AlignedStep,
     StepAligner,
     StepRows,
     Tokens,
     joined_steps,
 )
-from precast.diagnostics.comparison.cause_search import CauseSearch
-from precast.diagnostics.comparison.difference import (
+from precast.comparison.cause_search import CauseSearch
+from precast.comparison.difference import (
     GrowthPoint,
     RunDifference,
     StepDistance,
     TokenDistance,
 )
-from precast.diagnostics.comparison.ranks import (
+from precast.comparison.ranks import (
     RankDifference,
     drifted_replica,
     files_of,
     merged,
     pairs_of_files,
 )
-from precast.diagnostics.comparison.recording_file import RecordingReader
+from precast.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
 
 __all__ = ["compare"]

@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.diagnostics.comparison.recorder import Logits, RunRecorder
-from precast.diagnostics.comparison.recording_file import RecordingWriter
-from precast.diagnostics.comparison.selection import Level, Selection
+from precast.comparison.recorder import Logits, RunRecorder
+from precast.comparison.recording_file import RecordingWriter
+from precast.comparison.selection import Level, Selection
 from precast.diagnostics.tracing.listening import listen
 from precast.engine.registration import engine
 from precast.errors import ComparisonError

@@ -1,6 +1,6 @@
 """Faults of at least twenty kinds, and the program in which they are planted.
 
-`python -m tests.diagnostics.comparison.faults FOLDER NAME...` records the sound runs, in a process of their own.
+`python -m tests.comparison.faults FOLDER NAME...` records the sound runs, in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import precast
-from precast.diagnostics.comparison.recording import record
+from precast.comparison.recording import record
 from precast.policy.policy import Policy
-from tests.diagnostics.comparison.networks import (
+from tests.comparison.networks import (
     NETWORKS,
     Attention,
     Block,
