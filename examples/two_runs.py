@@ -32,9 +32,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden states of the same shape, (rows, tokens, width)."""
         heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = heads.unbind()
+        mixed: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + hidden
 
 
 class Decoder(nn.Module):
@@ -47,7 +49,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (rows, tokens, words)."""
-        return self.head(self.blocks(self.embed(tokens)))
+        logits: Tensor = self.head(self.blocks(self.embed(tokens)))
+        return logits
 
 
 def model_and_tokens() -> tuple[Decoder, Tensor]:
@@ -56,7 +59,7 @@ def model_and_tokens() -> tuple[Decoder, Tensor]:
     return Decoder(), torch.randint(0, WORDS, (ROWS, LENGTH + 1))
 
 
-def step(model: nn.Module, tokens: Tensor) -> None:
+def step(model: Callable[[Tensor], Tensor], tokens: Tensor) -> None:
     """Compute the gradients of one batch."""
     logits = model(tokens[:, :-1])
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()

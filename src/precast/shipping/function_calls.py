@@ -145,7 +145,7 @@ def _is_plain(argument: Any) -> bool:
     return not isinstance(argument, torch.dtype)
 
 
-_TRILINEAR: Final = torch.ops.aten._trilinear.default
+_TRILINEAR: Final = _torch.find_overload("aten::_trilinear")
 
 
 class UseRecorder(ObservingMode):

@@ -22,7 +22,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, is_inference_mod
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
-from precast._torch import apply_convolution, innermost_transform
+from precast._torch import apply_convolution, innermost_transform, is_tracing
 from precast.engine.thread_state import thread_state
 from precast.shipping.function_calls import lowers
 from precast.shipping.stored_weights import StoredParameter
@@ -74,7 +74,7 @@ class _StoredModule:
             )
             and innermost_transform() is None
             # Of the tensors that require a gradient, a trace may contain parameters only.
-            and not (weight.trains and (is_grad_enabled() or torch.jit.is_tracing()))
+            and not (weight.trains and (is_grad_enabled() or is_tracing()))
         ):
             # A region's cast requires no gradient in inference mode.
             cast = weight.plain if is_inference_mode_enabled() else weight.as_cast

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any, Final, NoReturn
@@ -185,8 +185,9 @@ class StoredParameter(StoredWeight, nn.Parameter):
 
     def detach(self) -> Tensor:
         """Detach as `Tensor.detach` does; `nn.Parameter(weight)` gets a weight of the same class, which it needs."""
-        caller = None if torch.compiler.is_dynamo_compiling() else sys._getframe(1).f_code
-        if caller is nn.Parameter.__new__.__code__:
+        frame = None if torch.compiler.is_dynamo_compiling() else inspect.currentframe()
+        caller = frame and frame.f_back
+        if caller and caller.f_code is nn.Parameter.__new__.__code__:
             return StoredParameter(_plain(self), self.weight_name, self.device_type)
         return super().detach()
 

@@ -72,8 +72,8 @@ class NativeApi:
         number_of = self.operations.number_of.default
         # Otherwise a mode of the program sees the operation, and a graph records it.
         with isolated():
-            numbers = {dtype: ctypes.c_int(number_of(dtype)) for dtype in all_dtypes()}
-        DtypeNumber.numbers.update(numbers)
+            for dtype in all_dtypes():
+                DtypeNumber.numbers[dtype] = ctypes.c_int(number_of(dtype))
         DeviceNumber.numbers.number_of = self.device
         self.set_guard_devices(*UNUSED_DEVICE_TYPES)
 
