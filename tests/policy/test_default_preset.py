@@ -226,7 +226,9 @@ def in_region(info: Any, sample: Any, pattern: tuple[torch.dtype, ...]) -> Any:
 
 
 @pytest.mark.parametrize("engine", registration.ENGINES)
-@pytest.mark.parametrize("dtypes", itertools.product((torch.float32, torch.bfloat16), repeat=2))
+@pytest.mark.parametrize(
+    "dtypes", list(itertools.product((torch.float32, torch.bfloat16), repeat=2))
+)
 def test_an_lstm_is_trained_on_every_processor(engine: str, dtypes: Any) -> None:
     """oneDNN has no 16-bit kernel for some, where torch.autocast raises."""
     torch.manual_seed(0)

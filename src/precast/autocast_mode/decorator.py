@@ -19,7 +19,7 @@ import torch
 
 from precast.errors import RegionTypeError
 
-__all__ = ["DecoratorRegion", "Step", "as_coroutine", "in_steps"]
+__all__ = ["DecoratorRegion", "Step", "as_coroutine", "in_steps", "region_for_trace"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,7 +36,7 @@ class DecoratorRegion:
     def __exit__(self, *exc_info: object) -> None:
         raise NotImplementedError
 
-    def region_for_trace(self) -> DecoratorRegion:
+    def _region_for_trace(self) -> DecoratorRegion:
         """Return an equal region for a traced function, in whose graph this object cannot be entered."""
         return self
 
@@ -49,6 +49,11 @@ class DecoratorRegion:
             RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
         """
         return _decorate(self, function)
+
+
+def region_for_trace(region: DecoratorRegion) -> DecoratorRegion:
+    """Return an equal region for a traced function, in whose graph `region` cannot be entered."""
+    return region._region_for_trace()
 
 
 def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, R]:
@@ -87,7 +92,7 @@ def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            with region.region_for_trace():
+            with region_for_trace(region):
                 return function(*args, **kwargs)
         with region:
             return function(*args, **kwargs)

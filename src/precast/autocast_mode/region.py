@@ -233,7 +233,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
     def _flags(self) -> tuple[str, torch.dtype, bool]:
         return self.device, self.fast_dtype, self.enabled
 
-    def region_for_trace(self) -> autocast:
+    def _region_for_trace(self) -> autocast:
         """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
         return autocast(
             self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import map_tensors, tensors_in
+from precast.autocast_mode.decorator import region_for_trace
 from precast.autocast_mode.region import autocast
 from precast.engine.thread_state import thread_state
 from precast.errors import ConversionError, PrecastWarning
@@ -175,7 +176,7 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         state: ConvertedState = self.__dict__[_KEY]
         if is_dynamo_compiling():
-            with state.region.region_for_trace():
+            with region_for_trace(state.region):
                 return _without_graph(method(self, *args, **kwargs), args, kwargs)
         models = inside.models
         if models and models[-1] is self:
