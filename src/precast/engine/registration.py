@@ -393,10 +393,11 @@ def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bo
             return True
         if entry.rule in (Rule.FALLTHROUGH, Rule.FP32_IF_REFUSED):
             return True
-        if (
-            base.op.name == "aten::_grouped_mm"
-        ):  # TorchScript's own casts do not know it, and its kernel runs
+        # TorchScript's own casts do not know these, and their kernels run.
+        if base.op.name == "aten::_grouped_mm":
             return entry.rule is Rule.LOWER
+        if base.op.name.partition(".")[0] == "aten::linalg_pinv":
+            return entry.rule is Rule.FP32
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
     return entry is not None and (entry.rule is base.rule or base.rule is Rule.BANNED)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 
+from precast import _torch
 from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import map_tensors, tensors_in
@@ -198,7 +199,11 @@ def _without_graph(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
     The graph is recorded as in the original model, because PyTorch chooses kernels by it.
     """
-    if not is_grad_enabled() or any(t.requires_grad for t in tensors_in((args, kwargs))):
+    if (
+        not is_grad_enabled()
+        or _torch.is_tracing()
+        or any(t.requires_grad for t in tensors_in((args, kwargs)))
+    ):
         return result
     return map_tensors(result, _detached)
 

@@ -11,7 +11,7 @@ from precast.engine import registration
 from precast.weights.native import library
 from precast.weights.native.library import Library, Unavailable
 
-LIBRARY = Library(Path("there.so"), None, None)  # type: ignore[arg-type]
+LIBRARY = Library(Path("there.so"), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from precast.attachment.called_models import CalledModels
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, installed
 from precast.errors import PrecastWarning
-from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS
+from precast.integrations.torch_amp.replacements import FUNCTIONS, SCALERS, let_be_pickled
 from precast.policy.policy import DEVICE_TYPES, Policy, as_policy
 from precast.report.schema import ModuleRuleEffects
 from precast.weights import unversioned_writes
@@ -168,9 +168,11 @@ def _replace_names() -> None:
         _replaced.append(_torch.replace_names(module.__name__, **stand_ins))
     if not all(bound is None or bound.matches_torch for bound in _bound_policies()):
         _replaced.append(_torch.replace_regions(_enter, _exit))
+    let_be_pickled(installed=replaces_scalers)
 
 
 def _restore_names() -> None:
+    let_be_pickled(installed=False)
     while _replaced:
         _replaced.pop()()
 

@@ -6,12 +6,16 @@ Invariants:
 - an instance of PyTorch's class is an instance of its replacement, so checks in libraries hold for both;
 - a subclass of a replacement is a subclass of PyTorch's class, because it uses that class's private parts;
 - the old spellings warn as PyTorch's do, with the same text, and at the program's line that calls them;
-- a pickle of a PyTorch scaler loads as a `precast.GradScaler`.
+- a pickle of a PyTorch scaler loads as a `precast.GradScaler`; a PyTorch scaler is pickled as without precast, and
+  loads in a process without precast.
 """
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import inspect
+import pkgutil
 import warnings
 from typing import Any, Final
 
@@ -57,6 +61,7 @@ def _scaler(original: type, old_device: str | None = None) -> Any:
         "__doc__": GradScaler.__doc__,
         "__signature__": inspect.signature(original),
         "__new__": _new,
+        "__setstate__": _restore_state,
         "original": original,
         "old_device": old_device,
     }
@@ -65,6 +70,49 @@ def _scaler(original: type, old_device: str | None = None) -> Any:
 
 def _new(cls: type, *_: Any, **__: Any) -> Any:  # noqa: ARG001 -- a pickle of PyTorch's scaler names a replacement
     return object.__new__(GradScaler)
+
+
+def _restore_state(self: Any, state: dict[str, Any]) -> None:
+    """Call `GradScaler.__setstate__` for an object created by a pickle of an old protocol."""
+    self.__class__ = GradScaler
+    self.__setstate__(state)
+
+
+class _PickledName:
+    """Pickles as a name that is looked up when the pickle is loaded; precast need not be installed then."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pkgutil.resolve_name, (self._place,)
+
+
+class _ScalerConstructor:
+    """Creates an empty object of one of PyTorch's classes; pickles without a reference to precast."""
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __call__(self) -> Any:
+        return object.__new__(self._kind)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        place = f"{self._kind.__module__}:{self._kind.__qualname__}"
+        return functools.partial, (object.__new__, _PickledName(place))
+
+
+def _reduced(scaler: Any) -> tuple[Any, ...]:
+    return _ScalerConstructor(type(scaler)), (), scaler.__getstate__()
+
+
+def let_be_pickled(installed: bool) -> None:
+    """Let PyTorch's scalers be pickled while their names refer to replacements, if `installed`."""
+    for replacement in _REPLACEMENTS:
+        if installed:
+            copyreg.pickle(replacement.original, _reduced)
+        elif copyreg.dispatch_table.get(replacement.original) is _reduced:
+            del copyreg.dispatch_table[replacement.original]
 
 
 _CUSTOM_FWD, _CUSTOM_BWD = torch.cuda.amp.custom_fwd, torch.cuda.amp.custom_bwd
