@@ -22,7 +22,7 @@ from tests.comparison.faults import FAULTS, Planted, program_of
 from tests.comparison.networks import NETWORKS
 
 COUNT = int(os.environ.get("PRECAST_PLANTED_FAULTS", "12"))
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

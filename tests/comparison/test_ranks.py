@@ -15,7 +15,7 @@ import precast
 from precast.errors import ComparisonError
 
 STEPS = 3
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 Change = Callable[[nn.Module, int, int], None]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import precast
-from precast.engine import product_kernels
+from precast.engine import product_kernels, registration
 from precast.policy.policy import Policy
 from precast.tuning import training
 from precast.tuning.options import TuningOptions
@@ -125,14 +125,15 @@ def test_the_rule_is_the_answer_where_it_wins(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(TrainingTask, "steps", (8, 12))
     monkeypatch.setattr(training, "current_time", look)
     monkeypatch.setattr(product_kernels, "_with_rounded_gradient", fast)
-    found = precast.tune(
-        Experts(),
-        timed,
-        batches,
-        tolerance=0.05,
-        budget=600.0,
-        options=TuningOptions(candidates=[torch.bfloat16, "lower_out_fp32"]),
-    )
+    with registration.use_engine("reference"):  # whose products call the function that is replaced
+        found = precast.tune(
+            Experts(),
+            timed,
+            batches,
+            tolerance=0.05,
+            budget=600.0,
+            options=TuningOptions(candidates=[torch.bfloat16, "lower_out_fp32"]),
+        )
     assert found.name == "tuned with lower_out_fp32", found.because
     assert found.policy.resolve("linear", "cpu", "head").rule == "lower_out_fp32"
 

@@ -64,6 +64,17 @@ PICTURES = {
             "zh": "每一步的损失和缩放因子。没有梯度缩放，float16 什么也学不到。",
         },
     ),
+    "two_runs.py": Picture(
+        {
+            "en": "Four panels, one for each pair of runs: the relative distance of each module's results, from the "
+            "embedding to the head, on a logarithmic scale",
+            "zh": "四幅小图，每对运行一幅：从嵌入层到输出头，各模块结果的相对距离，对数坐标",
+        },
+        {
+            "en": "The distance of two runs, module by module.",
+            "zh": "两次运行之间的距离，逐个模块。",
+        },
+    ),
 }
 """By the program's file name."""
 
