@@ -53,7 +53,7 @@ def test_the_command_and_the_readme_need_nothing_more(programs: Path, tmp_path: 
         [command, "check", "readme.py"], capture_output=True, text=True, check=False
     )
     assert reports.returncode == 1
-    assert "pip install ./lint" in reports.stderr
+    assert "pip install . ./lint" in reports.stderr
     run([str(programs / "python"), *WITHOUT_NUMPY, "readme.py"], tmp_path)
     code = "import precast; print(precast.__file__)"
     home = run([str(programs / "python"), "-c", code], tmp_path).strip()
