@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -102,13 +103,19 @@ for _what, _take in TAKES.items():
     )(lambda take=_take: _takes_junk(take))
 
 
-@scenario("policies", "1,500 files, each the base of the one before, are read", "by hand")
+@scenario(
+    "policies",
+    "files, each the base of the one before, are read up to 32, and then refused",
+    "by hand",
+)
 def a_chain_of_bases() -> None:
     folder = Path(tempfile.mkdtemp())
     for number in range(1500):
         (folder / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
     (folder / "1500.toml").write_text('[ops]\nmm = "fp32"\n')
-    assert Policy.load(folder / "0.toml").resolve("mm", "cpu").rule == "fp32"
+    assert Policy.load(folder / "1475.toml").resolve("mm", "cpu").rule == "fp32"
+    with pytest.raises(PolicyError, match="base"):
+        Policy.load(folder / "0.toml")
 
 
 @scenario("policies", "patterns that would take exponential time are matched at once", "by hand")
