@@ -66,8 +66,15 @@ def measure(tensor: Tensor) -> Tensor:
         api = native_engine.api if device.type == "cpu" and values.dtype in _NATIVE else None
         if api is not None and values.numel():
             is_bfloat16 = values.dtype is torch.bfloat16
-            tables = _factors(device), _sign_tables(device, torch.float32)
-            api.measure(values, values.numel(), is_bfloat16, *tables, result)
+            factors, signs = _factors(device), _sign_tables(device, torch.float32)
+            api.measure(
+                values.data_ptr(),
+                values.numel(),
+                is_bfloat16,
+                factors.data_ptr(),
+                signs.data_ptr(),
+                result.data_ptr(),
+            )
         elif values.numel():
             _measure_blocks(values, result)
         return result

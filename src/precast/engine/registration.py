@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 import weakref
@@ -147,16 +146,12 @@ def _load_native() -> None:
     # What is on the dispatcher already is put there anew, with PyTorch's own kernels known to the library.
     assert unregister(), "the library is loaded while no region is open and nothing is installed"
     with _lock, held.lock:
-        try:
-            api = NativeApi(
-                loaded.functions,
-                unversioned_writes.check_within_region,
-                unversioned_writes.USES_BETWEEN_CHECKS,
-            )
-        except ctypes.ArgumentError as error:
-            if "KeyboardInterrupt" in str(error):  # ctypes converts what interrupts an argument
-                raise KeyboardInterrupt from error
-            raise
+        api = NativeApi(
+            loaded.functions,
+            unversioned_writes.check_within_region,
+            unversioned_writes.USES_BETWEEN_CHECKS,
+            DEVICE_TYPES,
+        )
         while _permanent_libraries:  # Ctrl-C interrupted an earlier call
             _torch.destroy(_permanent_libraries.pop())
         operations = Library("precast_native", "IMPL")

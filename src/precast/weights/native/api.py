@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,6 +45,7 @@ class NativeApi:
         library: the loaded library.
         compare: compares a held copy with its parameter; called every `uses_between_checks` operations.
         uses_between_checks: the number of operations that take weights between two comparisons.
+        device_types: those that policies have tables for.
 
     Attributes:
         operations: the library's operations, which take and return tensors.
@@ -55,7 +56,11 @@ class NativeApi:
         def __getattr__(self, name: str) -> Any: ...
 
     def __init__(
-        self, library: ctypes.PyDLL, compare: Callable[[], None], uses_between_checks: int
+        self,
+        library: ctypes.PyDLL,
+        compare: Callable[[], None],
+        uses_between_checks: int,
+        device_types: Iterable[str],
     ) -> None:
         for name, result, parameters in FUNCTIONS:
             function = getattr(library, f"precast_{name}")
@@ -75,6 +80,8 @@ class NativeApi:
             for dtype in all_dtypes():
                 DtypeNumber.numbers[dtype] = ctypes.c_int(number_of(dtype))
         DeviceNumber.numbers.number_of = self.device
+        for device_type in (*device_types, *UNUSED_DEVICE_TYPES):
+            DeviceNumber.numbers[device_type] = ctypes.c_int(self.device(device_type))
         self.set_guard_devices(*UNUSED_DEVICE_TYPES)
 
     def fill_record(self, index: int) -> None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import operator
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 __all__ = [
     "BUILT_INS",
@@ -245,22 +245,13 @@ int is_shared(tensor tensor)
 void free_temporaries()
 void free_spare_memory()
 int64 spare_bytes()
-void measure(elements data, int64 count, int is_bfloat16, elements factors, elements signs, elements result)
+void measure(pointer data, int64 count, int is_bfloat16, pointer factors, pointer signs, pointer result)
 """
 
 
-class _Elements:
-    """A tensor, passed as the address of its first element."""
-
-    @classmethod
-    def from_param(cls, tensor: Tensor) -> ctypes.c_void_p:
-        return ctypes.c_void_p(tensor.data_ptr())
-
-
 class _Text:
-    @classmethod
-    def from_param(cls, text: str) -> ctypes.c_char_p:
-        return ctypes.c_char_p(text.encode())
+    # No function of Python's, in which Ctrl-C would become an error of ctypes.
+    from_param = operator.methodcaller("encode")
 
 
 class DtypeNumber:
@@ -268,8 +259,7 @@ class DtypeNumber:
 
     numbers: ClassVar[dict[torch.dtype | None, ctypes.c_int]] = {None: ctypes.c_int(-1)}
     """Those of dtypes are added when the library is loaded."""
-    # No function of Python's, in which Ctrl-C would become an error of ctypes.
-    from_param = numbers.__getitem__
+    from_param = numbers.__getitem__  # as in `_Text`
 
 
 class _DeviceNumbers(dict[str, ctypes.c_int]):
@@ -304,7 +294,6 @@ _TYPES: Final = {  # a `tensor` is passed as the address of its TensorImpl, and 
     "device": ValueType(DeviceNumber, "int"),
     "dtype": ValueType(DtypeNumber, "int"),
     "tensor": ValueType(ctypes.c_void_p, "void*"),
-    "elements": ValueType(_Elements, "void*"),
     "pointer": ValueType(ctypes.c_void_p, "void*"),
     "number": ValueType(ctypes.POINTER(ctypes.c_int64), "void*"),
     "numbers": ValueType(ctypes.POINTER(ThreadNumbers), "void*"),
