@@ -23,11 +23,7 @@ from torch import nn
 from precast import _torch
 from precast.attachment import weight_casts
 from precast.attachment.weight_casts import WeightCasts
-from precast.autocast_mode.region import (
-    current_precision,
-    put_in_force,
-    record_for_export,
-)
+from precast.autocast_mode.region import current_precision, put_in_force, record_for_export
 from precast.engine import registration
 from precast.engine.thread_state import (
     BoundPolicy,

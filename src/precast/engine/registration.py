@@ -387,6 +387,13 @@ def _torch_table(device_type: str) -> dict[str, Entry]:
     return expanded_rules(Policy.load("torch"), device_type)[0]
 
 
+_UNKNOWN_TO_TORCHSCRIPT: Final = {
+    "aten::_grouped_mm": Rule.LOWER,
+    "aten::linalg_pinv": Rule.FP32,
+}
+"""Rules of `default` for operations that TorchScript's own casts do not know: their kernels run there, too."""
+
+
 def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
     """Return True if the policy treats an operation as PyTorch does, except where PyTorch raises an error."""
     if not base.compiled:
@@ -394,11 +401,9 @@ def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bo
             return True
         if entry.rule in (Rule.FALLTHROUGH, Rule.FP32_IF_REFUSED):
             return True
-        # TorchScript's own casts do not know these, and their kernels run.
-        if base.op.name == "aten::_grouped_mm":
-            return entry.rule is Rule.LOWER
-        if base.op.name.partition(".")[0] == "aten::linalg_pinv":
-            return entry.rule is Rule.FP32
+        unknown = _UNKNOWN_TO_TORCHSCRIPT.get(base.op.name.partition(".")[0])
+        if unknown is not None:
+            return entry.rule is unknown
         return entry.rule is Rule.PROMOTE and policy.mixed == "promote"
     return entry is not None and (entry.rule is base.rule or base.rule is Rule.BANNED)
 
