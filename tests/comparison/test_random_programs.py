@@ -1,7 +1,7 @@
 """Random programs compute the same bits while a recording for `precast compare` is open.
 
-PyTorch itself computes a few operations otherwise under any dispatch mode, as `svdvals`: with one that does nothing,
-they give the bits of the recorded run.
+PyTorch itself computes a few operations otherwise under any dispatch mode, as `svdvals`. A program that a mode without
+effect changes is not compared.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class _Nothing(TorchDispatchMode):
 def test_a_recording_changes_no_bit_of_a_random_program(
     level: Any, tmp_path: Path, record_property: Any
 ) -> None:
+    compared = 0
     for number, case in enumerate(cases(PROGRAMS, PROGRAMS_SEED)):
         plain = run(*case, precast.autocast)
+        with _Nothing():
+            under_a_mode = run(*case, precast.autocast)
         with precast.record(tmp_path / f"{number}.run", level=level, split=2):
             recorded = run(*case, precast.autocast)
-        if difference(recorded, plain) is not None:
-            with _Nothing():
-                plain = run(*case, precast.autocast)
-        assert difference(recorded, plain) is None, (PROGRAMS_SEED, case)
-    record_property("cases", PROGRAMS)
+        if difference(under_a_mode, plain) is None:
+            assert difference(recorded, plain) is None, (PROGRAMS_SEED, case)
+            compared += 1
+    assert compared > PROGRAMS / 2
+    record_property("cases", compared)

@@ -57,7 +57,7 @@ def test_every_site_has_a_cost_in_both_dtypes():
 
 
 def test_an_operation_that_takes_long_costs_more():
-    small, large = _perceptron(1, 8), _perceptron(1, 512)
+    small, large = _perceptron(1, 8), _perceptron(1, 1536)
     costs = [
         measure_costs(program, rounds=3).amount(program.sites[0], F32, "time")
         for program in (small, large)

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import precast
 from precast import _torch
 from precast.cli.demo.example import demo_task
-from precast.diagnostics.tracing import listening
 from tests.conformance.programs.compare import difference
 from tests.conformance.programs.draw import cases
 from tests.conformance.programs.run import run
@@ -219,12 +218,8 @@ class Nothing(_torch.ObservingMode):
 
 @contextmanager
 def under_nothing() -> Iterator[None]:
-    listening._count_modes(1)
-    try:
-        with Nothing():
-            yield
-    finally:
-        listening._count_modes(-1)
+    with Nothing():
+        yield
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=str)
