@@ -331,6 +331,26 @@ def test_an_error_about_dtypes_says_what_gives_float32_weights() -> None:
     assert "[modules] '0' = fp32 for the module '0'" in error.value.__notes__[0]
 
 
+def test_an_error_of_a_layer_that_the_rule_does_not_concern_says_which_rule_does() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(BRAIN)
+    x = torch.ones(2, 4)
+    with (
+        precast.attach(model, ruled({"": "lower_out_fp32"})),
+        precast.autocast("cpu", dtype=BRAIN),
+        pytest.raises(RuntimeError, match="mixed dtype") as error,
+    ):
+        model(x)
+    assert error.value.__notes__ == [
+        "precast: [modules] '' = lower_out_fp32 for the module '' is a rule for operations: other layers use 16-bit "
+        "weights as they are stored. Add the rule fp32 for the layer that failed, or call module.float() before attach."
+    ]
+    with (
+        precast.attach(model, ruled({"": "lower_out_fp32", "1": "fp32"})),
+        precast.autocast("cpu", dtype=BRAIN),
+    ):
+        assert model(x).isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model(backend: str) -> None:
     model = Language().to(BRAIN)

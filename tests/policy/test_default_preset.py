@@ -356,6 +356,39 @@ def test_a_known_limit_of_vmap_is_that_of_pytorch(region: Any) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Beta", "Binomial", "Chi2", "Dirichlet", "Gamma", "StudentT"])
+def test_distributions_that_pytorch_refuses_in_16_bits_sample_in_float32(
+    name: str, dtype: torch.dtype
+) -> None:
+    def sample(parameter: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        distribution = getattr(torch.distributions, name)
+        first = {"Binomial": (5,), "Beta": (parameter,), "Gamma": (parameter,)}.get(name, ())
+        return distribution(*first, parameter).sample()
+
+    parameter = torch.rand(4).clamp(0.1, 0.9).to(dtype)
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        sample(parameter)
+    with precast.autocast("cpu", dtype=dtype):
+        result = sample(parameter)
+    torch.testing.assert_close(result.float(), sample(parameter.float()), rtol=0.01, atol=0.01)
+
+
+def test_a_gradient_of_a_sample_of_gamma_is_that_of_float32() -> None:
+    def gradient(parameter: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        parameter.requires_grad_()
+        torch.distributions.Gamma(parameter, 1.0).rsample().float().sum().backward()
+        assert parameter.grad is not None
+        return parameter.grad
+
+    parameter = torch.rand(4).bfloat16()
+    with precast.autocast("cpu"):
+        result = gradient(parameter.clone())
+    assert torch.equal(result, gradient(parameter.float()).bfloat16())
+
+
 def test_default_names_only_operations_that_pytorch_has():
     assert {device: expanded_rules(DEFAULT, device)[1] for device in DEVICE_TYPES} == dict.fromkeys(
         DEVICE_TYPES, ()

@@ -250,13 +250,19 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _MODE: Final = _CastMode()
 
 
-def add_note(error: BaseException | None, where: str) -> None:
-    """Add advice to an error about dtypes: no mode sees the functions of C++ extensions."""
-    if isinstance(error, RuntimeError) and any(word in str(error) for word in _DTYPE_ERROR_WORDS):
-        error.add_note(
-            f"precast: {where} casts 16-bit weights to float32 in every function of PyTorch. A function of another "
-            "library may have got them as they are stored: call module.float() before attach, or remove the rule."
-        )
+def add_note(error: BaseException | None, where: str, *, is_for_operations: bool) -> None:
+    """Add advice to an error about dtypes: PyTorch's names neither the rule nor the module."""
+    if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
+        return
+    if not any(word in str(error) for word in _DTYPE_ERROR_WORDS):
+        return
+    error.add_note(
+        f"precast: {where} is a rule for operations: other layers use 16-bit weights as they are stored. Add the rule "
+        "fp32 for the layer that failed, or call module.float() before attach."
+        if is_for_operations
+        else f"precast: {where} casts 16-bit weights to float32 in every function of PyTorch. A function of another "
+        "library may have got them as they are stored: call module.float() before attach, or remove the rule."
+    )
 
 
 def current() -> WeightCasts | None:
