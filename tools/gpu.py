@@ -28,9 +28,10 @@ import sys
 import tarfile
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -151,23 +152,32 @@ def run(
     """The row of each part, which is in the state too; neighbours that are not timed run side by side."""
     ends = (time.monotonic() if begin is None else begin) + minutes * 60
     running: set[subprocess.Popen[bytes]] = set()
+    active: set[Part] = set()
+    is_interrupted = threading.Event()
 
     def outcome(part: Part) -> dict[str, Any]:
-        limit = min(max(part.seconds * minutes / _MINUTES, _FEWEST), ends - time.monotonic() - 5)
-        return _outcome(part, out, limit, environment, running)
+        active.add(part)
+        try:
+            if is_interrupted.is_set():
+                raise CancelledError
+            left = ends - time.monotonic() - 5
+            limit = min(max(part.seconds * minutes / _MINUTES, _FEWEST), left)
+            return _outcome(part, out, limit, environment, running)
+        finally:
+            active.discard(part)
 
     for timed, group in itertools.groupby(these, lambda part: part.timed):
         at_once = list(group)
         with ThreadPoolExecutor(1 if timed else len(at_once)) as pool:
-            futures: list[Future[dict[str, Any]]] = []
             try:
-                futures += (pool.submit(outcome, part) for part in at_once)
+                futures = [pool.submit(outcome, part) for part in at_once]
                 for row in (future.result() for future in futures):
                     with (out / STATE).open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
                     yield row
             except BaseException:  # an interrupt: the pool would wait for all parts
-                while not all(future.cancel() or future.done() for future in futures):
+                is_interrupted.set()
+                while active:
                     for process in tuple(running):
                         with suppress(ProcessLookupError):  # it has ended
                             os.killpg(process.pid, signal.SIGKILL)
