@@ -14,7 +14,6 @@ from torch import nn
 import precast
 from precast._internal.events import StepEvent, observe
 from precast.grad_scaler.scaler import GradScaler
-from tests.grad_scaler.test_observers import Calls
 from tests.support.scaling import KINDS, bits, make_parameter, sgd, started
 
 Tensor = torch.Tensor
@@ -281,14 +280,3 @@ def test_clipping_with_a_scaler_that_is_off_and_of_bad_gradients() -> None:
     event = scaler.last_step(optimizer)
     assert event is not None
     assert event.names == ("group 0, parameter 0",), "clipping has not spread it"
-
-
-def test_noting_a_step_runs_no_operation_that_a_plain_one_does_not() -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
-    counts = []
-    for scaler in (GradScaler("cpu", history=0), GradScaler("cpu", history=100)):
-        with Calls() as calls:
-            take(scaler, model, optimizer)
-        counts.append(calls.counts)
-    assert counts[0] == counts[1]

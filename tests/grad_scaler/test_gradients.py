@@ -190,12 +190,6 @@ def test_a_step_without_any_gradient_leaves_the_next_one_alone() -> None:
     assert torch.equal(parameter, before - 0.25)
 
 
-def test_no_gradient_at_all_is_explained() -> None:
-    scaler, _, _ = started()
-    with pytest.raises(ScalerError, match=r"no parameter of the optimizer has one.*leave"):
-        scaler.step(sgd(make_parameter()))
-
-
 def test_the_scale_is_fixed_inside_a_window_of_accumulation() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

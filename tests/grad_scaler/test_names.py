@@ -258,22 +258,6 @@ def test_a_deprecated_name_warns_under_install_as_without(name: str) -> None:
     )
 
 
-def test_an_optimizer_that_takes_the_scaler_gets_pytorchs_warning() -> None:
-    class Takes(torch.optim.SGD):
-        _step_supports_amp_scaling = True
-
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
-            grad_scaler._check_inf_per_device(self)
-
-    said = []
-    for kind in (torch.amp.GradScaler, GradScaler):
-        scaler, parameter, _ = begun(kind)
-        one = warned(lambda: scaler.step(Takes([parameter])))  # noqa: B023
-        assert one.filename == __file__
-        said.append(str(one.message))
-    assert said[0] == said[1]
-
-
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_scaler_that_is_off_for_want_of_cuda_says_so_at_the_programs_line(
     installed: bool, monkeypatch: pytest.MonkeyPatch

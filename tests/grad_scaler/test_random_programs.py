@@ -190,37 +190,3 @@ def test_parameters_and_scale_are_those_of_the_model(
             scaler.update()
         assert [p.item() for p in parameters] == model.parameters
         assert scaler.get_scale() == model.scale
-
-
-@settings(max_examples=60)
-@given(
-    script=st.lists(st.sampled_from([1.0, -2.0, 0.5, math.inf, math.nan]), max_size=12),
-    kind=st.sampled_from([kind for kind in KINDS if "adam" in kind or kind == "sgd"]),
-)
-def test_skipped_steps_change_nothing_in_an_optimizer(script: list[float], kind: str) -> None:
-    """An optimizer under a scaler is one that never saw the bad gradients."""
-
-    def everything(parameter: Tensor, optimizer: Any) -> list[Any]:
-        moments = [
-            v for s in optimizer.state.values() for k, v in sorted(s.items()) if v is not None
-        ]
-        return [bits(parameter), *map(bits, moments)]
-
-    scaled, plain = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    optimizers = [KINDS[kind]([p]) for p in (scaled, plain)]
-    scaler = GradScaler("cpu", init_scale=1024.0, on_diagnosis="ignore")
-    for gradient in script:
-        scaler.scale(torch.ones(()))
-        scaled.grad = torch.full_like(scaled, gradient * scaler.get_scale())
-        before = everything(scaled, optimizers[0])
-        scaler.step(optimizers[0])
-        scaler.update()
-        if math.isfinite(gradient):
-            plain.grad = torch.full_like(plain, gradient)
-            optimizers[1].step()
-        elif optimizers[0].state and len(before) > 1:
-            assert everything(scaled, optimizers[0]) == before
-        if optimizers[1].state:
-            assert everything(scaled, optimizers[0]) == everything(plain, optimizers[1])
-        else:
-            assert bits(scaled) == bits(plain)

@@ -184,34 +184,6 @@ def test_a_scale_outside_the_limits_is_moved_to_the_nearest(
     assert scaler.get_scale() == taken
 
 
-# --- states of PyTorch's scaler ---
-
-
-@pytest.mark.parametrize("lazy", [True, False])
-@pytest.mark.parametrize(
-    "direction", [(GradScaler, torch.amp.GradScaler), (torch.amp.GradScaler, GradScaler)]
-)
-def test_states_move_between_our_scaler_and_torchs(direction: Any, lazy: bool) -> None:
-    source, target = direction[0]("cpu", 3.0, 4.0, 0.5, 2), direction[1]("cpu", 6.0, 7.0, 0.8, 1)
-    parameter = make_parameter()
-    source.scale(parameter.sum()).backward()
-    source.step(sgd(parameter))
-    source.update()
-    if not lazy:
-        target.scale(torch.ones(1))
-    target.load_state_dict(source.state_dict())
-    expected = {
-        "scale": 3.0,
-        "growth_factor": 4.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2,
-        "_growth_tracker": 1,
-    }
-    assert source.state_dict() == target.state_dict() == expected
-    assert torch.equal(target.scale(torch.ones(1)), torch.full((1,), 3.0))
-    assert target.state_dict() == expected
-
-
 # --- junk ---
 
 junk = st.one_of(

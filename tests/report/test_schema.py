@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 
@@ -59,32 +56,7 @@ def test_what_a_later_version_says_more_is_left_out() -> None:
     assert data_of(SavedTrace.from_dict(plain)) == data_of(traced())
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"rows": [{"op": "linear"}]}, r"trace\.rows\[0\]\.module: missing, expected text or null"),
-        ({"rows": 3}, r"trace\.rows: expected a list, got 3"),
-        (
-            {"totals": {"casts": "many"}},
-            r"trace\.totals\.casts: expected a whole number, got 'many'",
-        ),
-        ({"notes": [None]}, r"trace\.notes\[0\]: expected text, got null"),
-        ({"saved": {"float32": 1.5}}, r"trace\.saved\.float32: expected a whole number, got 1\.5"),
-        ({"totals": []}, r"trace\.totals: expected an object, got a list"),
-    ],
-)
-def test_what_is_no_trace_is_refused(wrong: dict[str, Any], message: str) -> None:
+def test_what_is_no_trace_is_refused() -> None:
+    message = r"trace\.rows\[0\]\.module: missing, expected text or null"
     with pytest.raises(PrecastError, match=message):
-        SavedTrace.from_dict(wrong)
-
-
-def test_a_phase_that_there_is_not_is_refused() -> None:
-    plain = traced().to_dict()
-    plain["rows"][0]["phase"] = "sideways"
-    with pytest.raises(PrecastError, match=r"phase: .*, got 'sideways'"):
-        SavedTrace.from_dict(plain)
-
-
-def test_rows_need_no_pytorch() -> None:
-    code = "import sys, precast.report.schema; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+        SavedTrace.from_dict({"rows": [{"op": "linear"}]})

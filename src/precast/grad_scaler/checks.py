@@ -78,7 +78,7 @@ class GradientChecks:
             reduce(sorted(results.values(), key=lambda number: number.device != inverse.device))
             if measure and state.largest_gradient is not None:
                 reduce([state.largest_gradient])
-        state.found_inf = state.found_inf | results
+        state["found_inf_per_device"] = state.found_inf | results
         return state.found_inf
 
     def is_bad(self, state: OptimizerState) -> bool:

@@ -127,7 +127,8 @@ class _CheckedClosure:
     def _check(self, loss: Any) -> None:
         if self._called and all(parameter.grad is None for parameter in self._parameters):
             return
-        self._state.found_inf, self._state.stage = {}, OptState.READY
+        self._state["found_inf_per_device"] = {}
+        self._state["stage"] = OptState.READY
         self._unscale(self._state)
         if not self._checks.is_bad(self._state):
             return

@@ -237,7 +237,7 @@ class _LossScaler(GradScaler):
         for optimizer in optimizers if self.is_enabled() else ():
             state = self._state_of(optimizer)
             self._unscale(state)
-            state.stage = OptState.READY  # the same loss may come again, in accumulation
+            state["stage"] = OptState.READY  # the same loss may come again, in accumulation
             if not state.found_inf:  # the loss does not reach its parameters
                 del self._optimizer_states[id(optimizer)]
 
@@ -263,7 +263,7 @@ class _LossScaler(GradScaler):
         """Report the step that was taken or skipped for all losses."""
         state = self._state_of(optimizer)
         state.allow("step")
-        state.stage, state.skipped = OptState.STEPPED, skipped
+        state["stage"], state.skipped = OptState.STEPPED, skipped
         if skipped is True:
             self._checks.look_up_details(state)
         self._report_step(state, seconds)

@@ -1,4 +1,4 @@
-"""The next scale: set by hand, adapted after an iteration, or computed from gradients (``init_scale="auto"``).
+"""The next scale: set by hand, or computed from gradients (``init_scale="auto"``).
 
 The search for a first scale measures the first gradients; PyTorch's default skips up to 16 steps instead. The first
 iteration runs at `FIRST`. If its gradients are finite, the largest of them determines the scale that brings it near
@@ -23,15 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precast import _torch
-from precast.grad_scaler.settings import LARGEST_SCALE, Limits
+from precast.grad_scaler.settings import Limits
 from precast.grad_scaler.step_history import StepHistory
 
 __all__ = [
     "FIRST",
     "SMALLER_ROOM",
     "ScaleSearch",
-    "adapt_scale",
     "fitting",
     "search_for",
     "set_scale",
@@ -59,28 +57,6 @@ def set_scale(scale: Tensor, value: float | Tensor, limits: Limits) -> None:
     """Set a scale to the nearest number between the limits; NaN counts as below them."""
     low, high = limits.min_scale, limits.max_scale
     scale.copy_(value).nan_to_num_(nan=low).clamp_(low, high)  # type: ignore[arg-type]
-
-
-def adapt_scale(
-    scale: Tensor,
-    tracker: Tensor,
-    found_inf: Tensor,
-    factors: tuple[float, float, int],
-    limits: Limits,
-    *,
-    skipped: bool | None,
-) -> None:
-    """Lower a scale, float32 of shape (), after a skipped iteration; raise it after enough good ones.
-
-    `tracker`, int32, counts these; `factors` are growth factor, backoff factor and growth interval. `skipped` is None
-    if only the device knows, by `found_inf`.
-    """
-    growth, backoff, interval = factors
-    _torch.update_scale_(
-        scale, tracker, found_inf, growth=growth, backoff=backoff, interval=interval
-    )
-    if skipped is not False or growth < 1.0 or limits.max_scale < LARGEST_SCALE:
-        scale.clamp_(limits.min_scale, limits.max_scale)
 
 
 def search_for(arguments: dict[str, Any]) -> tuple[ScaleSearch, dict[str, Any]]:

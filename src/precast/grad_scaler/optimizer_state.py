@@ -2,17 +2,15 @@
 
 Libraries read and write it under the names of PyTorch's scaler: `_per_optimizer_states` and its entries.
 
-Invariants:
-- a call that comes too late raises an error that says what to do; the scaler decides whether a step is taken;
-- reading the state of an optimizer that is new in this iteration adds no entry.
+Invariant: a call that comes too late raises an error that says what to do; the scaler decides whether a step is taken.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,64 +25,50 @@ from precast.optim.partial_steps import parameters_of
 __all__ = ["BackwardWatch", "OptimizerState", "PerOptimizerStates"]
 
 
-_ENTRIES: Final = {"stage": "stage", "found_inf_per_device": "found_inf"}
-"""PyTorch's name -> the attribute of `OptimizerState`."""
+class OptimizerState(dict[str, Any]):
+    """The state of one optimizer in this iteration: a dictionary with PyTorch's two entries, for programs."""
 
-
-@dataclass(eq=False, slots=True)
-class OptimizerState(MutableMapping[str, Any]):
-    """The state of one optimizer in this iteration; a mapping with PyTorch's two entries, for programs."""
-
-    optimizer: Any
-    """Referenced, so that its id is not reused before the iteration ends; None until the scaler uses the optimizer."""
-    stage: OptState = OptState.READY
-    found_inf: FoundInf = field(default_factory=dict)
-    scale: Tensor | None = None
-    """A copy of the scale of its gradients; None until it is needed."""
-    skipped: bool | Tensor | None = None
-    """None before `step`; a tensor if the device decides."""
-    details: NonfiniteDetails | None = None
-    """The details of a skipped step."""
-    largest_gradient: Tensor | None = None
-    """The largest unscaled gradient, during the search for the first scale."""
-    is_stepping: bool = False
-    """True if `step` calls `unscale_`: then the user cannot change the gradients between the two."""
-    when_written: Callable[[], object] = lambda: None
-    """Called after a program has written an entry."""
-    _watch: BackwardWatch | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self, _ENTRIES[name])
+    def __init__(self, optimizer: Any = None, **entries: Any) -> None:
+        super().__init__({"stage": OptState.READY, "found_inf_per_device": {}, **entries})
+        self.optimizer = optimizer
+        """Referenced, so that its id is not reused before the iteration ends; None until the scaler uses it."""
+        self.scale: Tensor | None = None
+        """A copy of the scale of its gradients; None until it is needed."""
+        self.skipped: bool | Tensor | None = None
+        """None before `step`; a tensor if the device decides."""
+        self.details: NonfiniteDetails | None = None
+        """The details of a skipped step."""
+        self.largest_gradient: Tensor | None = None
+        """The largest unscaled gradient, during the search for the first scale."""
+        self.is_stepping = False
+        """True if `step` calls `unscale_`: then the user cannot change the gradients between the two."""
+        self._watch: BackwardWatch | None = None
 
     def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self, _ENTRIES[name], OptState(value) if name == "stage" else value)
-        if (
-            self.stage is OptState.READY and self._watch is not None
-        ):  # the gradients are scaled again
-            self._watch.end()
+        super().__setitem__(name, value)
+        if self.stage is OptState.READY:  # the gradients are scaled again
             self._watch = None
-        self.when_written()
 
-    def __delitem__(self, name: str) -> None:
-        raise KeyError(name)
+    @property
+    def stage(self) -> OptState:
+        """The latest call of the scaler for this optimizer."""
+        stage: OptState = self["stage"]
+        return stage
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(_ENTRIES)
-
-    def __len__(self) -> int:
-        return len(_ENTRIES)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-    def scale_of_gradients(self, current: Tensor) -> Tensor:
-        """Return the scale of its gradients; a copy of the `current` scale if none was stored."""
-        return current.clone() if self.scale is None else self.scale
+    @property
+    def found_inf(self) -> FoundInf:
+        """The results of the checks of its gradients."""
+        found_inf: FoundInf = self["found_inf_per_device"]
+        return found_inf
 
     @property
     def device(self) -> torch.device | None:
         """The device of the scale; None while no scale is stored."""
         return None if self.scale is None else self.scale.device
+
+    def scale_of_gradients(self, current: Tensor) -> Tensor:
+        """Return the scale of its gradients; a copy of the `current` scale if none was stored."""
+        return current.clone() if self.scale is None else self.scale
 
     def allow(self, call: str) -> None:
         """Raise an error for a late call: "unscale_", "step", "closure" (a step with one), or a loss's "backward"."""
@@ -103,69 +87,49 @@ class OptimizerState(MutableMapping[str, Any]):
 
     def conclude(self, skipped: bool) -> None:
         """End a step with a closure: the result of one call of the closure need not hold for the whole step."""
-        self.found_inf = {d: torch.full_like(v, skipped) for d, v in self.found_inf.items()}
+        results = {d: torch.full_like(value, skipped) for d, value in self.found_inf.items()}
+        self["found_inf_per_device"] = results
         self.details = self.details if skipped else None
-
-    def end(self) -> None:
-        """End the iteration."""
-        if self._watch is not None:
-            self._watch.end()
 
 
 class PerOptimizerStates(dict[Any, OptimizerState]):
-    """Maps ``id(optimizer)`` to its state; a missing key gives the state of an unused optimizer."""
+    """Maps ``id(optimizer)`` to its state; a missing key gets the state of an unused optimizer, as in PyTorch."""
 
     def __missing__(self, key: Any) -> OptimizerState:
-        state = OptimizerState(None)
-        state.when_written = lambda: self.setdefault(key, state)
-        return state
+        return self.setdefault(key, OptimizerState())
 
     def __setitem__(self, key: Any, state: Mapping[str, Any]) -> None:
-        self[key].update(state)
-
-    def __delitem__(self, key: Any) -> None:
-        self.pop(key)
-
-    def update(self, states: Mapping[Any, Mapping[str, Any]]) -> None:  # type: ignore[override]
-        """Replace states by a program's, which may be of another class."""
-        for key, state in states.items():
-            self[key] = state
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        """Remove a state and end it."""
-        if key in self:
-            self[key].end()
-        return super().pop(key, *default)
-
-    def clear(self) -> None:
-        """Remove all states and end them."""
-        for state in self.values():
-            state.end()
-        super().clear()
+        """Store a state, which may be a plain dictionary of a program's."""
+        own = state if isinstance(state, OptimizerState) else OptimizerState(**state)
+        super().__setitem__(key, own)
 
 
 class BackwardWatch:
     """Counts how often backward passes add to the gradients of some parameters, whoever starts them.
 
-    The parameters have hooks until `end`.
+    The parameters have hooks until `end`, or until this object is freed.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.added: Counter[int] = Counter()
         """Maps ``id`` of a parameter to the number of backward passes that added to its gradient."""
+        count = functools.partial(_count, self.added)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._count)
+            parameter.register_post_accumulate_grad_hook(count)
             for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         ]
-
-    def _count(self, parameter: Tensor) -> None:
-        self.added[id(parameter)] += 1
 
     def end(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    __del__ = end
+
+
+def _count(added: Counter[int], parameter: Tensor) -> None:
+    added[id(parameter)] += 1
 
 
 _TOO_LATE = {

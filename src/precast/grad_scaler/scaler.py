@@ -222,8 +222,9 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         """
         if not self.is_unscaled(optimizer):
             self.unscale_(optimizer)
-        options, states = (max_norm, norm_type, error_if_nonfinite, foreach), self._optimizer_states
-        return gradients.clipped(optimizer, *options, found_inf=states[id(optimizer)].found_inf)
+        options = max_norm, norm_type, error_if_nonfinite, foreach
+        state = self._optimizer_states.get(id(optimizer))
+        return gradients.clipped(optimizer, *options, found_inf=state.found_inf if state else {})
 
     @when_disabled(lambda optimizer, *args, **kwargs: optimizer.step(*args, **kwargs))
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -254,7 +255,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
             result, state.skipped = self._step_on_device(state, args, kwargs)
         else:
             result, state.skipped = self._step_if_finite(state, args, kwargs)
-        state.stage = OptState.STEPPED
+        state["stage"] = OptState.STEPPED
         self._report_step(state, time.perf_counter() - start)
         return result
 
@@ -283,8 +284,14 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         found_inf = gradients.total_found_inf(scale.device, results, "prior to update.")
         skipped = self._finish(states, 0 if searching else self._growth_interval, wait=measured)
         if not searching:
-            rule = self._growth_factor, self._backoff_factor, self._growth_interval
-            next_scale.adapt_scale(scale, tracker, found_inf, rule, self._limits, skipped=skipped)
+            growth, limits = self._growth_factor, self._limits
+            backoff, interval = self._backoff_factor, self._growth_interval
+            _torch.update_scale_(
+                scale, tracker, found_inf, growth=growth, backoff=backoff, interval=interval
+            )
+            may_leave = growth < 1.0 or limits.max_scale < settings.LARGEST_SCALE
+            if skipped is not False or may_leave:
+                scale.clamp_(limits.min_scale, limits.max_scale)
         if measured:
             done, peaks = self._iterations - 1, [state.largest_gradient for state in states]
             best = self._search.after(done, float(scale), peaks, self._step_history, self._limits)
@@ -413,9 +420,9 @@ class GradScaler(torch.amp.GradScaler, Displayed):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Any) -> None:
-        copies = {key: dict(state) for key, state in states.items()}
-        self._optimizer_states.clear()
-        self._optimizer_states.update(copies)
+        self._optimizer_states = PerOptimizerStates()
+        for key, state in states.items():
+            self._optimizer_states[key] = state
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None or self._growth_tracker is None:
@@ -470,7 +477,7 @@ class GradScaler(torch.amp.GradScaler, Displayed):
         inverse, state.scale = gradients.reciprocal(scale)
         self._check(state, inverse)
         if state.found_inf:  # else there were no gradients; later ones are still scaled
-            state.stage = OptState.UNSCALED
+            state["stage"] = OptState.UNSCALED
 
     def _check(self, state: OptimizerState, inverse: Tensor | None = None) -> FoundInf:
         """Check the gradients of an optimizer, after multiplying them by `inverse` if it is not None."""

@@ -113,20 +113,16 @@ def checked_attributes(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_limits(init_scale: float, arguments: Mapping[str, Any]) -> Limits:
     """Return the limits for a validated `init_scale`. A limit of None is widened to include it."""
-    floor, ceiling, action = (
-        arguments["min_scale"],
-        arguments["max_scale"],
-        arguments["on_diagnosis"],
-    )
-    if init_scale < _SMALLEST_SCALE:
-        raise ScalerError(f"init_scale must be at least 2**-126; got {init_scale!r}.")
+    names = "min_scale", "max_scale", "on_diagnosis"
+    floor, ceiling, action = (arguments[name] for name in names)
     low, high = min(DEFAULT_LIMITS.min_scale, init_scale), LARGEST_SCALE
     if floor is not None:
         low = require_number("min_scale", floor, below=LARGEST_SCALE)
     if ceiling is not None:
         high = min(require_number("max_scale", ceiling), LARGEST_SCALE)
-    if low < _SMALLEST_SCALE:
-        raise ScalerError(f"min_scale must be at least 2**-126; got {floor!r}.")
+    for name, value in (("init_scale", init_scale), ("min_scale", low)):
+        if value < _SMALLEST_SCALE:
+            raise ScalerError(f"{name} must be at least 2**-126; got {arguments[name]!r}.")
     if not low <= init_scale <= high:
         raise ScalerError(
             f"init_scale must be between min_scale and max_scale, {low:g} and {high:g}; got "

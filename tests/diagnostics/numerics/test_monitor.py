@@ -501,16 +501,6 @@ def test_a_mask_that_is_infinite_in_good_steps_is_no_offender() -> None:
     assert (monitor.first.step, monitor.first.name) == (1, "after")
 
 
-def test_data_that_is_not_finite_is_an_input() -> None:
-    model = network()
-    x = torch.randn(6, 8)
-    x[3, 3] = math.nan
-    with precast.monitor(model) as monitor:
-        take(model, sgd(model), x)
-    assert monitor.first is not None
-    assert (monitor.first.kind, monitor.first.name, monitor.first.what) == ("input", "", "nan")
-
-
 def test_weights_that_are_not_finite_are_named() -> None:
     model = network()
     with torch.no_grad():
@@ -554,7 +544,7 @@ def test_only_counted_steps_wait_for_the_device(monkeypatch: pytest.MonkeyPatch)
         _torch, "without_dispatch", torch.autograd.grad_mode.inference_mode.__mro__[-1]
     )
     monkeypatch.setattr(_torch, "dispatch_modes", lambda: 0)
-    monkeypatch.setattr(tally_of, "_may_have", lambda *_: True)  # as off the CPU
+    monkeypatch.setattr(tally_of, "_may_have_limits", lambda *_: True)  # as off the CPU
     reads = []
     monkeypatch.setattr(
         history_of, "read", lambda steps, read=history_of.read: reads.append(1) or read(steps)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import precast
-from precast.diagnostics.numerics import deferred_calls
+from precast.diagnostics.numerics import running_step
 from tests.diagnostics.numerics.test_monitor import sgd, take
 
 WIDTH = 8
@@ -89,7 +89,7 @@ def ring(actions: list[str], *, every: int) -> list[dict[str, Any]]:
 @settings(max_examples=20)
 def test_steps_that_are_not_counted_say_the_same(elements: int, actions: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deferred_calls, "_ELEMENTS", elements)
+        patch.setattr(running_step, "_ELEMENTS", elements)
         assert repr(ring(actions, every=10**9)) == repr(ring(actions, every=1))
 
 

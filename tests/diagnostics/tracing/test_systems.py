@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import precast
 from precast import _torch
-from precast.cli.demo.example import demo_task
 from tests.conformance.programs.compare import difference
 from tests.conformance.programs.draw import cases
 from tests.conformance.programs.run import run
@@ -85,13 +84,6 @@ def test_a_function_that_is_compiled_while_the_trace_is_open_stays_compiled(comp
     assert frames() == count
     assert torch.equal(first, again)
     assert first.dtype is torch.bfloat16
-
-
-def test_the_trace_says_that_compiled_functions_are_seen_from_outside(compiled: Any) -> None:
-    function = compiled(torch.sigmoid)
-    with precast.trace() as trace:
-        function(torch.ones(2))
-    assert any("torch.compile" in note for note in trace.notes)
 
 
 def test_a_compiled_module_is_called_as_the_module(compiled: Any) -> None:
@@ -206,7 +198,7 @@ def test_pytorchs_own_threads_are_seen_in_backward() -> None:
     assert asked_for(trace)[0] == independent.number > 0
 
 
-# --- random programs, and a demo ---
+# --- random programs ---
 
 
 class Nothing(_torch.ObservingMode):
@@ -254,26 +246,6 @@ def test_random_programs_give_the_same_bits_and_counts(system: System) -> None:
             at_most = casts_profiled(alone, numbers=True)
             assert trace.totals.casts <= at_most, f"seed {seed}: {program}"
         assert sum(row.casts for row in trace.rows) == trace.totals.casts
-
-
-def test_the_demo_counts_what_an_independent_mode_counts() -> None:
-    task, _, _ = demo_task("cpu")
-    inputs, target = task.batch
-
-    def step() -> Tensor:
-        model = task.seeded_model()
-        with precast.autocast("cpu"):
-            loss = task.loss(model(inputs), target)
-        loss.backward()
-        return loss.detach()
-
-    with Casts() as independent:
-        expected = step()
-    with precast.trace() as trace:
-        got = step()
-    assert independent.number > 0
-    assert asked_for(trace) == (independent.number, independent.bytes, independent.flow)
-    assert torch.equal(got, expected)
 
 
 def test_traces_come_and_go_while_another_thread_computes() -> None:

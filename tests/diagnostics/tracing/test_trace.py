@@ -150,19 +150,6 @@ def test_casts_are_what_an_independent_mode_counts(policy: str) -> None:
     assert asked_for(trace) == (independent.number, independent.bytes, independent.flow)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_independent_mode_beside_it_counts_the_same(inside: bool) -> None:
-    _, step = training()
-    with ExitStack() as stack:
-        independent = Casts()
-        trace = precast.trace()
-        first, second = (trace, independent) if inside else (independent, trace)
-        stack.enter_context(first)
-        stack.enter_context(second)
-        step()
-    assert asked_for(trace)[0] == independent.number > 0
-
-
 def test_rows_add_up_to_the_totals() -> None:
     _, step = training()
     with precast.trace() as trace:
@@ -365,20 +352,6 @@ def test_what_is_kept_for_backward_is_counted_by_dtype() -> None:
 
 
 # --- it changes nothing ---
-
-
-@pytest.mark.usefixtures("each_engine")
-@pytest.mark.parametrize("full", [True, False])
-@pytest.mark.parametrize("policy", ["default", "torch"])
-def test_results_are_the_same_to_the_bit(policy: str, full: bool) -> None:
-    plain_model, plain = training(policy=policy)
-    traced_model, traced = training(policy=policy)
-    expected = [plain() for _ in range(3)]
-    with precast.trace(full=full):
-        got = [traced() for _ in range(3)]
-    assert all(map(torch.equal, got, expected))
-    pairs = zip(plain_model.parameters(), traced_model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def _state() -> tuple[object, ...]:

@@ -159,21 +159,17 @@ def _outside(several: Sequence[Magnitudes], format: FloatFormat, power: int) -> 
     return [sum(column) for column in zip(*each, strict=True)]
 
 
-def _outside_of_one(
-    magnitudes: Magnitudes, format: FloatFormat, power: int
-) -> tuple[int, int, int]:
-    below = [0, *accumulate(magnitudes.counts)]
+def _outside_of_one(one: Magnitudes, format: FloatFormat, power: int) -> tuple[int, int, int]:
+    below = [0, *accumulate(one.counts)]
 
-    def up_to(edge: float, *, whole: bool = False) -> int:
-        """Count magnitudes up to `edge`; a bin that it divides counts only if `whole`."""
-        edge = math.ldexp(edge, -power)
-        k = bisect_right(EDGES, edge) - 1
-        if whole and k < BINS and EDGES[k] < edge:
-            k += 1
-        return below[min(max(k - magnitudes.low, 0), len(below) - 1)]
+    def up_to(k: int) -> int:
+        return below[min(max(k - one.low, 0), len(below) - 1)]
 
-    largest, edge = math.ldexp(magnitudes.largest, power), format.overflow_edge
-    fits = largest < edge or (largest == edge and not format.infinities)
-    zeros = up_to(format.zero_edge)
-    over = 0 if fits else below[-1] - up_to(edge)
-    return zeros, over, max(up_to(format.normal_edge, whole=True) - zeros, 0)
+    zero, normal, end = (
+        math.ldexp(edge, -power)
+        for edge in (format.zero_edge, format.normal_edge, format.overflow_edge)
+    )
+    fits = one.largest < end or (one.largest == end and not format.infinities)
+    zeros, finite = (up_to(bisect_right(EDGES, edge) - 1) for edge in (zero, end))
+    small = up_to(bisect_left(EDGES, normal))  # with the bin that the edge divides
+    return zeros, 0 if fits else below[-1] - finite, max(small - zeros, 0)

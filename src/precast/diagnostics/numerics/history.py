@@ -26,13 +26,12 @@ from precast._internal.records import as_json
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.host_transfer import move_to_host
 from precast.diagnostics.numerics.step_record import (
-    Extremes,
     StepRecord,
     TensorSlot,
     is_finite,
     read,
 )
-from precast.diagnostics.numerics.tally import TensorKey, countable
+from precast.diagnostics.numerics.tally import TensorKey, comparable, countable
 from precast.engine.operator_kinds import dtype_of
 from precast.grad_scaler.gradients import bad_gradients
 from precast.policy.module_names import modules_by_name, named_parameters
@@ -120,54 +119,40 @@ class StepResults:
 
     def _first_among(self, step: StepRecord) -> NonfiniteOrigin | None:
         for place in _bad_slots(step, self._usual)[:1]:
-            slot = step.slots[place]
-            if slot.kind != "output":
-                return _first_of(step, place)
-            state = self._broken_state(slot.name)
-            hint = self._hint(slot) if state is None else _sentence(state, step.number)
+            slot, model, hint, state = step.slots[place], self._model(), "", None
+            module = None if model is None else modules_by_name(model).get(slot.name)
+            if slot.kind == "output" and module is not None:
+                state = self._broken_state(slot.name, module)
+                hint = _sentence(state, step.number) if state else _hint(slot, module)
             return _first_of(step, place, hint, state)
         return None
 
-    def _own(self, name: str) -> nn.Module | None:
-        model = self._model()
-        return None if model is None else modules_by_name(model).get(name)
-
-    def _broken_state(self, name: str) -> BrokenState | None:
+    def _broken_state(self, prefix: str, module: nn.Module) -> BrokenState | None:
         """Return the module's own parameter or buffer that is not finite, if there is one.
 
         Infinity in a buffer may be intended, as in a mask, so only NaN counts there.
         """
-        module = self._own(name)
-        if module is None:
-            return None
         for own, parameter in module.named_parameters(recurse=False):
             if not math.isfinite(_largest(parameter)):
-                return self._broken_parameter(f"{name}.{own}".lstrip("."), parameter)
+                name = f"{prefix}.{own}".lstrip(".")
+                return BrokenState(
+                    name, "parameter", dtype_of(parameter), *self._trainer(parameter)
+                )
         for own, buffer in module.named_buffers(recurse=False):
             if math.isnan(_largest(buffer)):
-                dtype = dtype_of(buffer)
-                return BrokenState(f"{name}.{own}".lstrip("."), "buffer", dtype, None, None)
+                name = f"{prefix}.{own}".lstrip(".")
+                return BrokenState(name, "buffer", dtype_of(buffer), None, None)
         return None
 
-    def _broken_parameter(self, name: str, parameter: Tensor) -> BrokenState:
-        dtype = dtype_of(parameter)
+    def _trainer(self, parameter: Tensor) -> tuple[str | None, float | None]:
+        """Return the class of the optimizer of a parameter, and its eps if that is zero in the parameter's dtype."""
         for optimizer in list(self._optimizers.keys()):
             for group in optimizer.param_groups:
                 if any(parameter is each for each in group["params"]):
                     eps = group.get("eps")
                     is_zero = isinstance(eps, float) and not torch.tensor(eps).to(parameter.dtype)
-                    kind = type(optimizer).__name__
-                    return BrokenState(name, "parameter", dtype, kind, eps if is_zero else None)
-        return BrokenState(name, "parameter", dtype, None, None)
-
-    def _hint(self, slot: TensorSlot) -> str:
-        """Return a sentence on a parameter of the module that exceeds the output's format."""
-        module = self._own(slot.name)
-        for name, parameter in () if module is None else module.named_parameters(recurse=False):
-            largest = _largest(parameter)
-            if slot.dtype in FORMATS and largest > FORMATS[slot.dtype].largest:
-                return f" Its {name} reaches {largest:.4g}, beyond that."
-        return ""
+                    return type(optimizer).__name__, eps if is_zero else None
+        return None, None
 
     def _first_parameter(self, optimizer: Optimizer, step: StepRecord) -> NonfiniteOrigin | None:
         """Return the origin for the parameter gradient whose module backward reached first."""
@@ -188,10 +173,17 @@ class StepResults:
 
 def _largest(tensor: Tensor) -> float:
     """Return the largest magnitude in a tensor; NaN if it contains one, 0 without floating-point elements."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return 0.0
     memory = countable(tensor.detach())
-    return 0.0 if memory is None or not memory.numel() else float(memory.abs().max())
+    return 0.0 if memory is None or not memory.numel() else float(comparable(memory).abs().max())
+
+
+def _hint(slot: TensorSlot, module: nn.Module) -> str:
+    """Return a sentence on a parameter of the module that exceeds the output's format."""
+    for name, parameter in module.named_parameters(recurse=False):
+        largest = _largest(parameter)
+        if slot.dtype in FORMATS and largest > FORMATS[slot.dtype].largest:
+            return f" Its {name} reaches {largest:.4g}, beyond that."
+    return ""
 
 
 def _sentence(state: BrokenState, step: int) -> str:
@@ -214,10 +206,9 @@ def _backward_order(step: StepRecord) -> dict[str, int]:
 
 def _went_wrong(step: StepRecord) -> bool:
     """Return True if the last output or a gradient is not finite, for a step without a scaler."""
-    outputs, gradients = (
-        [n for slot, n in zip(step.slots, step.extremes, strict=True) if slot.kind == kind]
-        for kind in ("output", "gradient")
-    )
+    pairs = [*zip(step.slots, step.extremes, strict=True)]
+    outputs = [numbers for slot, numbers in pairs if slot.kind == "output"]
+    gradients = [numbers for slot, numbers in pairs if slot.kind == "gradient"]
     return not all(map(is_finite, [*outputs[-1:], *gradients]))
 
 
@@ -235,25 +226,22 @@ def _entry(step: StepRecord, first: NonfiniteOrigin | None) -> dict[str, Any]:
 
 
 def _worst(step: StepRecord) -> list[dict[str, Any]]:
-    pairs = zip(step.slots, step.extremes, strict=True)
-    worst = sorted(pairs, key=lambda pair: -_share(*pair))[:_WORST]
+    """Return the tensors that are closest to the limit of their format; those that are not finite come first."""
+    tensors = []
+    for slot, numbers in zip(step.slots, step.extremes, strict=True):
+        maximum = max(map(abs, numbers)) if is_finite(numbers) else math.inf
+        share = maximum / FORMATS.get(slot.dtype, FORMATS["float32"]).largest
+        tensors.append((share, maximum, slot))
     return [
         {
             "kind": slot.kind,
             "name": slot.name,
             "dtype": slot.dtype,
-            "maximum": max(map(abs, numbers)) if is_finite(numbers) else None,
-            "share": _share(slot, numbers) if is_finite(numbers) else None,
+            "maximum": None if maximum == math.inf else maximum,
+            "share": None if maximum == math.inf else share,
         }
-        for slot, numbers in worst
+        for share, maximum, slot in sorted(tensors, key=lambda each: -each[0])[:_WORST]
     ]
-
-
-def _share(slot: TensorSlot, numbers: Extremes) -> float:
-    """Return the largest magnitude divided by the format's largest value; infinity for a tensor that is not finite."""
-    if not is_finite(numbers):
-        return float("inf")
-    return max(map(abs, numbers)) / FORMATS.get(slot.dtype, FORMATS["float32"]).largest
 
 
 # --- the origin of infinity or NaN ---
@@ -264,12 +252,8 @@ _WORDS = {"inf": "infinite", "nan": "NaN"}
 
 def _bad_slots(step: StepRecord, usual: AbstractSet[TensorKey]) -> list[int]:
     """Return the places of tensors that are not finite, except those that never are, such as masks."""
-    slots = zip(step.slots, step.extremes, strict=True)
-    return [
-        place
-        for place, (slot, numbers) in enumerate(slots)
-        if not is_finite(numbers) and slot.key not in usual
-    ]
+    bad = (place for place, numbers in enumerate(step.extremes) if not is_finite(numbers))
+    return [place for place in bad if step.slots[place].key not in usual]
 
 
 def _first_of(
@@ -279,7 +263,7 @@ def _first_of(
     slot = step.slots[place]
     what: Any = "nan" if any(map(math.isnan, step.extremes[place])) else "inf"
     before = _made_from(place, step.slots)
-    doubts = _doubts(step, place)
+    doubts, doubt = _doubts(step, place)
     was = f"was the first {'that was seen ' if doubts else ''}to be {_WORDS[what]}"
     module = _quoted(slot.name)
     event = {
@@ -288,9 +272,7 @@ def _first_of(
         "gradient": f"{_at(step)} the gradient of the output of {module} {was} in backward",
     }[slot.kind]
     inputs, ranges = _ranges(step, before)
-    message = (
-        f"In step {step.number}{event}{ranges}.{_format_limit(slot)}{_doubt_sentence(doubts)}{hint}"
-    )
+    message = f"In step {step.number}{event}{ranges}.{_format_limit(slot)}{doubt}{hint}"
     kind: Any = slot.kind
     return NonfiniteOrigin(step.number, kind, slot.name, what, inputs, message, doubts, state)
 
@@ -318,13 +300,10 @@ def _made_from(place: int, slots: Sequence[TensorSlot]) -> tuple[int, ...]:
     slot = slots[place]
     if slot.kind == "output" or slot.inputs:
         return slot.inputs
-    is_gradient = slot.kind == "gradient"
-    gradients = [k for k in range(place) if is_gradient and slots[k].kind == "gradient"]
-    outputs = [
-        k
-        for k in range(place)
-        if slots[k].kind == "output" and (not is_gradient or slots[k].name == slot.name)
-    ]
+    gradients = [k for k in range(place) if slots[k].kind == slot.kind == "gradient"]
+    outputs = [k for k in range(place) if slots[k].kind == "output"]
+    if slot.kind == "gradient":
+        outputs = [k for k in outputs if slots[k].name == slot.name]
     return (*gradients[-1:], *outputs[-1:])
 
 
@@ -340,19 +319,17 @@ def _input_origin(slot: TensorSlot, slots: Sequence[TensorSlot], before: Sequenc
     return f"it was computed {between if last else 'between modules'}"
 
 
-def _doubts(step: StepRecord, place: int) -> tuple[str, ...]:
-    """Return the modules whose tensors may have been infinite or NaN before the first recorded one."""
+def _doubts(step: StepRecord, place: int) -> tuple[tuple[str, ...], str]:
+    """Return the modules whose tensors may have been bad before the first recorded one, and a sentence on them."""
     missed = (one for one in step.missed if one.place <= place)
-    return tuple(one.name for one in missed if one.later_place is None or one.later_place >= place)
-
-
-def _doubt_sentence(doubts: Sequence[str]) -> str:
-    if not doubts:
-        return ""
-    return (
+    doubts = [one.name for one in missed if one.later_place is None or one.later_place >= place]
+    text = (
         f" It may have begun before, in {_quoted(doubts[0])}: a tensor of that module was written in place before it "
         "could be examined. From the next step on it is examined earlier."
+        if doubts
+        else ""
     )
+    return tuple(doubts), text
 
 
 def _ranges(step: StepRecord, places: Sequence[int]) -> tuple[tuple[TensorRange, ...], str]:

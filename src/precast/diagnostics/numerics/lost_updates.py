@@ -15,8 +15,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from precast.optim.partial_steps import (
     without_scaler,
 )
 
-__all__ = ["Averages", "LostUpdates", "UpdateLoss"]
+__all__ = ["Averages", "LostUpdates"]
 
 _SAMPLE: Final = 1 << 16
 """The approximate maximum of values of an optimizer's state, or of an average, that are compared."""
@@ -42,106 +43,98 @@ _SMALLEST_MOVE: Final = 1 / 128
 """A share of the distance between two 16-bit values: a state that should move by less has converged."""
 
 
-class UpdateLoss(NamedTuple):
-    """The effect of rounding on the update of a parameter in one step."""
-
-    rounded_away: float
-    """The share of values that should move and stayed."""
-    lost: float
-    """Their share in the size of the whole update, the sum of all distances."""
-    with_kahan: float
-    """The share of values that would have stayed with `precast.optim.bfloat16_weights`."""
-    states: Mapping[str, float]
-    """Maps each optimizer state in 16 bits to the share of its values that should move and stayed."""
-
-
-_NOTHING_LOST: Final = UpdateLoss(0.0, 0.0, 0.0, {})
-
-
-class _StateSample(NamedTuple):
-    name: str
-    memory: Tensor
-    """The state itself, which the step writes in place."""
-    previous: Tensor
-    exact: Tensor
-    """The values after the step, computed in float32."""
-
-
 class LostUpdates:
     """Compares parameters and optimizer states before and after a step of an optimizer."""
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[Tensor, Tensor, Tensor, list[_StateSample]]] = {}
-        """Maps a name to the parameter, its values before the step, the exact new values in float32, and its states."""
-        self.sums: dict[str, Tensor] = {}
-        """Maps a name to the results of `_compare`."""
-        self.state_sums: dict[tuple[str, str], Tensor] = {}
-        """Maps parameter and state to the numbers of values that should move, and that stayed."""
+        self._comparisons: list[tuple[tuple[str, str], Callable[[], Tensor]]] = []
+        """Functions that compare values after the step, and the keys of their results."""
+        self.sums: dict[tuple[str, str], Tensor] = {}
+        """Maps a parameter and a state, or "" for the parameter itself, to the result of a comparison."""
         self._lose_nothing: set[str] = set()
 
     def before(self, optimizer: Optimizer, names: dict[int, str]) -> None:
         """Compute the exact values of the next step; `names` has the watched parameters by ``id``."""
-        trained = [p for g in optimizer.param_groups for p in g["params"] if id(p) in names]
-        self._lose_nothing.update(names[id(p)] for p in trained if _loses_nothing(p))
-        for parameter in trained:
-            weights = learns_by_rounding(parameter)
-            discarded = None if weights is None else weights.pop_discarded(parameter)
-            if discarded is not None:
-                self.sums[names[id(parameter)]] = discarded[[0, 1, 2, 3, 1]]
+        for parameter in parameters_of(optimizer):
+            if id(parameter) in names:
+                self._examine(parameter, names[id(parameter)])
         if not treats_each_parameter_by_itself(optimizer) or isinstance(optimizer, LBFGS):
             return
-        scale = getattr(optimizer, "grad_scale", None)
-        groups = optimizer.param_groups
+        groups, scale = optimizer.param_groups, getattr(optimizer, "grad_scale", None)
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
                 for parameter in group["params"]:
-                    if id(parameter) not in names or not _may_lose(parameter):
-                        continue
-                    name = names[id(parameter)]
-                    copy = _copied(optimizer, parameter, scale)
-                    optimizer.param_groups = [{**group, "params": [copy]}]
-                    try:
-                        step_without_hooks(optimizer)()
-                        states = _states(optimizer, parameter, copy)
-                    finally:
-                        optimizer.param_groups = groups
-                        optimizer.state.pop(copy, None)
-                    previous = parameter.detach().clone()
-                    self._before[name] = parameter, previous, copy.detach(), states
+                    if id(parameter) in names and _may_lose(parameter):
+                        copy = _copied(optimizer, parameter, scale)
+                        optimizer.param_groups = [{**group, "params": [copy]}]
+                        try:
+                            step_without_hooks(optimizer)()
+                            self._compare_later(optimizer, parameter, copy, names[id(parameter)])
+                        finally:
+                            optimizer.param_groups = groups
+                            optimizer.state.pop(copy, None)
 
     def after(self) -> None:
         """Compare the values after the step."""
-        before, self._before = self._before, {}
-        for name, (parameter, previous, exact, states) in before.items():
-            self.sums[name] = _compare(previous, parameter.detach(), exact)
-            for state in states:
-                self.state_sums[name, state.name] = _count_stuck(state)
+        comparisons, self._comparisons = self._comparisons, []
+        for key, compare in comparisons:
+            self.sums[key] = compare()
 
-    def read(self) -> dict[str, UpdateLoss]:
-        """Return the losses by name. Waits for the device."""
-        losses = dict.fromkeys(self._lose_nothing, _NOTHING_LOST)
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return a parameter's columns in `Monitor.to_dict`, by name. Waits for the device."""
+        nothing: dict[str, Any] = {**UNKNOWN, "updates_rounded_away": 0.0, "updates_lost": 0.0}
+        nothing["updates_rounded_away_with_kahan"] = 0.0
+        columns = dict.fromkeys(self._lose_nothing, nothing)
         states: defaultdict[str, dict[str, float]] = defaultdict(dict)
-        for (name, state), sums in self.state_sums.items():
-            moving, stayed = sums.tolist()
-            if moving:
+        for (name, state), sums in self.sums.items():
+            moving, stayed, *rest = sums.tolist()
+            if state and moving:
                 states[name][state] = stayed / moving
-        for name, sums in self.sums.items():
-            moving, stayed, size, lost, with_kahan = sums.tolist()
-            if moving:
-                part = lost / size if size else 0.0
-                losses[name] = UpdateLoss(stayed / moving, part, with_kahan / moving, states[name])
-        return losses
+            elif moving:
+                size, lost, with_kahan = rest
+                columns[name] = {
+                    "updates_rounded_away": stayed / moving,
+                    "updates_lost": lost / size if size else 0.0,
+                    "updates_rounded_away_with_kahan": with_kahan / moving,
+                    "states_rounded_away": states[name],
+                }
+        return columns
+
+    def _examine(self, parameter: Tensor, name: str) -> None:
+        weights = learns_by_rounding(parameter)
+        discarded = None if weights is None else weights.pop_discarded(parameter)
+        if discarded is not None:
+            self.sums[name, ""] = discarded[[0, 1, 2, 3, 1]]
+        if weights is not None or parameter.dtype in (torch.float32, torch.float64):
+            self._lose_nothing.add(name)
+
+    def _compare_later(
+        self, optimizer: Optimizer, parameter: Tensor, copy: Tensor, name: str
+    ) -> None:
+        """Note the values before a step; `copy` is the parameter after the same step in float32."""
+        was = parameter.detach().clone()
+        compare = partial(_compare, was, parameter.detach(), copy.detach())
+        self._comparisons.append(((name, ""), compare))
+        for state, value in (optimizer.state.get(parameter) or {}).items():
+            if is_large(value) and value.dtype in SIXTEEN_BIT and type(value) is Tensor:
+                exact = _sample(optimizer.state[copy][state])
+                compare = partial(_compare_state, _sample(value).clone(), value, exact)
+                self._comparisons.append(((name, state), compare))
+
+
+UNKNOWN: Final[dict[str, Any]] = {
+    "updates_rounded_away": None,
+    "updates_lost": None,
+    "updates_rounded_away_with_kahan": None,
+    "states_rounded_away": {},
+}
+"""The columns of a parameter whose loss is unknown."""
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """Return evenly spread values of a tensor: all of a small one, about `_SAMPLE` of a larger one."""
     flat = tensor.detach().reshape(-1)
     return flat[:: -(-flat.numel() // _SAMPLE)]
-
-
-def _loses_nothing(parameter: Tensor) -> bool:
-    is_wide = parameter.dtype in (torch.float32, torch.float64)
-    return is_wide or learns_by_rounding(parameter) is not None
 
 
 def _may_lose(parameter: Tensor) -> bool:
@@ -152,7 +145,7 @@ def _may_lose(parameter: Tensor) -> bool:
         and type(parameter) in (Tensor, nn.Parameter)
         and gradient is not None
         and gradient.layout is torch.strided
-        and not _loses_nothing(parameter)
+        and learns_by_rounding(parameter) is None
     )
 
 
@@ -163,11 +156,11 @@ def _copied(optimizer: Optimizer, parameter: Tensor, scale: Tensor | None) -> Te
     copy.grad = gradient if scale is None else gradient.div_(scale)
     states = optimizer.state.get(parameter)
     if states:
-        optimizer.state[copy] = {name: _copy(value) for name, value in states.items()}
+        optimizer.state[copy] = {name: _copied_state(value) for name, value in states.items()}
     return copy
 
 
-def _copy(state: Any) -> Any:
+def _copied_state(state: Any) -> Any:
     """Return a copy of a state; one in 16 bits, or as large as a parameter, becomes float32."""
     if not isinstance(state, Tensor):
         return state
@@ -175,41 +168,25 @@ def _copy(state: Any) -> Any:
     return state.to(torch.float32, copy=True) if is_widened else state.clone()
 
 
-def _states(optimizer: Optimizer, parameter: Tensor, copy: Tensor) -> list[_StateSample]:
-    """Return the 16-bit states of a parameter, with the values of the step that `copied` has taken in float32."""
-    return [
-        _StateSample(name, value, _sample(value).clone(), _sample(optimizer.state[copy][name]))
-        for name, value in (optimizer.state.get(parameter) or {}).items()
-        if is_large(value) and value.dtype in SIXTEEN_BIT and type(value) is Tensor
-    ]
-
-
-def _count_stuck(state: _StateSample) -> Tensor:
+def _compare_state(before: Tensor, state: Tensor, exact: Tensor) -> Tensor:
     """Return the numbers of values of a state that should move, and of those that stayed."""
-    previous = state.previous.float()
-    least = previous.abs() * (torch.finfo(state.memory.dtype).eps * _SMALLEST_MOVE)
-    moves = (state.exact - previous).abs() > least
-    stays = moves & (_sample(state.memory) == state.previous)
+    least = before.float().abs() * (torch.finfo(state.dtype).eps * _SMALLEST_MOVE)
+    moves = (exact - before.float()).abs() > least
+    stays = moves & (_sample(state) == before)
     return torch.stack([moves.sum(), stays.sum()])
 
 
-def _compare(previous: Tensor, current: Tensor, exact: Tensor) -> Tensor:
+def _compare(before: Tensor, current: Tensor, exact: Tensor) -> Tensor:
     """Return counts and sizes: values that should move, those that stayed, both sizes, and stayed with Kahan."""
-    full = previous.float()
+    full = before.float()
     distance = (exact - full).abs().nan_to_num_(0.0, 0.0, 0.0)
     moves = distance > 0
-    stays = moves & (current == previous)
+    stays = moves & (current == before)
     nearest = rounding.nearest(exact.contiguous())
     rest = rounding.nearest((exact - nearest).contiguous())
     stays_with_kahan = moves & (nearest + rest == full)
-    sums = (
-        moves.sum(),
-        stays.sum(),
-        distance.sum(),
-        (distance * stays).sum(),
-        stays_with_kahan.sum(),
-    )
-    return torch.stack([each.double() for each in sums])
+    each = moves, stays, distance, distance * stays, stays_with_kahan
+    return torch.stack([values.sum().double() for values in each])
 
 
 # --- averages of parameters ---
@@ -217,18 +194,6 @@ def _compare(previous: Tensor, current: Tensor, exact: Tensor) -> Tensor:
 
 _HEAD: Final = 64
 """The number of values that are compared to find the nearest of several parameters of one shape."""
-
-
-class _Candidate(NamedTuple):
-    """A tensor in 16 bits that may be an average of a parameter, right after a step of the optimizer."""
-
-    name: str
-    """The parameter's name."""
-    reference: weakref.ref[Tensor]
-    parameter: weakref.ref[Tensor]
-    values: Tensor
-    """A sample of its values."""
-    version: int | None
 
 
 class Averages:
@@ -245,36 +210,29 @@ class Averages:
     """
 
     def __init__(self) -> None:
-        self._candidates: list[_Candidate] = []
+        self._comparisons: list[Callable[[], None]] = []
         self.sums: dict[tuple[str, int], Tensor] = {}
         """Maps a parameter and the number of an average to the numbers of values that differ, and that stayed."""
 
     def before(self, parameters: Mapping[str, Tensor]) -> None:
-        """Record the tensors that may be averages of `parameters`, by name."""
-        self._candidates = []
-        for name, tensor in _candidates(parameters):
-            references = weakref.ref(tensor), weakref.ref(parameters[name])
-            candidate = _Candidate(
-                name, *references, _sample(tensor).clone(), version_if_counted(tensor)
+        """Record the tensors that may be averages of `parameters`, by name, right after the optimizer's step."""
+        self._comparisons = [
+            partial(
+                self._compare,
+                name,
+                weakref.ref(parameters[name]),
+                weakref.ref(tensor),
+                _sample(tensor).clone(),
+                version_if_counted(tensor),
             )
-            self._candidates.append(candidate)
+            for name, tensor in _candidates(parameters)
+        ]
 
     def after(self) -> None:
         """Compare the recorded tensors, after the program has had time to update its averages."""
-        candidates, self._candidates = self._candidates, []
-        for each in candidates:
-            tensor, parameter = each.reference(), each.parameter()
-            if tensor is None or parameter is None:
-                continue
-            values = _sample(tensor)
-            differs = _sample(parameter).to(values) != each.values
-            changed = values != each.values
-            is_written = changed.any() | (version_if_counted(tensor) != each.version)
-            stays = differs & ~changed & is_written
-            # A tensor that equals the parameter in most of its values is a cast of it.
-            is_average = differs.sum() * 2 > differs.numel()
-            counts = torch.stack([differs.sum(), stays.sum() * is_average])
-            self.sums[each.name, len(self.sums)] = counts
+        comparisons, self._comparisons = self._comparisons, []
+        for compare in comparisons:
+            compare()
 
     def read(self) -> dict[str, float]:
         """Return for each parameter the share of an average's values that stayed. Waits for the device."""
@@ -284,6 +242,25 @@ class Averages:
             if stayed:
                 shares[name] = max(stayed / differing, shares.get(name, 0.0))
         return shares
+
+    def _compare(
+        self,
+        name: str,
+        of_parameter: weakref.ref[Tensor],
+        of_tensor: weakref.ref[Tensor],
+        before: Tensor,
+        version: int | None,
+    ) -> None:
+        parameter, tensor = of_parameter(), of_tensor()
+        if parameter is None or tensor is None:
+            return
+        changed = _sample(tensor) != before
+        differs = _sample(parameter).to(before) != before
+        is_written = changed.any() | (version_if_counted(tensor) != version)
+        # A tensor that equals the parameter in most of its values is a cast of it.
+        is_average = differs.sum() * 2 > differs.numel()
+        stays = differs & ~changed & is_written & is_average
+        self.sums[name, len(self.sums)] = torch.stack([differs.sum(), stays.sum()])
 
 
 def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

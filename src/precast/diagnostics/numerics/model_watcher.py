@@ -34,15 +34,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast import _torch
 from precast._internal import atomic_write, events
 from precast._internal.events import NonfiniteOrigin, ScalerDiagnosis, StepEvent
-from precast._internal.locks import ForkSafeLock, synchronized
+from precast._internal.locks import ForkSafeLock
 from precast._internal.records import as_json
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.diagnostics.failures import Failures
-from precast.diagnostics.numerics.deferred_calls import unseen_by_modes
 from precast.diagnostics.numerics.history import StepResults
-from precast.diagnostics.numerics.running_step import RunningStep, may_write
+from precast.diagnostics.numerics.running_step import RunningStep, may_write, unseen_by_modes
 from precast.diagnostics.numerics.samples import TensorHistory, health_event
-from precast.diagnostics.numerics.step_record import StepNumbering, StepRecord
+from precast.diagnostics.numerics.step_record import StepRecord
 from precast.diagnostics.numerics.tally import TensorKey
 from precast.errors import OutputError, PrecastWarning
 from precast.grad_scaler.scaler import GradScaler
@@ -63,12 +62,12 @@ def _callback(
     method: Callable[Concatenate[ModelWatcher, P], R],
 ) -> Callable[Concatenate[ModelWatcher, P], R | None]:
     """Let the program call a method: one thread at a time, unseen by its dispatch modes, and exceptions are counted."""
-    locked = synchronized(unseen_by_modes(method))
+    hidden = unseen_by_modes(method)
 
     @functools.wraps(method)
-    def guarded(self: ModelWatcher, /, *args: P.args, **kwargs: P.kwargs) -> R | None:
-        call = functools.partial(locked, self, *args, **kwargs)
-        return self.failures.call(method.__name__, call)
+    def guarded(self: ModelWatcher, /, *args: P.args, **_: P.kwargs) -> R | None:
+        with self.mutex.lock:
+            return self.failures.call(method.__name__, hidden, self, *args)
 
     return guarded
 
@@ -80,16 +79,13 @@ class ModelWatcher:
         self, model: nn.Module, every: int | None, scaler: Any, ring: Path | None, keep: int
     ) -> None:
         self._model = weakref.ref(model)
-        self.every = DEFAULT_EVERY if every is None else every
-        self._early = every is None
+        self._every = every
         self._path = ring
-        self.samples = TensorHistory(keep)
+        self._keep = keep
         self._mine = WeakIdKeyDictionary()
         """Optimizers with parameters of the model, by identity: some cannot be hashed."""
-        self._results = StepResults(self._model, self._mine)
         self._running: RunningStep | None = None
         """The current step. In inference, a call of the model in another thread has its own."""
-        self.numbering = StepNumbering()
         self.mutex = ForkSafeLock()
         self.failures = Failures()
         self._thread = threading.local()
@@ -101,10 +97,18 @@ class ModelWatcher:
         self._stepped_by: set[int] = set()
         """Optimizers that have stepped in the current step."""
         self._trains = False
+        self._reset()
         self._installed = _install(model, self)
-        self._leave_scaler = _follow(scaler, self)
+        self._installed.callback(_follow(scaler, self))
         events.witnesses.append(self)
         weakref.finalize(model, _end, weakref.ref(self), self._installed).atexit = False
+
+    def _reset(self) -> None:
+        """Discard all results, and count steps from 0."""
+        self._started = self.ended = self._next = 0
+        """The numbers of steps that have started and ended, and the smallest number for the next one."""
+        self.samples = TensorHistory(self._keep)
+        self._results = StepResults(self._model, self._mine)
 
     # --- results, which wait for the device; call them with the mutex, after `finish_if_over` ---
 
@@ -112,8 +116,8 @@ class ModelWatcher:
         """Return all results as plain data for JSON."""
         return {
             "format": self._results.format(),
-            "every": self.every,
-            "steps": self.numbering.ended,
+            "every": self._every or DEFAULT_EVERY,
+            "steps": self.ended,
             "modules": self.samples.as_list(self._results.tensors),
             "first": as_json(self.first()),
             "ring": self.ring(),
@@ -130,13 +134,13 @@ class ModelWatcher:
         """Return the latest steps, including the current one, as plain data."""
         running = self._running
         if running is not None:
-            self.numbering.fix(running.record)
+            self._fix_number(running.record)
         return self._results.entries(None if running is None else running.so_far())
 
     @_callback
     def end_step(self) -> None:
         """End the current step."""
-        self._count_parameters(None, scaled=False)
+        self._count_parameters(None)
         self._finish(self._running)
 
     @_callback
@@ -144,18 +148,14 @@ class ModelWatcher:
         """Stop watching. The results stay; a second call does nothing."""
         self.finish_if_over()
         self._installed.close()
-        self._leave_scaler()
         if self in events.witnesses:
             events.witnesses.remove(self)
 
     # --- called by hooks on modules, optimizers and a scaler of PyTorch's ---
 
     @property
-    def running_whole(self) -> RunningStep | None:
-        """The current step, while this thread calls the whole model. The hooks then use it instead of the watcher.
-
-        So calls of modules can wait in its queue until the call of the model ends.
-        """
+    def _running_whole(self) -> RunningStep | None:
+        """The current step while this thread calls the whole model: calls of modules wait until that call ends."""
         running: RunningStep | None = getattr(self._thread, "whole", None)
         # Another thread may have ended the step.
         return None if running is None or running.is_over else running
@@ -168,62 +168,67 @@ class ModelWatcher:
     @_callback
     def on_model_end(self) -> None:
         """Handle the end of a call of the whole model, also by an exception."""
-        running, self._thread.whole = self.running_whole, None
+        running, self._thread.whole = self._running_whole, None
         if running is None:
             return
         if not self._trains:
-            self.numbering.ask(running.record, None)
+            _ask_number(running.record, None)
         running.examine()
         if not self._trains:
             self._finish(running)
         elif running is self._running and not running.record.has_outputs:  # it failed at once
             running.is_over, self._running = True, None
-            self.numbering.started = self.numbering.ended
+            self._started = self.ended
 
     @_callback
     def on_module_start(self, name: str, args: Any, kwargs: Any) -> None:
-        """Handle the start of a module that is called outside of a call of the whole model."""
-        if not _torch.in_backward() and (running := self._running_now()) is not None:
-            running.on_module_start(name, args, kwargs, now=True)
+        """Handle the start of a module, inside a call of the whole model or by itself."""
+        whole = self._running_whole
+        running = whole or (None if _torch.in_backward() else self._running_now())
+        if running is not None:
+            running.on_module_start(name, args, kwargs, now=whole is None)
 
     @_callback
     def on_module_end(
-        self, key: TensorKey, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Handle the end of a module that is called by itself, or by a checkpoint in backward."""
-        if not _torch.in_backward():
-            running = self._running_now()
-            if running is not None:
-                running.on_module_end(key, module, args, kwargs, output, now=True)
-        elif self._running is not None:
-            self._running.on_recomputed(key[1], output)
+        """Handle the end of a module: as above, or repeated by a checkpoint in backward."""
+        whole = self._running_whole
+        if whole is None and _torch.in_backward():
+            if self._running is not None:
+                self._running.on_recomputed(name, output)
+            return
+        running = whole or self._running_now()
+        if running is not None:
+            running.on_module_end(name, module, args, kwargs, output, now=whole is None)
 
     @_callback
     def before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Count the gradients of an optimizer that is about to step."""
-        if self._is_mine(optimizer):
-            if id(optimizer) in self._stepped_by:  # a compiled forward was not recorded
-                self._finish(self._running)
-            running = self._open()
-            self.numbering.ask(running.record, optimizer)
-            running.examine()  # while the gradients are in the processor's caches
-            scaled = getattr(optimizer, "grad_scale", None) is not None
-            self._count_parameters(optimizer, scaled=scaled)
-            if running.record.tallies is not None:
-                names = self.names_of(parameters_of(optimizer))
-                running.record.lost_updates.before(optimizer, names)
+        if not self._is_mine(optimizer):
+            return
+        if id(optimizer) in self._stepped_by:  # a compiled forward was not recorded
+            self._finish(self._running)
+        running = self._open()
+        _ask_number(running.record, optimizer)
+        running.examine()  # while the gradients are in the processor's caches
+        self._count_parameters(optimizer)
+        if running.record.tallies is not None:
+            names = self.names_of(parameters_of(optimizer))
+            running.record.lost_updates.before(optimizer, names)
 
     @_callback
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Mark the current step as over, for the next forward to end it."""
-        if self._is_mine(optimizer):
-            if self._running is not None:
-                record, model = self._running.record, self._model()
-                record.lost_updates.after()
-                if record.tallies is not None and model is not None:
-                    record.averages.before(dict(named_parameters(model)))
-            self._over = self._trains = True
-            self._stepped_by.add(id(optimizer))
+        if not self._is_mine(optimizer):
+            return
+        if self._running is not None:
+            record, model = self._running.record, self._model()
+            record.lost_updates.after()
+            if record.tallies is not None and model is not None:
+                record.averages.before(dict(named_parameters(model)))
+        self._over = self._trains = True
+        self._stepped_by.add(id(optimizer))
 
     @_callback
     def on_scaler_update(self, scale: Any) -> None:
@@ -251,8 +256,8 @@ class ModelWatcher:
         running = self._running
         if running is None or not self._is_mine(optimizer):
             return None
-        self.numbering.ask(running.record, optimizer)
-        self._count_parameters(optimizer, scaled=False)
+        _ask_number(running.record, optimizer)
+        self._count_parameters(optimizer)
         if running.record.first is None:
             self._results.read()  # finds tensors that are not finite in good steps either
             running.record.first = self._results.first_in(running.so_far(), optimizer)
@@ -294,7 +299,8 @@ class ModelWatcher:
         if model is None or (self._trains and not learns and not model.training):
             return None
         if learns and not self._trains:
-            self._begin_training()
+            self._trains, self._running, self._over = True, None, False
+            self._reset()
         self.finish_if_over()
         running = self._open()
         is_anothers = whole and not self._trains and not running.is_called_here()
@@ -305,26 +311,21 @@ class ModelWatcher:
         return self._running
 
     def _new(self) -> RunningStep:
-        number = self.numbering.new()
-        record = StepRecord(number, {} if self._is_counted(number) else None)
+        number, self._started = self._started, self._started + 1
+        every = self._every or DEFAULT_EVERY
+        is_early = self._every is None and number < every and number & (number - 1) == 0
+        record = StepRecord(number, counts=is_early or number % every == 0)
         return RunningStep(record, self._urgent, self.mutex, self.failures)
-
-    def _is_counted(self, number: int) -> bool:
-        is_early = self._early and number < self.every and number & (number - 1) == 0
-        return is_early or number % self.every == 0
 
     def finish_if_over(self) -> None:
         """End the current step if an optimizer has stepped, or a scaler has skipped its step."""
         if self._over:
             self._finish(self._running)
 
-    def _begin_training(self) -> None:
-        """Discard the calls before training, and count steps from 0."""
-        self._trains = True
-        self._running, self._over = None, False
-        self.numbering = StepNumbering()
-        self.samples = TensorHistory(self.samples.keep)
-        self._results = StepResults(self._model, self._mine)
+    def _fix_number(self, record: StepRecord) -> None:
+        """Set the number that a step has if it ends now: that of a run or scaler, or the next one; they increase."""
+        assigned = record.assigned_number
+        record.number = self._next if assigned is None else max(assigned, self._next)
 
     def _finish(self, running: RunningStep | None) -> None:
         self._over = False
@@ -333,27 +334,26 @@ class ModelWatcher:
             return
         if running is self._running:
             self._running = None
-        self.numbering.end(running.record)
+        record = running.record
+        self._fix_number(record)
+        self._next, self.ended = record.number + 1, self.ended + 1
         self._results.add(running.end())
-        running.record.averages.after()
-        if running.record.tallies is not None:
-            self._results.move_to_host(running.record)
-            self._count(running.record)
+        record.averages.after()
+        if record.tallies is not None:
+            self._results.move_to_host(record)
+            counts = record.counts()
+            self.samples.add(record.number, counts)
+            if events.is_observed():
+                events.emit(health_event(record.number, counts))
             self._results.read()
             self._write_ring()
         elif len(self._results.unread) >= _UNREAD:
             self._results.read()
 
-    def _count(self, record: StepRecord) -> None:
-        counts = record.counts()
-        self.samples.add(record.number, counts)
-        if events.is_observed():
-            events.emit(health_event(record.number, counts))
-
-    def _count_parameters(self, optimizer: Optimizer | None, *, scaled: bool) -> None:
+    def _count_parameters(self, optimizer: Optimizer | None) -> None:
         model = self._model()
         if self._running is not None and model is not None:
-            self._running.count_parameters(model, optimizer, scaled=scaled)
+            self._running.count_parameters(model, optimizer)
 
     def _write_ring(self) -> None:
         if self._path is None:
@@ -363,6 +363,13 @@ class ModelWatcher:
             atomic_write.replace(self._path, json.dumps(ring, allow_nan=False).encode())
         except OutputError as error:  # no reason to end a training; the next step tries again
             warnings.warn(f"monitor(ring=...): {error}", PrecastWarning, stacklevel=2)
+
+
+def _ask_number(record: StepRecord, optimizer: Optimizer | None) -> None:
+    """Use the step tracker's number, if there is one; `optimizer` is about to step, None in inference."""
+    for tracker in events.step_trackers[:1]:
+        number = tracker.number if optimizer is None else tracker.before_step(optimizer)
+        record.set_number(number)
 
 
 def _end(watcher: weakref.ref[ModelWatcher], installed: ExitStack) -> None:
@@ -376,68 +383,48 @@ def _end(watcher: weakref.ref[ModelWatcher], installed: ExitStack) -> None:
 
 
 class _ModuleHooks:
-    """The forward hooks of one module; in a copy of the model, hooks without a watcher."""
+    """The hooks of one module; in a copy of the model they have no watcher, and do nothing."""
 
     def __init__(
         self, watcher: ModelWatcher | None = None, name: str = "", is_whole: bool = False
     ) -> None:
-        self._watcher = watcher
-        self.is_whole = is_whole
-        self._key = "output", name
+        self._watcher, self._name, self._is_whole = watcher, name, is_whole
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ModuleHooks, ()
 
     @_torch.runs_uncompiled
-    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         watcher = self._active_watcher()
         if watcher is not None:
-            watcher.failures.call(self._key[1], self._on_start, watcher, args, kwargs)
+            if self._is_whole:
+                watcher.on_model_start()
+            if may_write(module):
+                watcher.on_module_start(self._name, args, kwargs)
 
     @_torch.runs_uncompiled
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Handle the end of a call; an exception has no output."""
         watcher = self._active_watcher()
         if watcher is not None:
-            call = module, args, kwargs, output
-            watcher.failures.call(self._key[1], self._on_end, watcher, call)
+            watcher.on_module_end(self._name, module, args, kwargs, output)
+            if self._is_whole:
+                watcher.on_model_end()
 
-    @_torch.runs_uncompiled
-    def begin(self, _module: nn.Module, _args: Any) -> None:
-        watcher = self._active_watcher()
-        if watcher is not None:
-            watcher.on_model_start()
-
-    @_torch.runs_uncompiled
-    def end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling() and self._watcher is not None:
-            self._watcher.on_model_end()
-
-    def _on_start(self, watcher: ModelWatcher, args: Any, kwargs: Any) -> None:
-        with watcher.mutex.lock:
-            (watcher.running_whole or watcher).on_module_start(self._key[1], args, kwargs)
-
-    def _on_end(self, watcher: ModelWatcher, call: tuple[nn.Module, Any, Any, Any]) -> None:
-        with watcher.mutex.lock:
-            (watcher.running_whole or watcher).on_module_end(self._key, *call)
+    def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Run a call between the hooks, for a module whose result hooks would change."""
+        output = None
+        self.before(module, args, kwargs)
+        try:
+            output = run()
+        finally:
+            self.after(module, args, kwargs, output)
+        return output
 
     def _active_watcher(self) -> ModelWatcher | None:
         """Return the watcher; None in a copy of the model, and while no values are computed."""
         is_traced = torch.compiler.is_dynamo_compiling() or not _torch.is_real()
         return None if is_traced else self._watcher
-
-    def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
-        """Run a call between the hooks, for a module whose result hooks would change."""
-        if self.is_whole:
-            self.begin(module, args)
-        try:
-            if may_write(module):
-                self.enter(module, args, kwargs)
-            output = run()
-            self.leave(module, args, kwargs, output)
-            return output
-        finally:
-            if self.is_whole:
-                self.end(module, args, None)
 
 
 def _install(model: nn.Module, watcher: ModelWatcher) -> ExitStack:
@@ -446,28 +433,22 @@ def _install(model: nn.Module, watcher: ModelWatcher) -> ExitStack:
     # These leave PyTorch's fast path if they, or modules in them, have hooks.
     layers = (m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer))
     without_hooks = {id(module) for layer in layers for module in layer.modules()}
-    for name, module in name_of_each(model):
-        hook = _ModuleHooks(watcher, name, module is model)
-        if id(module) in without_hooks:
-            stack.callback(_torch.on_call_without_hooks(module, hook.around))
-        else:
-            for handle in _hooks_on(module, hook):
-                stack.callback(handle.remove)
-    before = _weak_call(watcher.before_optimizer_step)
-    after = _weak_call(watcher.after_optimizer_step)
-    stack.callback(on_optimizer_step(before=before, after=after))
-    return stack
-
-
-def _hooks_on(module: nn.Module, hook: _ModuleHooks) -> list[Any]:
     # Not `module.register...`, which raises for a scripted module, although its hooks are called.
-    handles = [nn.Module.register_forward_hook(module, hook.leave, with_kwargs=True)]
-    if hook.is_whole:
-        handles.append(nn.Module.register_forward_pre_hook(module, hook.begin))
-        handles.append(nn.Module.register_forward_hook(module, hook.end, always_call=True))
-    if may_write(module):
-        handles.append(nn.Module.register_forward_pre_hook(module, hook.enter, with_kwargs=True))
-    return handles
+    before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+    for name, module in name_of_each(model):
+        is_whole = module is model
+        hooks = _ModuleHooks(watcher, name, is_whole)
+        if id(module) in without_hooks:
+            stack.callback(_torch.on_call_without_hooks(module, hooks.around))
+            continue
+        after_call = after(module, hooks.after, with_kwargs=True, always_call=is_whole)
+        stack.callback(after_call.remove)
+        if is_whole or may_write(module):
+            stack.callback(before(module, hooks.before, with_kwargs=True).remove)
+    before_step = _weak_call(watcher.before_optimizer_step)
+    after_step = _weak_call(watcher.after_optimizer_step)
+    stack.callback(on_optimizer_step(before=before_step, after=after_step))
+    return stack
 
 
 def _follow(scaler: Any, watcher: ModelWatcher) -> Callable[[], None]:

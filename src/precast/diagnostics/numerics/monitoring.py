@@ -104,7 +104,7 @@ class Monitor(Displayed):
     @property
     def steps(self) -> int:
         """The number of finished steps."""
-        return self._watcher.numbering.ended
+        return self._watcher.ended
 
     @property
     def events(self) -> tuple[HealthEvent, ...]:

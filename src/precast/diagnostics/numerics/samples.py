@@ -10,10 +10,10 @@ from typing import Any
 
 from precast._internal.display import Card, plural
 from precast._internal.events import HealthEvent, NonfiniteOrigin
-from precast.diagnostics.numerics.bins import exponents, what_if
+from precast.diagnostics.numerics.bins import what_if
 from precast.diagnostics.numerics.tally import TensorCounts, TensorKey
 
-__all__ = ["TensorHistory", "figures", "health_event"]
+__all__ = ["TensorHistory", "health_event"]
 
 
 class TensorHistory:
@@ -52,62 +52,38 @@ class TensorHistory:
         return [self._entry(key) for key in first | keys]
 
     def _entry(self, key: TensorKey) -> dict[str, Any]:
-        mine = [(step, counts[key]) for step, counts in self._steps if key in counts]
-        rows = [figures(counts) for _, counts in mine]
-        histograms = [row.pop("exponents") for row in rows]
-        low = min((e for row in histograms for e in row), default=0)
-        high = max((e for row in histograms for e in row), default=-1)
-        tables = [[row.get(e, 0) for e in range(low, high + 1)] for row in histograms]
-        kind, name = key
-        updates = [counts.updates for _, counts in mine]
-        lost = {
-            "updates_rounded_away": [u and u.rounded_away for u in updates],
-            "updates_lost": [u and u.lost for u in updates],
-            "updates_rounded_away_with_kahan": [u and u.with_kahan for u in updates],
-            "states_rounded_away": [dict(u.states) if u else {} for u in updates],
-            "average_rounded_away": [counts.average for _, counts in mine],
-        }
+        steps = [step for step, counts in self._steps if key in counts]
+        each = [counts[key] for _, counts in self._steps if key in counts]
+        columns = {name: [one.figures[name] for one in each] for name in each[0].figures}
+        histograms = columns.pop("exponents")
+        exponents = [exponent for row in histograms for exponent in row]
+        low, high = min(exponents, default=0), max(exponents, default=-1)
         return {
-            "name": name,
-            "kind": kind,
-            "steps": [step for step, _ in mine],
-            "histogram": {"low": low, "counts": tables},
-            **{column: [row[column] for row in rows] for column in rows[0]},
-            "what_if": what_if([counts.magnitudes for _, counts in mine]),
-            **(lost if kind == "parameter" else {}),
+            "name": key[1],
+            "kind": key[0],
+            "steps": steps,
+            "histogram": {
+                "low": low,
+                "counts": [[row.get(e, 0) for e in range(low, high + 1)] for row in histograms],
+            },
+            **columns,
+            "what_if": what_if([one.magnitudes for one in each]),
         }
 
 
 def health_event(step: int, counts: Mapping[TensorKey, TensorCounts]) -> HealthEvent:
     """Return the counts of a step as an event."""
-    rows = ({"kind": kind, "name": name, **figures(c)} for (kind, name), c in counts.items())
+    rows = ({"kind": kind, "name": name, **c.figures} for (kind, name), c in counts.items())
     return HealthEvent(step, tuple(rows))
 
 
-def figures(counts: TensorCounts) -> dict[str, Any]:
-    """Return the counts of one tensor in one step; "exponents" maps binary exponents to numbers of values."""
-    is_some_finite = counts.infinite + counts.nan < counts.elements
-    return {
-        "exponents": exponents(counts.magnitudes),
-        "elements": counts.elements,
-        "zeros": counts.zeros,
-        "underflow_zeros": counts.lost or 0,
-        "underflow_known": counts.lost is not None,
-        "subnormal": counts.subnormal,
-        "overflow": counts.infinite,
-        "saturated": counts.saturated,
-        "nan": counts.nan,
-        "maximum": counts.magnitudes.maximum if is_some_finite else None,
-        "rms": counts.rms if is_some_finite else None,
-    }
-
-
 def _badness(counts: TensorCounts) -> float:
-    return float("inf") if counts.infinite or counts.nan else counts.magnitudes.maximum
+    is_bad = counts.figures["overflow"] or counts.figures["nan"]
+    return float("inf") if is_bad else counts.magnitudes.maximum
 
 
 def _row(key: TensorKey, counts: TensorCounts) -> tuple[object, ...]:
-    kind, name = key
-    largest, zeros = f"{counts.magnitudes.maximum:.4g}", counts.zeros / max(1, counts.elements)
-    bad = counts.infinite or None, counts.nan or None
-    return name or "the model", kind, largest, f"{zeros:.0%}", *bad
+    (kind, name), figures = key, counts.figures
+    largest, zeros = counts.magnitudes.maximum, figures["zeros"] / max(1, figures["elements"])
+    bad = figures["overflow"] or None, figures["nan"] or None
+    return name or "the model", kind, f"{largest:.4g}", f"{zeros:.0%}", *bad

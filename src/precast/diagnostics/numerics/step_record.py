@@ -14,19 +14,17 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal import events, pytree
 from precast._internal.display import dtype_name
 from precast._internal.events import NonfiniteOrigin
 from precast.diagnostics.numerics.host_transfer import move_to_host
-from precast.diagnostics.numerics.lost_updates import Averages, LostUpdates
+from precast.diagnostics.numerics.lost_updates import UNKNOWN, Averages, LostUpdates
 from precast.diagnostics.numerics.tally import (
     TensorCounts,
     TensorKey,
@@ -35,15 +33,7 @@ from precast.diagnostics.numerics.tally import (
     countable,
 )
 
-__all__ = [
-    "Extremes",
-    "StepNumbering",
-    "StepRecord",
-    "TensorSlot",
-    "is_finite",
-    "read",
-    "tensors_in",
-]
+__all__ = ["Extremes", "StepRecord", "TensorSlot", "is_finite", "read"]
 
 _MOST: Final = 20_000
 
@@ -82,41 +72,37 @@ class MissedTensor:
     """The place at which the tensor was recorded afterwards, if it was."""
 
 
-@dataclass(eq=False)
 class StepRecord:
-    """A current or finished step; its values may still be on the device."""
+    """A current or finished step; its values may still be on the device. With `counts`, all values are counted."""
 
-    number: int
-    tallies: dict[TensorKey, TensorTally] | None
-    """The counts of each tensor; None if the step is not counted."""
-    start: float = field(default_factory=time.perf_counter)
-    seconds: float = 0.0
-    """The time until the latest call of `pack`."""
-    slots: list[TensorSlot] = field(default_factory=list)
-    extremes: list[Extremes] = field(default_factory=list)
-    """The extremes of each slot, after `read`."""
-    parts: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """Maps places of slots to their extremes, low and high in turns."""
-    scale: Tensor | float | None = None
-    skipped: bool | Tensor | None = None
-    first: NonfiniteOrigin | None = None
-    names: tuple[str, ...] = ()
-    """Parameters whose gradients were not finite, if a scaler has skipped the step."""
-    scaled: set[TensorKey] = field(default_factory=set)
-    """Parameters whose gradients were counted with the loss scale on them."""
-    without_gradient: Counter[str] = field(default_factory=Counter)
-    """Calls of modules in a checkpoint without a graph, whose gradients come when it repeats them."""
-    assigned_number: int | None = None
-    """The step number of a scaler or of a run."""
-    missed: list[MissedTensor] = field(default_factory=list)
-    lost_updates: LostUpdates = field(default_factory=LostUpdates)
-    averages: Averages = field(default_factory=Averages)
-    _unpacked: defaultdict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor, Tensor]]] = (
-        field(default_factory=lambda: defaultdict(list))
-    )
-    """Places and extremes that are not in `parts` yet, by device and dtype."""
-    _places: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = field(default_factory=dict)
-    """Maps the id of a recorded tensor to the tensor, its version, and the place of its slot."""
+    def __init__(self, number: int, *, counts: bool) -> None:
+        self.number = number
+        self.assigned_number: int | None = None
+        """The step number of a scaler or of a run."""
+        self.tallies: dict[TensorKey, TensorTally] | None = {} if counts else None
+        """The counts of each tensor; None if the step is not counted."""
+        self._start = time.perf_counter()
+        self.seconds = 0.0
+        """The time until the latest call of `pack`."""
+        self.slots: list[TensorSlot] = []
+        self.extremes: list[Extremes] = []
+        """The extremes of each slot, after `read`."""
+        self.parts: dict[tuple[int, ...], Tensor] = {}
+        """Maps places of slots to their extremes, low and high in turns."""
+        self.scale: Tensor | float | None = None
+        self.skipped: bool | Tensor | None = None
+        self.first: NonfiniteOrigin | None = None
+        self.names: tuple[str, ...] = ()
+        """Parameters whose gradients were not finite, if a scaler has skipped the step."""
+        self.without_gradient = Counter[str]()
+        """Calls of modules in a checkpoint without a graph, whose gradients come when it repeats them."""
+        self.missed: list[MissedTensor] = []
+        self.lost_updates = LostUpdates()
+        self.averages = Averages()
+        self._unpacked = defaultdict[Any, list[tuple[int, Tensor, Tensor]]](list)
+        """Places and extremes that are not in `parts` yet, by device and dtype."""
+        self._places: dict[int, tuple[weakref.ref[Tensor], int | None, int]] = {}
+        """Maps the id of a recorded tensor to the tensor, its version, and the place of its slot."""
 
     @property
     def loss_scale(self) -> float | None:
@@ -138,7 +124,7 @@ class StepRecord:
     ) -> Tensor | None:
         """Record a tensor, with gradients disabled; return its memory, or None if it is not recorded."""
         memory = countable(tensor)
-        if memory is None or not memory.numel() or (memory.is_cuda and _torch.is_captured(memory)):
+        if memory is None or not memory.numel() or _torch.is_captured(memory):
             return None
         place = len(self.slots)
         if place >= _MOST:
@@ -158,24 +144,20 @@ class StepRecord:
     def place_of(self, tensor: Tensor, *, unchanged: bool = True) -> int | None:
         """Return the place of a recorded tensor; with `unchanged`, only if it was not written since."""
         entry = self._places.get(id(tensor))
-        if entry is None:
+        if entry is None or entry[0]() is not tensor:
             return None
-        reference, version, place = entry
-        if reference() is not tensor or (
-            unchanged and version != _torch.version_if_counted(tensor)
-        ):
-            return None
-        return place
+        _, version, place = entry
+        return None if unchanged and version != _torch.version_if_counted(tensor) else place
 
     def miss(self, name: str, tensor: Tensor) -> None:
         """Record a tensor that was written in place before it was examined."""
         if len(self.missed) < _MOST and all(each.tensor() is not tensor for each in self.missed):
             self.missed.append(MissedTensor(weakref.ref(tensor), name, len(self.slots)))
 
-    def tally(self, key: TensorKey) -> TensorTally:
-        """Return the counts of a tensor in a counted step."""
+    def tally(self, key: TensorKey, *, scaled: bool = False) -> TensorTally:
+        """Return the counts of a tensor in a counted step; those of a gradient are `scaled`."""
         assert self.tallies is not None
-        return self.tallies.setdefault(key, TensorTally())
+        return self.tallies.setdefault(key, TensorTally(scaled=scaled))
 
     def values(self) -> tuple[dict[Any, Any], ...]:
         """Return dictionaries with the other values of a packed record, for `move_to_host`."""
@@ -183,29 +165,25 @@ class StepRecord:
 
     def count_values(self) -> Iterator[dict[Any, Any]]:
         """Yield dictionaries with the values of `counts`, for `move_to_host`. Nothing is counted after that."""
-        for tally in (self.tallies or {}).values():
-            yield tally.sums
-        yield from (self.lost_updates.sums, self.lost_updates.state_sums, self.averages.sums)
+        yield from (tally.sums for tally in (self.tallies or {}).values())
+        yield from (self.lost_updates.sums, self.averages.sums)
 
     def counts(self) -> dict[TensorKey, TensorCounts]:
         """Return the counts of all tensors, of gradients without the loss scale. Waits for the device."""
         scale = self.loss_scale or 1.0
         power = -round(math.log2(scale)) if scale > 0 else 0
-        counts = {
-            key: tally.read(power if key[0] == "gradient" or key in self.scaled else 0)
-            for key, tally in (self.tallies or {}).items()
-        }
         updates, averages = self.lost_updates.read(), self.averages.read()
-        return {
-            (kind, name): replace(c, updates=updates.get(name), average=averages.get(name))
-            if kind == "parameter"
-            else c
-            for (kind, name), c in counts.items()
-        }
+        counts = {}
+        for (kind, name), tally in (self.tallies or {}).items():
+            counts[kind, name] = read = tally.read(power if tally.scaled else 0)
+            if kind == "parameter":
+                read.figures.update(updates.get(name, UNKNOWN))
+                read.figures["average_rounded_away"] = averages.get(name)
+        return counts
 
     def pack(self) -> StepRecord:
         """Combine the many recorded values into few tensors; return the record itself."""
-        self.seconds = time.perf_counter() - self.start
+        self.seconds = time.perf_counter() - self._start
         for entries in filter(None, [*self._unpacked.values()]):
             extremes = torch.stack([number for each in entries for number in each[1:]])
             self.parts[tuple(each[0] for each in entries)] = extremes
@@ -216,40 +194,6 @@ class StepRecord:
         """Pack the record, and drop its references to tensors."""
         self._places.clear()
         return self.pack()
-
-
-class StepNumbering:
-    """The step numbers of a monitor, which agree with those of a run and of a scaler.
-
-    A step has the number of the step tracker if there is one, else that of a scaler, else the monitor's own. Numbers
-    are unique and increase.
-    """
-
-    def __init__(self) -> None:
-        self.started = self.ended = self._next = 0
-        """The numbers of steps that have started and ended, and the smallest number for the next one."""
-
-    def new(self) -> int:
-        """Start a step, and return the number of steps that had started before."""
-        self.started += 1
-        return self.started - 1
-
-    def ask(self, record: StepRecord, optimizer: Optimizer | None) -> None:
-        """Use the step tracker's number, if there is one; `optimizer` is about to step, None in inference."""
-        for tracker in events.step_trackers[:1]:
-            number = tracker.number if optimizer is None else tracker.before_step(optimizer)
-            record.set_number(number)
-
-    def fix(self, record: StepRecord) -> None:
-        """Set the number that a step has if it ends now."""
-        assigned = record.assigned_number
-        record.number = self._next if assigned is None else max(assigned, self._next)
-
-    def end(self, record: StepRecord) -> None:
-        """End a step."""
-        self.fix(record)
-        self._next = record.number + 1
-        self.ended += 1
 
 
 def read(steps: Iterable[StepRecord]) -> None:
@@ -267,12 +211,3 @@ def read(steps: Iterable[StepRecord]) -> None:
 def is_finite(extremes: Extremes) -> bool:
     """Return True if all values of a tensor are finite."""
     return math.isfinite(extremes[0]) and math.isfinite(extremes[1])
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in a module's arguments or output, in any nesting, with a fast path for common cases."""
-    if type(value) is Tensor:
-        return [value]
-    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
-        return [value[0]]
-    return pytree.tensors_in(value)

@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 import struct
 from array import array
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from precast import _torch
-from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes
+from precast.diagnostics.numerics.bins import BINS, SHIFT, Magnitudes, exponents
 from precast.diagnostics.numerics.formats import FORMATS
-from precast.diagnostics.numerics.lost_updates import UpdateLoss
 from precast.grad_scaler.memory import memory_of
 
 __all__ = ["TensorCounts", "TensorKey", "TensorTally", "comparable", "countable"]
@@ -41,57 +39,32 @@ _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piec
 _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
 _INFINITY: Final = 0x7F800000
 _KEYS: Final = (0x7FFFFFFF >> SHIFT) + 2  # zero, the bins, and those of infinity and NaN
+_NO_BINS: Final = torch.zeros(_KEYS, dtype=torch.int64)
 
-# The smallest normal value and the largest. Those of float64 do not exist in float32, so no value equals them.
 _LIMITS: Final = {
-    getattr(torch, name): (format.smallest_normal, format.largest)
-    for name, format in FORMATS.items()
-} | {torch.float64: (0.0, math.nan)}
+    **{getattr(torch, name): (f.smallest_normal, f.largest) for name, f in FORMATS.items()},
+    torch.float64: (0.0, math.nan),  # its own do not exist in float32, so no value equals them
+}
+"""The smallest normal value and the largest, by dtype."""
 
 
-def _key(value: float) -> int:
-    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
-    return ((bits - 1) >> SHIFT) + 1
+class TensorCounts(NamedTuple):
+    """The counts of one tensor in one step, or of several together."""
 
-
-_KEYS_OF_LIMITS: Final = {dtype: tuple(map(_key, limits)) for dtype, limits in _LIMITS.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorCounts:
-    """The counts of one tensor, or of several together."""
-
-    elements: int
-    zeros: int
-    lost: int | None
-    """Zeros caused by underflow; None if that is unknown."""
-    subnormal: int
-    infinite: int
-    saturated: int
-    """The number of values that equal the largest value of the tensor's dtype."""
-    nan: int
-    squares: float
-    """The sum of squares of the finite values."""
+    figures: dict[str, Any]
+    """The tensor's columns in `Monitor.to_dict`; "exponents" maps binary exponents to numbers of values."""
     magnitudes: Magnitudes
-    updates: UpdateLoss | None = None
-    """The loss of a parameter's updates; None if unknown, or for other tensors."""
-    average: float | None = None
-    """The share of the values of the parameter's 16-bit average that an update did not change; None without one."""
-
-    @property
-    def rms(self) -> float:
-        """The root mean square of the finite values."""
-        finite = self.elements - self.infinite - self.nan
-        return math.sqrt(self.squares / finite) if finite else 0.0
 
 
 class TensorTally:
     """The sums over one tensor, or several."""
 
-    __slots__ = ("elements", "sums")
+    __slots__ = ("elements", "scaled", "sums")
 
-    def __init__(self) -> None:
+    def __init__(self, *, scaled: bool = False) -> None:
         self.elements = 0
+        self.scaled = scaled
+        """True if the values still contain the loss scale."""
         self.sums: dict[str, Tensor] = {}
         """The histogram ("bins"), the counts of `_special` ("special"), the sum of squares ("squares"), the maximum
         ("largest") and, if it is known, the number of zeros caused by underflow ("lost")."""
@@ -112,43 +85,45 @@ class TensorTally:
 
     def read(self, power: int = 0) -> TensorCounts:
         """Return the counts of values in units of ``2**power``. Waits for the device."""
-        sums = self.sums
-        if "bins" not in sums:
-            return TensorCounts(
-                self.elements, 0, None, 0, 0, 0, 0, 0.0, Magnitudes(0, array("q"), 0.0)
-            )
+        zero: dict[str, Any] = {"bins": _NO_BINS, "special": torch.zeros(3)}
+        sums = {"squares": 0.0, "largest": 0.0, **zero, **self.sums}
         bins = sums["bins"].cpu()
-        subnormal, infinite, saturated = sums["special"].tolist()
-        squares, largest = float(sums["squares"]), float(sums["largest"])
+        subnormal, infinite, saturated = map(int, sums["special"].tolist())
+        nan = int(bins[BINS + 1 :].sum())
         used = bins[1 : BINS + 1].nonzero().flatten()
         low, high = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 0)
         counts = array("q", bins[low + 1 : high + 1].tolist())
         if high == BINS and infinite:  # infinity is the upper edge of the last bin
             counts[-1] -= infinite
-        return TensorCounts(
-            elements=self.elements,
-            zeros=int(bins[0]),
-            lost=int(sums["lost"]) if "lost" in sums else None,
-            subnormal=subnormal,
-            infinite=infinite,
-            saturated=saturated,
-            nan=int(bins[BINS + 1 :].sum()),
-            squares=math.ldexp(squares, 2 * power),
-            magnitudes=Magnitudes(low, counts, largest, power),
-        )
+        magnitudes = Magnitudes(low, counts, float(sums["largest"]), power)
+        finite = self.elements - infinite - nan
+        squares = math.ldexp(float(sums["squares"]), 2 * power)
+        figures = {
+            "exponents": exponents(magnitudes),
+            "elements": self.elements,
+            "zeros": int(bins[0]),
+            "underflow_zeros": int(sums.get("lost", 0)),
+            "underflow_known": "lost" in sums,
+            "subnormal": subnormal,
+            "overflow": infinite,
+            "saturated": saturated,
+            "nan": nan,
+            "maximum": magnitudes.maximum if finite else None,
+            "rms": math.sqrt(squares / finite) if finite else None,
+        }
+        return TensorCounts(figures, magnitudes)
 
     def _add(self, piece: Tensor, dtype: torch.dtype) -> None:
         magnitude = piece.abs()
         bits = magnitude.view(torch.int32)
         # One less, so that an edge belongs to the bin below it; the shift of zero's -1 is -1.
         bins = _counted((bits - 1).bitwise_right_shift_(SHIFT).add_(1))
-        special = _special(magnitude, bits, bins, dtype)
-        if _may_have(bins, BINS, _KEYS):
+        if _may_have_limits(bins, *_LIMITS[dtype]):
+            self._add_to("special", _special(magnitude, bits, *_LIMITS[dtype]))
             magnitude.nan_to_num_(0.0, 0.0, 0.0)
         largest = magnitude.amax()
         wide = magnitude.to(torch.float32 if piece.device.type == "mps" else torch.float64)
         self._add_to("bins", bins)
-        self._add_to("special", special)
         self._add_to("squares", torch.dot(wide, wide))
         sums = self.sums
         sums["largest"] = torch.maximum(sums["largest"], largest) if "largest" in sums else largest
@@ -163,14 +138,12 @@ def countable(tensor: Tensor) -> Tensor | None:
 
     Integers, tensors without data, nested tensors, and subclasses other than `DTensor` are not examined.
     """
-    if tensor.is_nested:
-        return None
     kind = type(tensor)
     if kind is Tensor and tensor.dtype in _USUAL and tensor.layout is torch.strided:
-        return None if tensor.is_meta else tensor
+        return None if tensor.is_meta or tensor.is_nested else tensor
     if kind is not Tensor and kind is not torch.nn.Parameter and not _torch.is_dtensor(tensor):
         return None
-    if tensor.layout not in _LAYOUTS:
+    if tensor.layout not in _LAYOUTS or tensor.is_nested:
         return None
     numbers = memory_of(tensor)
     return None if numbers.dtype not in _LIMITS or numbers.is_meta else numbers
@@ -188,26 +161,25 @@ def _in_float32(piece: Tensor) -> Tensor:
     return torch.where(piece.isfinite() & (piece != 0), clamped, piece).float()
 
 
-def _special(magnitude: Tensor, bits: Tensor, bins: Tensor, dtype: torch.dtype) -> Tensor:
-    smallest, largest = _LIMITS[dtype]
-    low, high = _KEYS_OF_LIMITS[dtype]
-    counts = [bins.new_zeros(())] * 3
-    if _may_have(bins, 1, low + 1):
-        counts[0] = torch.count_nonzero((magnitude < smallest) & (bits != 0))
-    if _may_have(bins, BINS, BINS + 1):
-        counts[1] = torch.count_nonzero(bits == _INFINITY)
-    if _may_have(bins, high, high + 1):
-        counts[2] = torch.count_nonzero(magnitude == largest)
-    return torch.stack(counts)
+def _may_have_limits(bins: Tensor, smallest: float, largest: float) -> bool:
+    """Return True if `_special` may count values: only on the CPU this can be read without waiting."""
+    low, high = _key(smallest), min(_key(largest), BINS)
+    return not bins.is_cpu or bool(bins[1 : low + 1].any()) or bool(bins[high:].any())
 
 
-def _may_have(bins: Tensor, begin: int, end: int) -> bool:
-    """Return True if a range of bins may have counts: only on the CPU this can be read without waiting."""
-    return bins.device.type != "cpu" or bool(bins[begin:end].any())
+def _key(value: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return ((bits - 1) >> SHIFT) + 1
+
+
+def _special(magnitude: Tensor, bits: Tensor, smallest: float, largest: float) -> Tensor:
+    """Return the numbers of values that are subnormal, infinite, and equal to the largest."""
+    special = (magnitude < smallest) & (bits != 0), bits == _INFINITY, magnitude == largest
+    return torch.stack([torch.count_nonzero(each) for each in special])
 
 
 def _counted(keys: Tensor) -> Tensor:
-    if keys.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+    if keys.is_cpu or torch.are_deterministic_algorithms_enabled():
         return torch.bincount(keys, minlength=_KEYS)
     return _counted_without_waiting(keys)
 

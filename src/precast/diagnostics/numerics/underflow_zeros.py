@@ -76,14 +76,10 @@ def repeatable_call(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> RepeatableCall | None:
     """Return the call, if it can be repeated and returned float16; else None."""
-    if not isinstance(output, Tensor) or output.dtype is not torch.float16:
+    is_usual = isinstance(output, Tensor) and len(args) == 1 and not kwargs
+    if not is_usual or output.dtype is not torch.float16:
         return None
-    if (
-        kwargs
-        or len(args) != 1
-        or not isinstance(args[0], Tensor)
-        or not args[0].is_floating_point()
-    ):
+    if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return None
     kind = type(module)
     if kind in _ACTIVATIONS:

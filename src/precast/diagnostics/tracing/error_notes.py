@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-import torch
 
 from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import Origin, chain
-from precast.diagnostics.tracing.reasons import RuleDecision
-from precast.diagnostics.tracing.trials import TrialCall, works, works_after_cast
+from precast.diagnostics.tracing.tally import TracedCall
+from precast.diagnostics.tracing.trials import works, works_after_cast
 from precast.engine.operator_kinds import floating_in, tensors_of
 from precast.errors import PolicyError
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
-__all__ = ["FailedCall", "add_note"]
+__all__ = ["add_note"]
 
 _DTYPE_ERROR = re.compile(
     r"dtype|scalar type|same type|should be the same|expected.*(Float|Half|BFloat16|Double)",
@@ -30,45 +27,23 @@ _DTYPE_ERROR = re.compile(
 _PREFIX = "precast's trace: "
 
 
-class FailedCall(NamedTuple):
-    """The call that failed, and its circumstances."""
+def add_note(error: BaseException, failed: TracedCall, *, is_in_region: bool) -> None:
+    """Add a note to an error about dtypes that differ, unless it has one. Other errors are not changed.
 
-    call: TrialCall
-    device: str
-    policy: Policy
-    is_in_region: bool
-    """True inside a region, also inside one that a module rule switched off."""
-
-    def works_in_region(self, policy: Policy) -> bool:
-        """Return True if the call runs in a region with a policy."""
-        low = next((dtype for dtype in self.dtypes() if dtype.itemsize == 2), None)
-        return works(self.call, policy, self.device, low)
-
-    def dtypes(self) -> list[torch.dtype]:
-        """Return the floating dtypes of its tensors, the widest first."""
-        tensors = floating_in(tensors_of(self.call.args, self.call.kwargs))
-        return sorted({tensor.dtype for tensor in tensors}, key=lambda dtype: -dtype.itemsize)
-
-
-def add_note(
-    error: BaseException,
-    decision: RuleDecision,
-    failed_call: FailedCall,
-    inputs: Iterable[str],
-    links: Iterable[Origin | None],
-) -> None:
-    """Add a note to an error about dtypes that differ, unless it has one. Other errors are not changed."""
-    floating = [dtype for dtype in inputs if "float" in dtype]
+    `is_in_region` is True inside a region, also inside one that a module rule switched off.
+    """
+    floating = [dtype for dtype in failed.inputs if "float" in dtype]
     if not isinstance(error, RuntimeError) or len(set(floating)) < 2:
         return
     has_note = any(note.startswith(_PREFIX) for note in getattr(error, "__notes__", ()))
     if has_note or not _DTYPE_ERROR.search(str(error)):
         return
-    rule = "no rule" if decision.rule is None else f"the rule {decision.rule!r}"
+    op, rule, reason = failed.decision
+    has = "no rule" if rule is None else f"the rule {rule!r}"
     lines = [
-        f"{_PREFIX}{decision.op} has {rule} ({decision.reason}), and got {', '.join(floating)}.",
-        *_origins(links),
-        *_remedy(decision.op, failed_call),
+        f"{_PREFIX}{op} has {has} ({reason}), and got {', '.join(floating)}.",
+        *_origins(failed.origins),
+        *_remedy(failed, is_in_region=is_in_region),
     ]
     error.add_note("\n".join(lines))
 
@@ -82,33 +57,28 @@ def _origins(links: Iterable[Origin | None]) -> Iterator[str]:
             yield f"  {steps[-1].output} came from {text}"
 
 
-def _remedy(op: str, failed_call: FailedCall) -> Iterator[str]:
-    device, policy = failed_call.device, failed_call.policy
-    if not failed_call.is_in_region:
-        if failed_call.works_in_region(policy):
+def _remedy(failed: TracedCall, *, is_in_region: bool) -> Iterator[str]:
+    op, device, tensors = failed.decision.op, failed.device, tensors_of(*failed.call[1:])
+    dtypes = sorted({t.dtype for t in floating_in(tensors)}, key=lambda dtype: -dtype.itemsize)
+    low = next((dtype for dtype in dtypes if dtype.itemsize == 2), None)
+    if not is_in_region:
+        if works(failed.call, failed.policy, device, low):
             yield cures.CALL_IN_REGION(device=device)
             return
-    elif (row := _with_row(op, failed_call)) is not None:
-        yield cures.PROMOTE_ROW()
-        lines = whole_file(row).splitlines()
-        yield from (f"    {line}".rstrip() for line in lines)
-        return
-    dtype = _dtype_that_works(failed_call)
+    else:
+        policy = _with_row(op, failed)
+        if policy is not None and works(failed.call, policy, device, low):
+            yield cures.PROMOTE_ROW()
+            yield from (f"    {line}".rstrip() for line in whole_file(policy).splitlines())
+            return
+    dtype = next((each for each in dtypes if works_after_cast(failed.call, each)), None)
     if dtype is not None:
         yield cures.CAST_BEFORE(dtype=dtype_name(dtype))
 
 
-def _with_row(op: str, failed_call: FailedCall) -> Policy | None:
-    """Return the policy with a row that promotes the operation, if the call runs under it."""
+def _with_row(op: str, failed: TracedCall) -> Policy | None:
+    """Return the policy with a row that promotes the operation, if it can have one."""
     try:
-        changed = failed_call.policy.replace(ops={failed_call.device: {op: "promote"}})
+        return failed.policy.replace(ops={failed.device: {op: "promote"}})
     except PolicyError:
         return None
-    return changed if failed_call.works_in_region(changed) else None
-
-
-def _dtype_that_works(failed_call: FailedCall) -> torch.dtype | None:
-    """Return the widest dtype of the call's tensors to which all of them can be cast."""
-    return next(
-        (each for each in failed_call.dtypes() if works_after_cast(failed_call.call, each)), None
-    )

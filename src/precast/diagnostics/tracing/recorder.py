@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from precast.diagnostics.tracing.call_sites import (
     region_around,
 )
 from precast.diagnostics.tracing.counting import RuleCounts
-from precast.diagnostics.tracing.error_notes import FailedCall, add_note
+from precast.diagnostics.tracing.error_notes import add_note
 from precast.diagnostics.tracing.facts import CastPatterns, Float32Island
 from precast.diagnostics.tracing.graph_places import GraphPlaces
 from precast.diagnostics.tracing.lineage import Lineage, Origin, Upcast
@@ -59,12 +59,6 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-class _RuleApplication(NamedTuple):
-    op: Operation
-    policy: Policy
-    record: TracedCall
-
-
 class TraceRecorder(OperationListener):
     """The rows of a trace, and the data for its findings."""
 
@@ -80,7 +74,8 @@ class TraceRecorder(OperationListener):
         self.patterns = CastPatterns()
         self.lineage = Lineage()
         self._module_rules = ModuleRuleTexts()
-        self._applications: list[_RuleApplication] = []
+        self._applications: list[tuple[Operation, TracedCall]] = []
+        """The rules that are being applied, the outermost first."""
         self._nodes = GraphPlaces()
         self._in_backward = False
         self.start()
@@ -105,60 +100,57 @@ class TraceRecorder(OperationListener):
         place = self._place_on_stack().forward()
         if _torch.current_node() is not None:  # a checkpoint repeats its forward
             place = CallPlace(place.module, place.source, "backward")
-        tensors = tensors_of(args, kwargs)
-        record = TracedCall(
-            TrialCall(op.overload, args, kwargs),
-            reasons.decide(policy, op.name, device),
-            place,
-            tuple(map(dtype_of, tensors)),
-            [self.lineage.of(t) for t in floating_in(tensors)],
-        )
-        if record.decision.rule == Rule.LOWER:
+        decision = reasons.decide(policy, op.name, device)
+        record = self._record(op.overload, (args, kwargs), device, decision, place)
+        if decision.rule == Rule.LOWER:
             lower = op.lower_dtype()
             record.mismatched = sum(
-                t.dtype is not lower and is_eligible(t, device) for t in tensors
+                t.dtype is not lower and is_eligible(t, device) for t in tensors_of(args, kwargs)
             )
-        self._applications.append(_RuleApplication(op, policy, record))
+        self._applications.append((op, record))
 
     def end(self, result: Any) -> None:
         """Record the results of an operation with a rule."""
-        application = self._applications.pop()
-        record, device = application.record, application.op.device_type
+        _, record = self._applications.pop()
         annotation = take_annotation()
         if annotation:
             op, rule, reason = record.decision
             record.decision = RuleDecision(op, rule, f"{reason}; {annotation}")
         rule, outputs = record.decision.rule, tensors_of((result,), {})
-        self._count(application, outputs)
+        self._count(record, outputs)
         island = None
         if rule is None:
             self._record_product(record)
         if record.upcasts and rule in FLOAT32_RULES:
-            island = self.patterns.island(
-                record.where, device, application.policy.name, record.upcasts
-            )
-            self.patterns.note_call(record.where, *record.call)
+            where, policy = record.where, record.policy.name
+            island = self.patterns.island(where, record.device, policy, record.upcasts)
+            self.patterns.note_call(where, *record.call)
         self._put_origins(record, outputs, island=island)
 
     def fail(self, error: BaseException) -> None:
         """Record an error of an operation with a rule. A checkpoint ends its repetition by an error, too."""
-        application = self._applications.pop()
+        _, record = self._applications.pop()
         take_annotation()  # of an inner call that did not raise
-        self._count(application, [])
-        op, policy, record = application
-        attempt = FailedCall(record.call, op.device_type, policy, is_in_region=True)
-        add_note(error, record.decision, attempt, record.inputs, record.origins)
+        self._count(record, [])
+        add_note(error, record, is_in_region=True)
 
-    def _count(self, application: _RuleApplication, outputs: list[Tensor]) -> None:
-        record, device = application.record, application.op.device_type
+    def _count(self, record: TracedCall, outputs: list[Tensor]) -> None:
         op, rule, _ = record.decision
         if outputs:
             record.sums.cached = max(0, record.mismatched - record.rule_casts)
-        self.tally.add(record, outputs, self._around(device))
+        self.tally.add(record, outputs, self._around(record.device))
         if rule is not None:
-            count = self.counts[op, device, rule]
+            count = self.counts[op, record.device, rule]
             count.calls += 1
             count.casts += record.rule_casts
+
+    def _record(
+        self, func: Any, call: _Call, device: str, decision: RuleDecision, place: CallPlace
+    ) -> TracedCall:
+        tensors, policy = tensors_of(*call), reasons.policy_here(device)
+        inputs = tuple(map(dtype_of, tensors))
+        origins = [self.lineage.of(tensor) for tensor in floating_in(tensors)]
+        return TracedCall(TrialCall(func, *call), device, policy, decision, place, inputs, origins)
 
     # --- operations ---
 
@@ -166,8 +158,8 @@ class TraceRecorder(OperationListener):
         """Return the device types on which autocast casts now: none inside most operations that have a rule."""
         if not self._applications:
             return casting_devices()
-        op, policy, record = self._applications[-1]
-        return casting_devices((op, policy, record.decision.rule))
+        op, record = self._applications[-1]
+        return casting_devices((op, record.policy, record.decision.rule))
 
     @property
     def depth(self) -> int:
@@ -189,7 +181,7 @@ class TraceRecorder(OperationListener):
             if has_node or not kind.is_view:
                 self._record_without_rule(func, call, out, seconds, inside)
             return
-        record = self._applications[-1].record
+        _, record = self._applications[-1]
         record.sums.seconds += seconds
         if has_node:
             self._nodes.add(record.decision.op, record.place)
@@ -211,10 +203,10 @@ class TraceRecorder(OperationListener):
         device = tensors[0].device.type
         policy, (region, module_rule, _) = reasons.policy_here(device), self._around(device)
         decision = reasons.why_alone(policy, kind_of(func).name, device, region, module_rule)
-        origins = [self.lineage.of(t) for t in tensors]
         is_in_region = is_enabled(device) or region is not None or module_rule is not None
-        attempt = FailedCall(TrialCall(func, *call), device, policy, is_in_region=is_in_region)
-        add_note(error, decision, attempt, map(dtype_of, tensors), origins)
+        place = CallPlace(None, None, "other")  # of no use for a note
+        record = self._record(func, call, device, decision, place)
+        add_note(error, record, is_in_region=is_in_region)
 
     def _record_without_rule(
         self,
@@ -247,12 +239,8 @@ class TraceRecorder(OperationListener):
                 self.policies[device] = policy
             module_rule = around.module_rule
             _, _, reason = reasons.why_alone(policy, kind.name, device, around.region, module_rule)
-        record = TracedCall(
-            TrialCall(func, *call),
-            RuleDecision(kind.name, None, reason),
-            place,
-            tuple(map(dtype_of, tensors)),
-        )
+        decision = RuleDecision(kind.name, None, reason)
+        record = self._record(func, call, device, decision, place)
         record.sums.seconds = seconds
         self._record_product(record)
         self.patterns.limited(record.where, record.call, out)
@@ -260,14 +248,14 @@ class TraceRecorder(OperationListener):
             self.tally.add_cast(cast, record, is_inside=True)
         for cast in casts:
             self.tally.add_cast(cast, record)
-            if place.phase != "optimizer":
+        if place.phase != "optimizer":
+            for cast in casts:
                 upcast = self._find_patterns(cast, record) if place.phase != "backward" else None
                 origin = self._put_origin(cast.target, record, (dtype_of(cast.source),), None)
                 origin.upcast = upcast
+            if not casts and len(outputs) <= _MOST_ORIGINS:
+                self._put_origins(record, outputs, arguments=tensors)
         self.tally.add(record, outputs, around)
-        if not casts and len(outputs) <= _MOST_ORIGINS and place.phase != "optimizer":
-            record.origins = [self.lineage.of(t) for t in floating_in(tensors)]
-            self._put_origins(record, outputs, arguments=tensors)
 
     def _record_product(self, record: TracedCall) -> None:
         """Store the description of a call in forward that may be a product."""

@@ -14,6 +14,7 @@ from precast.diagnostics.tracing.lineage import Origin, Upcast
 from precast.diagnostics.tracing.reasons import RuleDecision
 from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.operator_kinds import Cast, dtype_of
+from precast.policy.policy import Policy
 from precast.report.schema import CastFlow, FindingLocation, OperationRow, Phase, TraceTotals
 
 __all__ = ["MOST_ROWS", "CallPlace", "Surroundings", "TraceTally", "TracedCall"]
@@ -46,6 +47,8 @@ class TracedCall:
     """A call of an operation: one with a rule while the rule is applied, another one after it has run."""
 
     call: TrialCall
+    device: str
+    policy: Policy
     decision: RuleDecision
     place: CallPlace
     inputs: tuple[str, ...]
@@ -73,13 +76,6 @@ class CastFlows(dict[tuple[str, str], CastFlow]):
         flow = self[dtypes] = CastFlow(*dtypes)
         return flow
 
-    def add(self, cast: Cast) -> None:
-        """Count a cast."""
-        flow = self[dtype_of(cast.source), dtype_of(cast.target)]
-        flow.casts += 1
-        flow.bytes += cast.bytes
-        flow.seconds += cast.seconds
-
 
 class TraceTally:
     """The sums of one trace."""
@@ -105,10 +101,11 @@ class TraceTally:
 
     def add_cast(self, cast: Cast, call: TracedCall, *, is_inside: bool = False) -> None:
         """Count a cast of a call, or one inside the operation."""
-        self.flow.add(cast)
-        if is_inside:
-            self.inside.add(cast)
-        sums = call.sums
+        sums, dtypes = call.sums, (dtype_of(cast.source), dtype_of(cast.target))
+        for flows in (self.flow, self.inside) if is_inside else (self.flow,):
+            flows[dtypes].casts += 1
+            flows[dtypes].bytes += cast.bytes
+            flows[dtypes].seconds += cast.seconds
         sums.casts += 1
         sums.cast_bytes += cast.bytes
         sums.cast_seconds += cast.seconds
