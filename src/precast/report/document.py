@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import operator
 import os
 import platform
 from collections import Counter
@@ -26,7 +25,6 @@ from precast.errors import ReportError
 from precast.report.ranks import summary_of_ranks
 from precast.report.schema import (
     VERSION,
-    HealthModule,
     MergedDocument,
     PolicyName,
     RunDocument,
@@ -35,11 +33,6 @@ from precast.report.schema import (
 from precast.report.words import with_code
 
 __all__ = ["DisplayedDocument", "blank", "checked", "load", "merge", "save", "validate"]
-
-_PER_STEP = (
-    *("zeros", "underflow_zeros", "subnormal", "overflow", "saturated", "nan"),
-    *("maximum", "rms", "elements", "histogram.counts"),
-)
 
 
 class DisplayedDocument(dict[str, Any]):
@@ -186,23 +179,7 @@ def _refuse_strangers(ranks: list[dict[str, Any]]) -> None:
 
 
 def _read(document: dict[str, Any]) -> list[RunDocument]:
-    """Return the documents of all processes; raise a `MismatchError` for other types and for lists of uneven length."""
-    is_merged = "ranks" in document
-    ranks = (
-        from_json(MergedDocument, document).ranks
-        if is_merged
-        else [from_json(RunDocument, document)]
-    )
-    for part in ranks:
-        for number, module in enumerate(part.health.modules if part.health else ()):
-            _refuse_uneven(module, f"health.modules[{number}]")
-    return ranks
-
-
-def _refuse_uneven(module: HealthModule, path: str) -> None:
-    steps = len(module.steps)
-    for key in _PER_STEP:
-        length = len(operator.attrgetter(key)(module))
-        if length != steps:
-            wrong = f"expected one entry for each of {steps} steps, got {length}"
-            raise MismatchError(f"{path}.{key}: {wrong}")
+    """Return the documents of all processes; raise a `MismatchError` for values of other types."""
+    if "ranks" in document:
+        return list(from_json(MergedDocument, document).ranks)
+    return [from_json(RunDocument, document)]

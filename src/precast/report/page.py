@@ -7,7 +7,6 @@ no script.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -87,7 +86,7 @@ def page_of(template: str, data: object, *, script: str, style: str = "", **valu
         MissingExtraError: jinja2 or plotly is not installed.
     """
     jinja2, plotly = needed()
-    from markupsafe import Markup as AsItIs  # precast's own text, and JSON of `_script_json`
+    from markupsafe import Markup as AsItIs  # precast's own text
 
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined
@@ -95,7 +94,7 @@ def page_of(template: str, data: object, *, script: str, style: str = "", **valu
     environment.filters["marked"] = _marked
     page: str = environment.from_string(template).render(
         style=AsItIs(_asset("style.css") + style),
-        data=AsItIs(_script_json(data)),
+        data=jinja2.utils.htmlsafe_json_dumps(data, allow_nan=False, separators=(",", ":")),
         plotly=AsItIs(plotly),
         script=AsItIs("\n".join([*map(_asset, _SCRIPTS), script])),
         **values,
@@ -122,12 +121,6 @@ def needed() -> tuple[Any, str]:
 
 def _asset(name: str) -> str:
     return resources.files("precast.report").joinpath("assets", name).read_text("utf-8")
-
-
-def _script_json(data: object) -> str:
-    """Return JSON that cannot end an HTML script element."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # escapes all but ASCII
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _marked(text: str) -> Any:
