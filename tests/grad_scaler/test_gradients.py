@@ -275,30 +275,12 @@ def test_a_closure_that_goes_bad_undoes_its_step(bad_call: int, error: bool) -> 
         assert scaler.get_scale() == 2.0**15
     assert [bits(x), str(optimizer.state_dict())] == before
     assert calls == bad_call
-
-
-def test_a_step_that_its_closure_broke_off_may_be_tried_again() -> None:
-    x = torch.nn.Parameter(torch.tensor([-1.0, 1.5]))
-    optimizer = torch.optim.LBFGS([x], max_iter=5)
-    scaler = GradScaler("cpu")
-    calls = 0
-
-    def closure() -> Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = rosenbrock(x)
-        scaler.scale(loss).backward()
-        if calls == 3:
-            raise MemoryError
-        return loss
-
-    with pytest.raises(MemoryError):
+    fails_at = math.inf
+    if error:  # a step that was broken off may be tried again
         scaler.step(optimizer, closure)
-    scaler.step(optimizer, closure)
-    scaler.update()
-    assert scaler.counters.steps == 1
-    assert calls > 4
+        scaler.update()
+        assert scaler.counters.steps == 2
+        assert bits(x) != before[0]
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_put_back_too() -> None:

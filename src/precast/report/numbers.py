@@ -229,26 +229,21 @@ _STUCK_TITLES: Final = {
 
 
 def _rounded_away(document: RunDocument) -> Iterator[Finding]:
-    health = document.health
-    modules = [m for m in (health.modules if health else []) if m.kind == "parameter"]
-    states = dict.fromkeys(
-        name for m in modules for step in m.states_rounded_away or [] for name in step
-    )
-    series: list[tuple[str, str, list[_Shares]]] = [
-        ("rounded away", "", [m.updates_rounded_away for m in modules]),
-        *(("state rounded away", state, _shares_of(state, modules)) for state in states),
-        ("average rounded away", "", [m.average_rounded_away for m in modules]),
-    ]
-    for kind, state, shares in series:
-        latest = [
-            (*_latest(module, values), module)
-            for module, values in zip(modules, shares, strict=True)
-        ]
-        stuck = [each for each in latest if each[0] >= _MIN_STUCK_SHARE]
-        if not stuck:
-            continue
-        part, step, worst = max(stuck, key=lambda each: each[0])
-        more = len(stuck) - 1
+    modules = document.health.modules if document.health else []
+    stuck: dict[tuple[str, str], list[tuple[float, int, HealthModule]]] = {}
+    for module in modules:
+        states = module.states_rounded_away or []
+        series = {("rounded away", ""): module.updates_rounded_away}
+        for name in dict.fromkeys(name for step in states for name in step):
+            series["state rounded away", name] = [step.get(name) for step in states]
+        series["average rounded away", ""] = module.average_rounded_away
+        for key, shares in series.items():
+            part, step = _latest(module, shares)
+            if part >= _MIN_STUCK_SHARE:
+                stuck.setdefault(key, []).append((part, step, module))
+    for kind, state in sorted(stuck, key=lambda key: [*_STUCK_TITLES].index(key[0])):
+        part, step, worst = max(stuck[kind, state], key=lambda each: each[0])
+        more = len(stuck[kind, state]) - 1
         title = _STUCK_TITLES[kind].format(
             state=state,
             name=worst.name,
@@ -259,10 +254,6 @@ def _rounded_away(document: RunDocument) -> Iterator[Finding]:
         where = FindingLocation(module_of(worst))
         advice = _advice_on_stuck(kind, part, worst)
         yield Finding(kind, title, FindingCost(), advice, None, where)
-
-
-def _shares_of(state: str, modules: list[HealthModule]) -> list[_Shares]:
-    return [[step.get(state) for step in m.states_rounded_away or []] for m in modules]
 
 
 def _advice_on_stuck(kind: str, part: float, worst: HealthModule) -> str:

@@ -482,7 +482,9 @@ def _advice(document: RunDocument, costs: list[Remedy]) -> Advice | None:
         event = "overflows" if skipped else "is infinite or NaN"
         return Advice(cures.WATCH_NUMBERS(happens=event), steps_back, None)
     if document.run.nonfinite:
-        return Advice(_mend_state(document), "numbers that stay finite", None)
+        is_parameter = document.run.nonfinite[0].kind == "parameter"
+        text = cures.BROKEN_AT_THE_END() if is_parameter else cures.RESTORE_BUFFERS()
+        return Advice(text, "numbers that stay finite", None)
     mistake = next((each for each in all_findings(document) if each.severity == "error"), None)
     if mistake:
         return _from_finding(mistake, "")
@@ -496,11 +498,6 @@ def _advice(document: RunDocument, costs: list[Remedy]) -> Advice | None:
         return Advice(cures.COMPARE_TIMES(), f"at most {share(on_casts)} of the traced time", None)
     text = _to_16_bits(document)
     return Advice(text, "", None) if text else None
-
-
-def _mend_state(document: RunDocument) -> str:
-    is_parameter = document.run.nonfinite[0].kind == "parameter"
-    return cures.BROKEN_AT_THE_END() if is_parameter else cures.RESTORE_BUFFERS()
 
 
 def _mend_slow(document: RunDocument, dtype: str) -> str:
