@@ -96,7 +96,8 @@ conformance-nightly: $(NATIVE)  ## ten thousand random programs of each kind, an
 	$(BIN)/python -m tools.conformance --programs 10000
 	PRECAST_WRITE_PROGRAMS=10000 $(PYTEST) tests/weights/test_random_writes.py
 	PRECAST_FAKE_DEVICES=all $(PYTEST) tests/conformance/test_fake_devices.py
-	PRECAST_PLANTED_FAULTS=200 $(PYTEST) tests/comparison/test_planted.py tests/tuning/test_setting_comparison.py
+	PRECAST_PLANTED_FAULTS=200 $(PYTEST) tests/comparison/test_planted.py tests/comparison/test_random_programs.py \
+		tests/tuning/test_setting_comparison.py
 
 lint: $(STAMP)  ## format check, lint, the order of imports
 	$(BIN)/ruff format --check .

@@ -3,27 +3,31 @@
 A ratio is taken within a round, so that the load of the machine cancels. "plain" and "ended" are the same step before a
 trace and after one has ended: their ratio is 1, as nothing of a trace is left. A monitor counts the numbers of a step
 now and then; what it costs at its default interval is made of a step that it does not count and of one that it does.
+The memory of a recorded step is counted, not timed: the peak of its tensors beside that of the plain step.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import precast
 from benchmarks import networks
 from benchmarks.interleave import Comparison, Variant, compare
 from benchmarks.networks import Network
-from precast.comparison.selection import Level
+from benchmarks.observe import observe
+from benchmarks.variants import Prepared
+from precast.comparison.recorder import Level
 from precast.diagnostics.hardware.machine import synchronize
 from precast.diagnostics.numerics.monitoring import DEFAULT_EVERY
 
-__all__ = ["BASELINE", "CASES", "HEALTH", "ROUNDS", "TARGETS", "WATCHES", "run"]
+__all__ = ["BASELINE", "CASES", "HEALTH", "MEMORY", "ROUNDS", "TARGETS", "WATCHES", "run"]
 
 ROUNDS = 15
 WIDTH = 512
@@ -32,14 +36,20 @@ CASES = ((1, 16), (4, 64), (8, 128))
 BASELINE = "plain"
 HEALTH = f"monitored, every {DEFAULT_EVERY}th counted"
 """The ratio that is computed from the two steps of a monitor."""
+MEMORY: Mapping[str, Level] = {
+    "recorded, modules: memory": "modules",
+    "recorded, operations: memory": "operations",
+}
+"""The rows of the peak of memory, by what is recorded."""
 TARGETS: Mapping[str, float] = {
     "counted": 1.03,
     "traced": 3.0,
     HEALTH: 1.03,
     "recorded, modules": 1.3,
     "recorded, operations": 2.5,
+    **dict.fromkeys(MEMORY, 1.05),
 }
-"""The most that a step may take of a plain one's time."""
+"""The most that a step may take of a plain one's time or memory."""
 _NEVER = 10**9
 _UNTIMED = 2
 """The first step of a monitor is counted whatever its interval, and read when the second begins."""
@@ -76,27 +86,53 @@ def run(
     device: torch.device | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row for each case and each way to watch."""
+    device = device or torch.device("cpu")
     for batch, length in cases:
         network = networks.decoder(width, batch, length)
-        variants = _variants(network, device or torch.device("cpu"))
+        variants = _variants(network, device)
         comparison = compare(variants, rounds=rounds, calls=2, untimed=_UNTIMED)
         for name in comparison.rounds:
             times = comparison.median(name) * 1e3, comparison.spread(name) * 1e3
             yield _row(network, name, times, comparison.ratio(name, BASELINE))
         yield _row(network, HEALTH, (None, None), _at_default_interval(comparison))
+        plain = _peak(network, device)
+        for name, level in MEMORY.items():
+            yield _row(network, name, (None, None), (_peak(network, device, level) / plain, 0.0))
 
 
-def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
+def _peak(network: Network, device: torch.device, level: Level | None = None) -> int:
+    """The peak of tensor memory in a step, with weights, gradients and the state of the optimizer."""
+
+    def make() -> Prepared:
+        model, _, step = _step(network, device)
+        stack = ExitStack()
+        if level is not None:
+            stack.enter_context(_recorded(model, level))
+        return Prepared(step, stack.close)
+
+    return observe(make, device).peak_bytes
+
+
+def _step(
+    network: Network, device: torch.device
+) -> tuple[Any, torch.optim.Optimizer, Callable[[], Tensor]]:
+    """A model, its optimizer, and a training step."""
     model, [(inputs, target)] = network.seeded(device, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    def step() -> None:
+    def step() -> Tensor:
         with precast.autocast(device.type, dtype=torch.bfloat16):
-            loss = network.loss(model(inputs), target)
+            loss: Tensor = network.loss(model(inputs), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
+    return model, optimizer, step
+
+
+def _variants(network: Network, device: torch.device) -> dict[str, Variant]:
+    model, optimizer, step = _step(network, device)
     finish = partial(synchronize, device)
     watched = {
         name: _watched(step, watch, model, optimizer, finish) for name, watch in WATCHES.items()
@@ -128,7 +164,7 @@ def _row(
 
 
 def _watched(
-    step: Callable[[], None],
+    step: Callable[[], object],
     watch: RunObserver,
     model: Any,
     optimizer: torch.optim.Optimizer,

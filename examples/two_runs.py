@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,11 +120,11 @@ def train(rank: int, ranks: int, path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def served(_folder: Path) -> precast.RunDifference:
-    """Compare the trainer's region on a batch with the converted model on its samples, one by one."""
+def served(_folder: Path, form: Any = "converted") -> precast.RunDifference:
+    """Compare the trainer's region on a batch with the converted or exported model on its samples, one by one."""
     model, tokens = model_and_tokens()
     trainer = precast.Setting("default", torch.bfloat16)
-    server = precast.Setting("default", torch.bfloat16, "converted", split=ROWS)
+    server = precast.Setting("default", torch.bfloat16, form, split=ROWS)
     return precast.compare_settings(model.eval(), tokens, a=trainer, b=server, bound=1e-2)
 
 
@@ -130,7 +132,8 @@ COMPARISONS: dict[str, Callable[[Path], precast.RunDifference]] = {
     "eager and compiled": compiled,
     "PyTorch 2.12 and 2.13": upgraded,
     "one process and two": two_processes,
-    "trainer and server": served,
+    "trainer and server, converted": served,
+    "trainer and server, exported": partial(served, form="exported"),
 }
 
 if __name__ == "__main__" and len(sys.argv) == 4:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -86,6 +87,53 @@ def test_distances_of_parts_are_those_of_the_batch(model: Language, tmp_path: Pa
     difference = precast.compare(tmp_path / "whole.run", tmp_path / "parts.run")
     true = float((right - other).norm() / right.norm())
     assert difference.steps[0].output == pytest.approx(true, rel=0.4)
+
+
+def _train(path: Path, parts: int, *, eps: float = 1e-5, **options: Any) -> Path:
+    """Train on a batch, or on parts of it whose gradients are accumulated and clipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32, eps), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    inputs, labels = torch.randn(ROWS, 16), torch.randn(ROWS, 4)
+    with precast.record(path, model, **options):
+        for _ in range(2):
+            for each, label in zip(inputs.chunk(parts), labels.chunk(parts), strict=True):
+                (nn.functional.mse_loss(model(each), label) / parts).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+@pytest.mark.parametrize("level", ["operations", "modules"])
+def test_a_batch_is_compared_with_parts_that_accumulate_gradients(
+    level: str, tmp_path: Path
+) -> None:
+    whole = _train(tmp_path / "whole.run", 1, split=4, level=level)
+    difference = precast.compare(whole, _train(tmp_path / "parts.run", 4, level=level), bound=1e-4)
+    assert difference.within_bound, difference
+    assert difference.cause is None or difference.cause.kind == "order", difference
+    assert len(difference.steps) == 2
+    for each in difference.steps:
+        assert None not in (each.output, each.gradients, each.weights)
+        assert each.gradients is not None
+        assert each.gradients < 1e-4
+    cause = precast.compare(whole, _train(tmp_path / "eps.run", 4, level=level, eps=1e-2)).cause
+    assert cause is not None
+    assert cause.module == "1"
+    with pytest.raises(ComparisonError, match=r"has 2 backward passes, .* split=2"):
+        precast.compare(whole, _train(tmp_path / "two.run", 2))
+    unsplit = precast.compare(_train(tmp_path / "unsplit.run", 1), tmp_path / "parts.run")
+    assert any("record the other one with split=4" in note for note in unsplit.notes)
+
+
+def test_runs_that_recorded_other_steps_are_compared_in_those_of_both(tmp_path: Path) -> None:
+    every = _train(tmp_path / "every.run", 1)
+    second = _train(tmp_path / "second.run", 1, steps=(1, 2), eps=1e-2)
+    difference = precast.compare(every, second)
+    assert [each.step for each in difference.steps] == [1]
+    assert any("only steps of both" in note for note in difference.notes)
+    assert difference.cause is not None
 
 
 def test_batches_that_were_not_split_alike_are_refused(model: Language, tmp_path: Path) -> None:

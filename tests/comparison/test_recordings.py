@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,10 +24,8 @@ from tests.comparison.networks import NETWORKS
 
 
 def _rows(path: Path) -> list[Row]:
-    reader = RecordingReader(path)
-    rows = [row for part in reader.parts() for row in part.rows]
-    reader.close()
-    return rows
+    with contextlib.closing(RecordingReader(path)) as reader:
+        return [row for step in reader.steps() for row in step.rows.values()]
 
 
 def _trained(network: str, *, in_region: bool) -> faults.Program:
@@ -38,8 +37,6 @@ def _values(program: faults.Program) -> list[Tensor]:
 
 
 def _run_plain(program: faults.Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    import contextlib
-
     with monkeypatch.context() as patched:
         patched.setattr(faults, "record", lambda *_, **__: contextlib.nullcontext())
         faults.run(program, Path("unused"))
@@ -92,7 +89,7 @@ def test_a_killed_program_leaves_a_readable_file(
     )
     assert done.returncode != 0
     reader = RecordingReader(tmp_path / "a.run")
-    steps = [part.step for part in reader.parts()]
+    steps = [each.step for each in reader.steps()]
     assert steps[:2] == [0, 1]
     assert reader.is_cut == (interrupts == signal.SIGKILL)
     reader.close()
@@ -110,7 +107,7 @@ def test_a_file_that_is_cut_anywhere_is_read_up_to_there(tmp_path: Path) -> None
     for end in range(header, len(content), len(content) // 23):
         (tmp_path / "cut.run").write_bytes(content[:end])
         reader = RecordingReader(tmp_path / "cut.run")
-        counts.append(sum(len(part.rows) for part in reader.parts()))
+        counts.append(sum(len(step.rows) for step in reader.steps()))
         assert reader.is_cut
         reader.close()
     assert counts == sorted(counts)
@@ -121,10 +118,10 @@ def test_steps_and_modules_are_selected(tmp_path: Path) -> None:
     program = _trained("decoder", in_region=False)
     faults.run(program, tmp_path / "a.run", steps=(1, 2), modules="blocks.0*")
     reader = RecordingReader(tmp_path / "a.run")
-    parts = list(reader.parts())
+    steps = list(reader.steps())
     reader.close()
-    operations = [row for part in parts for row in part.rows if row.kind == "operation"]
-    assert {part.step for part in parts} == {1}
+    operations = [row for row in steps[0].rows.values() if row.kind == "operation"]
+    assert [each.step for each in steps] == [1]
     assert operations
     assert all(row.module.startswith("blocks.0") for row in operations)
 
@@ -135,7 +132,7 @@ def test_calls_without_gradients_are_steps(tmp_path: Path) -> None:
         for _ in range(3):
             model(torch.ones(3, 4))
     reader = RecordingReader(tmp_path / "a.run")
-    assert [part.step for part in reader.parts()] == [0, 1, 2]
+    assert [each.step for each in reader.steps()] == [0, 1, 2]
     reader.close()
 
 

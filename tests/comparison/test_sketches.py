@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from precast.comparison import sketches
-from precast.comparison.sketches import (
-    NUMBERS,
-    SIZE,
-    measure,
-    relative_error,
-)
+from precast.comparison.sketches import NUMBERS, SIZE, measure
 from precast.engine import registration
 from precast.weights.native.api import native_engine
 
@@ -57,10 +54,11 @@ def test_distances_of_a_thousand_pairs_are_estimated_with_the_documented_error()
         estimates.append(_estimate(one, other))
         truths.append(true)
         errors.append(estimates[-1] / true - 1)
-    error = torch.tensor(errors)
+    error, documented = torch.tensor(errors), math.sqrt(2 / SIZE)
+    assert documented < 0.126
     assert abs(float(error.mean())) < 0.03
-    assert float(error.std()) < 1.25 * relative_error()
-    assert float(error.abs().max()) < 6 * relative_error()
+    assert float(error.std()) < 1.25 * documented
+    assert float(error.abs().max()) < 6 * documented
     logs = torch.tensor([estimates, truths], dtype=torch.float64).log()
     assert float(torch.corrcoef(logs)[0, 1]) > 0.999
 

@@ -35,7 +35,8 @@ def test_two_processes_and_a_server_agree_with_one_trainer(program: Any, tmp_pat
     assert difference.within_bound, difference
     assert difference.cause.kind == "order", difference
     assert len(difference.steps) == 2
-    difference = program.served(tmp_path)
-    assert difference.within_bound, difference
-    assert not difference.causes
-    assert {point.module for point in difference.growth} >= {"embed", "blocks.1.qkv", "head"}
+    for form, modules in (("converted", {"embed", "blocks.1.qkv", "head"}), ("exported", {""})):
+        difference = program.served(tmp_path, form)
+        assert difference.within_bound, difference
+        assert not difference.causes
+        assert {point.module for point in difference.growth} >= modules

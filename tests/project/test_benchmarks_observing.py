@@ -17,7 +17,7 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def test_every_watch_has_a_row_beside_the_plain_step(rows: dict[str, dict[str, Any]]) -> None:
-    assert set(rows) == {"plain", *observing.WATCHES, "ended", observing.HEALTH}
+    assert set(rows) == {"plain", *observing.WATCHES, "ended", observing.HEALTH, *observing.MEMORY}
     assert rows["plain"]["ratio"] == 1
     assert set(observing.TARGETS) <= set(rows)
     assert all(row["ratio"] > 0 for row in rows.values())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import precast
 from precast.errors import ComparisonError
-from precast.tuning.precision_cure import smallest_set
+from precast.tuning.setting_comparison import smallest_set
 
 BFLOAT16 = precast.Setting("default", torch.bfloat16)
 NETWORKS = 20 if int(os.environ.get("PRECAST_PLANTED_FAULTS", "12")) >= 200 else 3

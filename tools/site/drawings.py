@@ -18,7 +18,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from tools.site.pictures import STYLES, file_name
+from tools.site.pictures import STYLES, TWO_RUNS, file_name
 
 __all__ = ["DRAWINGS", "draw"]
 
@@ -32,7 +32,7 @@ _COLORS = {"light": ("#1f6feb", "#d1570a", "#2da44e"), "dark": ("#6cb6ff", "#f69
 def draw(name: str, folder: Path) -> None:
     """Draws a program's picture in each style."""
     sys.path.insert(0, "examples")
-    program = importlib.import_module(name.removesuffix(".py"))
+    program = importlib.import_module(name.partition(".py")[0])
     inches, paint = DRAWINGS[name]
     folder.mkdir(parents=True, exist_ok=True)
     paint_on = paint(program)
@@ -136,24 +136,26 @@ def _scaler(program: Any) -> _Paint:
     return paint
 
 
-def _growth(program: Any) -> _Paint:
-    results = {}
-    for title, comparison in program.COMPARISONS.items():
-        with TemporaryDirectory() as folder:
-            results[title] = comparison(Path(folder)).growth
+def _growth(comparison: str) -> Callable[[Any], _Paint]:
+    """Returns what draws the distance of two runs along the modules."""
 
-    def paint(figure: Figure, colors: tuple[str, ...]) -> None:
-        for axes, (title, points) in zip(figure.subplots(2, 2).flat, results.items(), strict=True):
+    def of(program: Any) -> _Paint:
+        with TemporaryDirectory() as folder:
+            points = getattr(program, comparison)(Path(folder)).growth
+
+        def paint(figure: Figure, colors: tuple[str, ...]) -> None:
+            axes = figure.subplots()
             names = [point.module.removeprefix("blocks.") or "model" for point in points]
             distances = [max(point.distance, _EQUAL) for point in points]
             axes.plot(range(len(points)), distances, "o-", markersize=3, color=colors[0])
-            axes.set_xticks(range(len(points)), names, rotation=90, fontsize=6)
-            axes.set_title(title, fontsize=10)
+            axes.set_xticks(range(len(points)), names, rotation=90, fontsize=7)
             axes.set(yscale="log", ylim=(_EQUAL / 3, 1))
+            axes.set_ylabel("distance; lowest: equal", fontsize=8)
             axes.grid(linewidth=0.5)
-        figure.supylabel("relative distance; at the bottom: equal", fontsize=9)
 
-    return paint
+        return paint
+
+    return of
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -164,6 +166,7 @@ DRAWINGS: dict[str, tuple[tuple[float, float], Callable[[Any], _Paint]]] = {
     "07_limits.py": ((7, 2.4), _formats),
     "08_checkerboard.py": ((7, 4.6), _checkerboard),
     "08_scaler.py": ((7, 3.8), _scaler),
-    "two_runs.py": ((7, 5.2), _growth),
+    **{f"two_runs.py {name}": ((7, 2.2), _growth(name)) for name in TWO_RUNS},
 }
-"""By the program's file name: the size in inches, and what computes once and then paints in each style."""
+"""By the program's file name, and perhaps a part of it: the size in inches, and what computes once and then paints in
+each style."""

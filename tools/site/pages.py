@@ -128,7 +128,9 @@ class Site:
             return _block(self.programs.output(words), "text", f"python {' '.join(words)}")
 
         def picture(each: Asked) -> str:
-            (name,) = _words(each, 1, 1, "the name of a program")
+            name = " ".join(
+                _words(each, 1, 2, "the name of a program, and perhaps of a part of it")
+            )
             folder = posixpath.relpath(_PICTURES, posixpath.dirname(links.place(path)) or ".")
             return self.pictures.figure(name, folder, language)
 

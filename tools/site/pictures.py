@@ -14,7 +14,7 @@ from tools.site.apart import printed_apart
 from tools.site.directives import PageError
 from tools.site.programs import Programs
 
-__all__ = ["PICTURES", "STYLES", "Picture", "Pictures", "file_name"]
+__all__ = ["PICTURES", "STYLES", "TWO_RUNS", "Picture", "Pictures", "file_name"]
 
 STYLES = ("light", "dark")
 _DRAWINGS = Path(__file__).with_name("drawings.py")
@@ -27,6 +27,14 @@ class Picture:
     alt: dict[str, str]
     caption: dict[str, str]
 
+
+TWO_RUNS = {
+    "compiled": ("eager and compiled", "即时执行和编译"),
+    "upgraded": ("two versions of PyTorch", "两个版本的 PyTorch"),
+    "two_processes": ("one process and two", "一个进程和两个"),
+    "served": ("trainer and server", "训练程序和服务"),
+}
+"""The comparisons of `examples/two_runs.py`."""
 
 PICTURES = {
     "07_limits.py": Picture(
@@ -64,19 +72,21 @@ PICTURES = {
             "zh": "每一步的损失和缩放因子。没有梯度缩放，float16 什么也学不到。",
         },
     ),
-    "two_runs.py": Picture(
-        {
-            "en": "Four panels, one for each pair of runs: the relative distance of each module's results, from the "
-            "embedding to the head, on a logarithmic scale",
-            "zh": "四幅小图，每对运行一幅：从嵌入层到输出头，各模块结果的相对距离，对数坐标",
-        },
-        {
-            "en": "The distance of two runs, module by module.",
-            "zh": "两次运行之间的距离，逐个模块。",
-        },
-    ),
+    **{
+        f"two_runs.py {name}": Picture(
+            {
+                "en": f"The relative distance of each module's results, from the embedding to the head: {en}",
+                "zh": f"从嵌入层到输出头，各模块结果的相对距离：{zh}",
+            },
+            {
+                "en": f"The distance along the modules: {en}.",
+                "zh": f"沿各模块的距离：{zh}。",
+            },
+        )
+        for name, (en, zh) in TWO_RUNS.items()
+    },
 }
-"""By the program's file name."""
+"""By the program's file name, and perhaps a part of it."""
 
 
 class Pictures:
@@ -94,7 +104,7 @@ class Pictures:
         """The picture of a program as HTML with Markdown in it.
 
         Args:
-            name: the program's file name.
+            name: the program's file name, and perhaps a part of it.
             folder: where the pictures are, as seen from the page.
             language: `en` or `zh`.
 
@@ -122,7 +132,8 @@ class Pictures:
 
 def file_name(program: str, style: str) -> str:
     """The file of a program's picture in a style."""
-    return f"{program.removesuffix('.py')}-{style}.svg"
+    name, _, part = program.partition(".py")
+    return f"{'-'.join([name, *part.split(), style])}.svg"
 
 
 def _draw(name: str, folder: Path) -> None:

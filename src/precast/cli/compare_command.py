@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from precast.cli.exit_codes import ExitCode
-from precast.cli.options import json_option
+from precast.cli.options import file_option, json_option
 from precast.errors import ComparisonError
 
 __all__ = ["compare"]
@@ -25,13 +25,7 @@ __all__ = ["compare"]
     show_default=True,
     help="Relative distance of results, losses and weights that is allowed.",
 )
-@click.option(
-    "--report",
-    "page",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write the result as a page, FILE.html.",
-)
+@file_option("--report", "page", text="Also write the result as a page, FILE.html.")
 @click.option(
     "--model",
     metavar="MODULE:FACTORY",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,39 +13,36 @@ from precast import _torch
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
 
-__all__ = ["argument_text", "is_asynchronous", "is_random", "is_uninitialized", "results_of"]
+__all__ = ["UNINITIALIZED", "argument_text", "is_asynchronous", "is_random", "results_of"]
 
 _LONGEST: Final = 80
 _WITHOUT_EFFECT: Final = frozenset(
     {"device", "generator", "layout", "memory_format", "non_blocking", "pin_memory"}
 )
 """Arguments that change no value of the result."""
-_UNINITIALIZED: Final = frozenset(
+UNINITIALIZED: Final = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
     | {"resize_", "set_"}
 )
 """Operations whose results have no values yet."""
 
 
-class _Schema(NamedTuple):
-    names: tuple[str, ...]
-    outputs: frozenset[str]
-    """The arguments that the operation writes."""
-
-
 @functools.cache
-def _schema(func: Any) -> _Schema:
+def _arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
+    """Return the name of each argument of an operation, and True if the operation writes it."""
     schema = _torch.schema_of(func) if isinstance(func, _torch.OpOverload) else None
-    if schema is None:
-        return _Schema((), frozenset())
-    outputs = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    return _Schema(tuple(a.name for a in schema.arguments), frozenset(outputs))
+    arguments = [] if schema is None else schema.arguments
+    return tuple((a.name, bool(a.alias_info and a.alias_info.is_write)) for a in arguments)
+
+
+def _named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    names = (name for name, _ in _arguments_of(func))
+    return [*zip(names, args, strict=False), *kwargs.items()]
 
 
 def argument_text(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     """Return the arguments that are no tensors, as "eps=1e-05; dim=[1]"."""
-    names = _schema(func).names
-    pairs = [*zip(names, args, strict=False), *kwargs.items()]
+    pairs = _named(func, args, kwargs)
     texts = ((name, _text(value)) for name, value in pairs if name not in _WITHOUT_EFFECT)
     return "; ".join(f"{name}={text}" for name, text in texts if text)
 
@@ -63,12 +60,12 @@ def _text(value: Any) -> str:
 
 def results_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Tensor]:
     """Return the tensors that an operation computed: its results, or the arguments that it wrote."""
+    outputs = {name for name, is_written in _arguments_of(func) if is_written}
     results = tensors_in(out)
-    schema = _schema(func)
-    if schema.outputs and not results:
-        pairs = [*zip(schema.names, args, strict=False), *kwargs.items()]
-        results = tensors_in([value for name, value in pairs if name in schema.outputs])
-    return results
+    if not outputs or results:
+        return results
+    pairs = _named(func, args, kwargs)
+    return tensors_in([value for name, value in pairs if name in outputs])
 
 
 @functools.cache
@@ -80,8 +77,3 @@ def is_random(func: Any) -> bool:
 def is_asynchronous(name: str) -> bool:
     """Return True for a communication between processes, whose results have no values yet when it returns."""
     return name.startswith(("c10d::", "_c10d_functional::")) and "wait_tensor" not in name
-
-
-def is_uninitialized(base: str) -> bool:
-    """Return True if the results of an operation have no values yet."""
-    return base in _UNINITIALIZED

@@ -6,34 +6,20 @@ import json
 import math
 import os
 from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from precast._internal import atomic_write
 from precast._internal.version import __version__
 
-__all__ = ["KINDS", "Cause", "GrowthPoint", "RunDifference", "StepDistance", "TokenDistance"]
+__all__ = ["Cause", "GrowthPoint", "Kind", "RunDifference", "StepDistance", "TokenDistance"]
 
 Kind = Literal[
     "weight", "input", "random", "dtype", "rule", "operation", "mode", "order", "gradient", "optimizer",
     "rank", "unknown",
 ]  # fmt: skip
-
-KINDS: Final[dict[str, str]] = {
-    "weight": "a parameter or buffer has other values, or an operation reads another tensor instead of it",
-    "input": "the program got other data, or data of another shape or dtype",
-    "random": "an operation drew other random numbers",
-    "dtype": "an operation computed in another dtype, or one run lacks a cast",
-    "rule": "a policy's rule for an operation is not the same",
-    "operation": "another operation, argument or view, or a kernel of lower precision",
-    "mode": "a module is in training in one run, and in evaluation in the other",
-    "order": "rounding: the same operation, or equivalent ones, in another order of summation",
-    "gradient": "gradients were changed between the backward pass and the optimizer, as by clipping",
-    "optimizer": "an optimizer has other settings or another state",
-    "rank": "one process of several differs from the others",
-    "unknown": "the rows of the recordings do not show it",
-}
-"""The kinds of causes, with their meaning."""
+"""The kinds of causes; docs/compare.md says what they mean."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +31,7 @@ class Cause:
         module: the path of the module; "" for the model itself, and outside of modules.
         operation: the operation, or the name of the parameter.
         source: the line of the program; "" if it is not recorded.
-        kind: one of `KINDS`.
+        kind: one of `Kind`.
         difference: what is different, as text.
         rank: the process; None if there is one.
     """
@@ -146,9 +132,8 @@ class RunDifference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as plain data; a distance that is not finite is None."""
-        plain = {**asdict(self), "within_bound": self.within_bound}
-        finite: dict[str, Any] = _finite(plain)
-        return finite
+        plain: dict[str, Any] = _finite({**asdict(self), "within_bound": self.within_bound})
+        return plain
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the result as JSON, or as a page if the path ends in ".html".
@@ -158,19 +143,24 @@ class RunDifference:
             OutputError: the file could not be written. An existing file is not changed.
         """
         if Path(path).suffix == ".html":
-            from precast.comparison.page import html
+            from precast.report.page import page_of
 
-            content = html(self)
+            content = page_of(
+                resources.files(__package__).joinpath("compare.html.jinja").read_text("utf-8"),
+                self.to_dict(),
+                script="",  # that of the charts is in the template
+                title=f"precast compare {self.a} {self.b}",
+                version=__version__,
+                difference=self,
+            )
         else:
             content = json.dumps({"schema": 1, "precast": __version__, **self.to_dict()})
         atomic_write.replace_own(Path(path), content.encode("utf-8", "replace"))
 
     def sentences(self) -> list[str]:
         """Return the result as sentences: the first difference, the cause, the growth, the cure."""
-        if self.equal:
+        if self.first_bit is None or self.cause is None:
             return ["Equal: no tensor that both runs recorded differs in a bit.", *self.remarks()]
-        assert self.first_bit is not None
-        assert self.cause is not None
         verdict = "within" if self.within_bound else "more than"
         lines = [
             f"Different by {self.distance:.2g}, {verdict} the bound {self.bound:g}.",
@@ -189,13 +179,12 @@ class RunDifference:
         tokens = [each.tokens for each in self.steps if each.tokens is not None]
         count = sum(each.positions for each in tokens)
         if count:
-            flips = sum(each.flips for each in tokens)
             mean = sum(each.logprob_mean * each.positions for each in tokens) / count
-            most = max(each.logprob_max for each in tokens)
             divergence = sum(each.kl * each.positions for each in tokens) / count
             remarks.append(
-                f"{flips} of {count} likeliest tokens are others. Logarithms of probabilities differ by {mean:.2g} on "
-                f"average and by at most {most:.2g}; the KL divergence is {divergence:.2g}."
+                f"{sum(each.flips for each in tokens)} of {count} likeliest tokens are others. Logarithms of "
+                f"probabilities differ by {mean:.2g} on average and by at most "
+                f"{max(each.logprob_max for each in tokens):.2g}; the KL divergence is {divergence:.2g}."
             )
         has_answer = self.cure is not None or any(each.startswith("No cure") for each in self.notes)
         if not (self.within_bound or has_answer):
@@ -213,19 +202,15 @@ class RunDifference:
         from rich.table import Table
         from rich.text import Text
 
-        parts: list[Any] = [Text(str(self))]
-        if self.growth:
-            table = Table("module", "relative distance", title="Along the modules")
-            for point in self.growth:
-                table.add_row(point.module or "the model", f"{point.distance:.2g}")
-            parts.append(table)
-        if not self.equal:
-            table = Table("step", "output", "loss", "gradients", "weights", title="Steps")
-            for each in self.steps:
-                cells = (each.output, each.loss, each.gradients, each.weights)
-                table.add_row(str(each.step), *("-" if c is None else f"{c:.2g}" for c in cells))
-            parts.append(table)
-        return Group(*parts)
+        growth = Table("module", "relative distance", title="Along the modules")
+        for point in self.growth:
+            growth.add_row(point.module or "the model", f"{point.distance:.2g}")
+        steps = Table("step", "output", "loss", "gradients", "weights", title="Steps")
+        for each in self.steps:
+            cells = (each.output, each.loss, each.gradients, each.weights)
+            steps.add_row(str(each.step), *("-" if c is None else f"{c:.2g}" for c in cells))
+        tables = [*([growth] if self.growth else []), *([] if self.equal else [steps])]
+        return Group(Text(str(self)), *tables)
 
 
 def _finite(value: Any) -> Any:

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +26,13 @@ from precast import _torch
 from precast._internal.display import dtype_name, plural
 from precast._internal.pytree import tensors_in
 from precast.comparison.call_arguments import (
+    UNINITIALIZED,
     argument_text,
     is_asynchronous,
     is_random,
-    is_uninitialized,
     results_of,
 )
 from precast.comparison.recording_file import RecordingWriter, Row, RowInput
-from precast.comparison.selection import Selection
 from precast.comparison.sketches import measure
 from precast.comparison.tensor_origins import TensorOrigins, is_measurable
 from precast.diagnostics.failures import Failures
@@ -42,11 +43,12 @@ from precast.diagnostics.tracing.listening import OperationListener, casting_dev
 from precast.diagnostics.tracing.tally import CallPlace
 from precast.engine.operation import Operation
 from precast.engine.operator_kinds import Cast, dtype_of, kind_of
+from precast.errors import ComparisonError
 from precast.policy.module_names import named_buffers, named_parameters
 from precast.policy.policy import Policy
 from precast.policy.shortest_text import whole_file
 
-__all__ = ["Logits", "RunRecorder"]
+__all__ = ["Level", "Logits", "RunRecorder", "Selection"]
 
 _MOST_ROWS: Final = 20_000
 """The most rows of one step."""
@@ -59,19 +61,54 @@ _OF_BATCH: Final = frozenset({"operation", "output", "tensor", "input", "logits"
 _MOST_TOKENS: Final = 16_384
 """The most positions of logits whose token and probability are recorded."""
 
+Level = Literal["operations", "modules"]
 Logits = str | Callable[[Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The part of a run that is recorded; `record` describes the fields.
+
+    Raises:
+        ComparisonError: a value is not allowed.
+    """
+
+    level: Level = "operations"
+    every: int = 1
+    steps: tuple[int, int] | None = None
+    modules: str = ""
+    split: int = 1
+    logits: Logits | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            expected = " or ".join(map(repr, get_args(Level)))
+            raise ComparisonError(f"record(level=...): expected {expected}, got {self.level!r}")
+        for name, number in (("every", self.every), ("split", self.split)):
+            if number < 1:
+                raise ComparisonError(f"record({name}=...): expected at least 1, got {number}")
+        if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
+            raise ComparisonError(
+                f"record(steps=...): expected (A, B) with 0 <= A < B, got {self.steps}"
+            )
+
+    def takes_step(self, step: int) -> bool:
+        """Return True if a step is recorded."""
+        first, end = self.steps or (0, step + 1)
+        return first <= step < end and (step - first) % self.every == 0
+
+    def takes_module(self, path: str) -> bool:
+        """Return True if the operations of a module are recorded: its own path or one around it matches."""
+        if not self.modules:
+            return True
+        pattern = ".*".join(map(re.escape, self.modules.split("*")))
+        return re.fullmatch(rf"(?:{pattern})(?:\..*)?", path) is not None
 
 
 class RunRecorder(OperationListener):
     """Records one run in one thread."""
 
-    def __init__(
-        self,
-        writer: RecordingWriter,
-        selection: Selection,
-        logits: Logits | None,
-        before_call: Callable[[], None],
-    ) -> None:
+    def __init__(self, writer: RecordingWriter, selection: Selection) -> None:
         self.failures = Failures()
         self.step = 0
         self._writer = writer
@@ -86,43 +123,36 @@ class RunRecorder(OperationListener):
         self._measurements: list[Tensor] = []
         self._positions: dict[int, tuple[int, int]] = {}
         """Maps the number of a row that waits to the position of its measurement, and the number of its parts."""
-        self._logits = logits
-        self._before_call = before_call
         self._tokens: dict[int, tuple[Tensor, Tensor]] = {}
         """Maps the number of a row of logits that waits to the likeliest tokens and the logarithms of probabilities."""
         self._program_inputs: list[Tensor] = []
         self._setting: dict[str, str] | None = None
         """The region around the model, until it is written; empty after that."""
-        self._next = 0
-        self._of_step = 0
-        self._dropped = 0
-        self._unmeasured = 0
+        self._next = self._of_step = 0
+        """The numbers of rows so far, and in this step."""
+        self._dropped = self._unmeasured = 0
         self._busy = False
         self._thread = threading.get_ident()
         self._calls: list[tuple[str, list[RowInput]]] = []
         """The names of the modules that run, the outermost first, with the results of the modules inside."""
         self._is_on = selection.takes_step(0)
         self._mode_of_module = ""
+        self._trains = self._step_is_over = self._was_called = False
 
-    # --- the model ---
+    def call(self, method: Callable[..., None], *args: Any) -> None:
+        """Call a method in the recorded thread only; its exceptions are counted."""
+        if threading.get_ident() == self._thread:
+            self.failures.call_unseen(method.__name__, method, *args)
 
     def learn(self, model: nn.Module) -> None:
         """Take the names of modules, parameters and buffers from a model."""
         self._names = ModuleNames([model])
-        named: list[tuple[str, str, Tensor]] = [
-            *(("buffer", name, each) for name, each in named_buffers(model)),
-            *(("weight", name, each) for name, each in named_parameters(model)),
-        ]
-        for kind, name, tensor in named:
-            if is_measurable(tensor):
-                self._weights[id(tensor.untyped_storage())] = tensor, kind, name
+        for kind, named in (("buffer", named_buffers), ("weight", named_parameters)):
+            for name, tensor in named(model):
+                if is_measurable(tensor):
+                    self._weights[id(tensor.untyped_storage())] = tensor, kind, name
 
     # --- operations (`OperationListener`) ---
-
-    @property
-    def is_in_module(self) -> bool:
-        """True while a module of the model runs."""
-        return bool(self._calls)
 
     @property
     def depth(self) -> int:
@@ -138,29 +168,22 @@ class RunRecorder(OperationListener):
         policy = reasons.policy_here(op.device_type)
         self._rules.append((op, policy, reasons.decide(policy, op.name, op.device_type).rule))
 
-    def end(self, result: Any) -> None:  # noqa: ARG002
+    def end(self, _result: Any) -> None:
         """Forget the rule."""
         self._rules.pop()
 
-    def fail(self, error: BaseException) -> None:  # noqa: ARG002
+    def fail(self, _error: BaseException) -> None:
         """Forget the rule."""
         self._rules.pop()
-
-    def _rule(self) -> str:
-        """Return the outermost rule that is being applied, as "linear: lower"."""
-        if not self._rules or self._rules[0][2] is None:
-            return ""
-        op, _, rule = self._rules[0]
-        return f"{op.name.removeprefix('aten::')}: {rule}"
 
     def saw(self, func: Any, call: Any, out: Any, _seconds: float, _inside: Sequence[Cast]) -> None:
         """Record the results of an operation."""
         if self._busy or not self._is_on:
             return
         kind = kind_of(func)
-        if is_uninitialized(kind.base):
+        if kind.base in UNINITIALIZED:
             for tensor in filter(is_measurable, tensors_in(out)):
-                self._origins.put_uninitialized(tensor)
+                self._origins.put(tensor)
             return
         has_node = self._nodes.has_new
         if kind.is_view and not has_node:
@@ -172,34 +195,37 @@ class RunRecorder(OperationListener):
             self._record_results(func, call, out, place)
 
     def _record_results(self, func: Any, call: Any, out: Any, place: CallPlace) -> None:
-        args, kwargs = call
+        (args, kwargs), name = call, kind_of(func).name
         arguments = argument_text(func, args, kwargs)
         results = []
         for tensor in filter(self._can, results_of(func, args, kwargs, out)):
             if _is_workspace(tensor, arguments, args):
-                self._origins.put_uninitialized(tensor)
+                self._origins.put(tensor)
             else:
                 results.append(tensor)
         if not results:
             return
-        traits = " ".join(filter(None, ("random" if is_random(func) else "", self._mode_of_module)))
         inputs = self._inputs([*args, *kwargs.values()], place)
-        if is_asynchronous(kind_of(func).name):
+        if is_asynchronous(name):
             for tensor in results:
-                self._origins.pass_on(tensor, list(inputs))
+                self._origins.pass_on(tensor, inputs)
             return
+        rule = ""
+        if self._rules and self._rules[0][2] is not None:
+            rule = f"{self._rules[0][0].name.removeprefix('aten::')}: {self._rules[0][2]}"
+        traits = " ".join(filter(None, ("random" if is_random(func) else "", self._mode_of_module)))
         is_list = isinstance(out, list) or not isinstance(out, Tensor | tuple)
         for position, tensor in enumerate(results if is_list else results[:_MOST_RESULTS]):
             self._add(
-                "operation", place, kind_of(func).name, inputs, tensor,
-                result=position, arguments=arguments, rule=self._rule(), traits=traits,
+                "operation", place, name, inputs, tensor,
+                result=position, arguments=arguments, rule=rule, traits=traits,
             )  # fmt: skip
 
     def _place(self) -> CallPlace:
         frame = frame_above(1)
         source, owner, phase = read_stack(frame)
         module = None if owner is None else self._names.of(owner, frame)
-        self._mode_of_module = "" if owner is None else ("train" if owner.training else "eval")
+        self._mode_of_module = "" if owner is None else _mode(owner)
         node = _torch.current_node()
         if node is None:
             return CallPlace(module, source, phase)
@@ -211,16 +237,24 @@ class RunRecorder(OperationListener):
 
     # --- calls of modules, from hooks ---
 
+    @property
+    def is_in_module(self) -> bool:
+        """True while a module of the model runs."""
+        return bool(self._calls)
+
     def module_starts(self, name: str, module: nn.Module, arguments: Any) -> None:
         """Handle the start of a module. The arguments of an outermost one are inputs of the program."""
         is_outermost = not self._calls and _torch.is_real()
         if is_outermost and next(module.parameters(), None) is not None:
-            self._before_call()
+            is_next = self._was_called and not self._trains and not torch.is_grad_enabled()
+            if is_next or (self._step_is_over and torch.is_grad_enabled()):
+                self.new_step()
+            self._was_called = True
         if is_outermost and self._is_on:
             self._inputs(arguments, CallPlace(name, None, "other"))
             self._add_weights()
             tensors = tensors_in(arguments)
-            self._program_inputs = tensors if self._logits is not None else []
+            self._program_inputs = tensors if self._selection.logits is not None else []
             if self._setting is None:
                 self._setting = _region_setting(tensors)
         self._calls.append((name, []))
@@ -234,55 +268,50 @@ class RunRecorder(OperationListener):
                 break
         if not self._is_on or self._busy or not _torch.is_real():
             return
-        phase = "backward" if _torch.in_backward() else "forward"
-        place = CallPlace(name, None, phase)  # type: ignore[arg-type]
-        added = []
-        for position, tensor in enumerate(tensors_in(output)):
-            if position >= _MOST_RESULTS or not self._can(tensor):
+        place = CallPlace(name, None, "backward" if _torch.in_backward() else "forward")
+        kind, outer = type(module).__name__, self._calls[-1][1] if self._calls else []
+        for position, tensor in enumerate(tensors_in(output)[:_MOST_RESULTS]):
+            if not self._can(tensor):
                 continue
-            inputs = self._origins.of(tensor)
-            if inputs is not None:
-                read = [inputs]
-            else:  # computed by operations that are not recorded
+            inputs = self._known([tensor])
+            if not inputs:  # computed by operations that are not recorded
                 own = _torch.own_tensors(module) if inner else [*module.parameters()]
-                read = [*self._inputs([arguments, own], place), *inner]
+                inputs = (*self._inputs([arguments, own], place), *inner)
             number = self._add(
-                "output", place, type(module).__name__, tuple(read), tensor,
-                result=position, traits="train" if module.training else "eval",
-            )  # fmt: skip
-            added.append(RowInput((number,)))
+                "output", place, kind, inputs, tensor, result=position, traits=_mode(module)
+            )
+            outer.append(RowInput((number,)))
             if self._selection.level == "modules" and tensor.grad_fn is not None:
-                self._follow(name, type(module).__name__, position, tensor)
-        if self._calls:
-            self._calls[-1][1].extend(added)
-        if output is not None and self._logits is not None:
-            self._add_logits(name, output, phase)
+                self._follow(name, kind, position, tensor)
+        if output is not None and self._selection.logits is not None:
+            self._add_logits(name, output, place)
+        if not self._calls:
+            self._program_inputs = []
 
-    def _add_logits(self, name: str, output: Any, phase: Any) -> None:
+    def _add_logits(self, name: str, output: Any, place: CallPlace) -> None:
         """Record the square roots of probabilities, the likeliest tokens, and logarithms of probabilities.
 
         The logarithms are those of the next tokens in the program's input, or of the likeliest ones if there is none.
         """
-        inputs = self._program_inputs
-        if not self._calls:
-            self._program_inputs = []
-        if callable(self._logits) and not self._calls:
-            logits = self._logits(output)
-        elif self._logits == name:
+        source = self._selection.logits
+        if callable(source) and not self._calls:
+            logits = source(output)
+        elif source == name:
             logits = tensors_in(output)[0]
         else:
             return
         with self._reading():
             logs = logits.detach().float().log_softmax(-1)
             likeliest = logs.argmax(-1)
-            integers = (each for each in inputs if each.dtype is torch.int64)
-            tokens = next((each for each in integers if each.shape == likeliest.shape), None)
-            if tokens is not None and tokens.dim():
-                likeliest_last = likeliest.narrow(-1, -1, 1)
-                tokens = torch.cat([tokens.narrow(-1, 1, tokens.shape[-1] - 1), likeliest_last], -1)
-            chosen = logs.gather(-1, (likeliest if tokens is None else tokens).unsqueeze(-1))
+            integers = (each for each in self._program_inputs if each.dtype is torch.int64)
+            tokens = next((each for each in integers if each.shape == likeliest.shape), likeliest)
+            if tokens is not likeliest and tokens.dim():
+                tokens = torch.cat(
+                    [tokens.narrow(-1, 1, tokens.shape[-1] - 1), likeliest[..., -1:]], -1
+                )
+            chosen = logs.gather(-1, tokens.unsqueeze(-1))
             roots = (logs / 2).exp_()
-        number, place = self._next, CallPlace(None, None, phase)
+        number, place = self._next, CallPlace(None, None, place.phase)
         self._add("logits", place, "logits", self._known([logits]), roots)
         if self._next > number:  # else it was left out
             both = likeliest.flatten()[:_MOST_TOKENS], chosen.flatten()[:_MOST_TOKENS]
@@ -294,13 +323,9 @@ class RunRecorder(OperationListener):
 
         def reached(gradient: Tensor | None) -> None:
             if gradient is not None and self._is_on and self._can(gradient):
-                inputs = self._origins.of(gradient)
-                read = () if inputs is None else (inputs,)
-                self.failures.call_unseen(
-                    name, functools.partial(
-                        self._add, "output", place, kind, read, gradient, result=position
-                    )
-                )  # fmt: skip
+                read = self._known([gradient])
+                add = functools.partial(self._add, "output", place, kind, read, gradient)
+                self.failures.call_unseen(name, functools.partial(add, result=position))
 
         _torch.hook_gradient(tensor, reached)
 
@@ -308,6 +333,9 @@ class RunRecorder(OperationListener):
 
     def backward_starts(self, roots: Any, _gradients: Any) -> None:
         """Record the losses of a backward pass."""
+        self._trains = True
+        if self._step_is_over:
+            self.new_step()
         if not self._is_on:
             return
         place = CallPlace(None, None, "other")
@@ -317,33 +345,35 @@ class RunRecorder(OperationListener):
 
     def optimizer_starts(self, optimizer: Optimizer) -> None:
         """Record the gradients that an optimizer is about to read."""
-        if self._is_on:
-            for parameter, name, _ in self._parameters(optimizer):
-                if parameter.grad is not None and self._can(parameter.grad):
-                    place = CallPlace(_owner(name), None, "backward")
-                    gradient = parameter.grad
-                    self._add("gradient", place, name, self._known([gradient]), gradient)
+        for _, gradient, name, _ in self._parameters(optimizer):
+            if self._can(gradient):
+                place = CallPlace(_owner(name), None, "backward")
+                self._add("gradient", place, name, self._known([gradient]), gradient)
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         """Record the parameters that an optimizer has written."""
-        if self._is_on:
-            for parameter, name, settings in self._parameters(optimizer):
-                if parameter.grad is not None and self._can(parameter):
-                    place = CallPlace(_owner(name), None, "optimizer")
-                    inputs = self._known([parameter.grad, parameter])
-                    arguments = f"optimizer={type(optimizer).__name__}; {settings}"
-                    self._add("update", place, name, inputs, parameter, arguments=arguments)
+        for parameter, gradient, name, settings in self._parameters(optimizer):
+            if self._can(parameter):
+                place, inputs = CallPlace(_owner(name), None, "optimizer"), [gradient, parameter]
+                self._add("update", place, name, self._known(inputs), parameter, arguments=settings)
+        self._trains = self._step_is_over = True
 
-    def _parameters(self, optimizer: Optimizer) -> Iterable[tuple[Tensor, str, str]]:
-        for index, group in enumerate(optimizer.param_groups):
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[Tensor, Tensor, str, str]]:
+        """Yield the parameters that have gradients, with these, their names and the settings of the optimizer."""
+        for index, group in enumerate(optimizer.param_groups if self._is_on else ()):
             plain = {k: v for k, v in group.items() if isinstance(v, int | float | tuple | bool)}
-            settings = "; ".join(f"{name}={value!r}" for name, value in sorted(plain.items()))
+            settings = [f"optimizer={type(optimizer).__name__}"]
+            settings += [f"{name}={value!r}" for name, value in sorted(plain.items())]
             for position, parameter in enumerate(group["params"]):
-                _, name = self._weight(parameter) or ("", f"group {index}, parameter {position}")
-                yield parameter, name, settings
+                if parameter.grad is not None:
+                    _, _, name = self._weight(parameter) or (
+                        0, 0, f"group {index}, parameter {position}",
+                    )  # fmt: skip
+                    yield parameter, parameter.grad, name, "; ".join(settings)
 
     def new_step(self) -> None:
         """End the step, and begin the next one."""
+        self._step_is_over = False
         self.flush()
         self._nodes.new_step()
         self.step += 1
@@ -358,9 +388,9 @@ class RunRecorder(OperationListener):
             return
         with self._reading():
             matrix = torch.stack([each.cpu() for each in self._measurements])
-        notes = self._notes()
-        more: dict[str, Any] = {"setting": self._setting} if self._setting else {}
-        self._setting = {} if more else self._setting
+        more: dict[str, Any] = {"step": self.step, "notes": self._notes()}
+        if self._setting:
+            more["setting"], self._setting = self._setting, {}
         if self._tokens:
             more["tokens"] = {
                 number: [ids.tolist(), [round(each, 6) for each in logs.tolist()]]
@@ -369,7 +399,7 @@ class RunRecorder(OperationListener):
         rows, self._rows, self._measurements = self._rows, [], []
         self._positions.clear()
         self._tokens.clear()
-        self._writer.write(self.step, rows, matrix, notes, **more)
+        self._writer.write(rows, matrix, **more)
 
     def _notes(self) -> list[str]:
         notes = self.failures.notes("tensor", "could not be recorded")
@@ -379,9 +409,8 @@ class RunRecorder(OperationListener):
                 "Name fewer modules, or record level='modules'"
             )
         if self._unmeasured:
-            notes.append(
-                f"{plural(self._unmeasured, 'tensor')} of subclasses or without dense memory not recorded"
-            )
+            tensors = plural(self._unmeasured, "tensor")
+            notes.append(f"{tensors} of subclasses or without dense memory not recorded")
         self._dropped = self._unmeasured = 0
         return notes
 
@@ -394,47 +423,41 @@ class RunRecorder(OperationListener):
         return can
 
     def _known(self, tensors: list[Tensor]) -> tuple[RowInput, ...]:
-        origins = (self._origins.of(each) for each in tensors)
-        return tuple(each for each in origins if each is not None)
+        return tuple(filter(None, map(self._origins.of, tensors)))
 
-    def _weight(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Return kind and name of a parameter or buffer, also for a view of one."""
+    def _weight(self, tensor: Tensor) -> tuple[Tensor, str, str] | None:
+        """Return the whole tensor, kind and name of a parameter or buffer, also for a view of one."""
         entry = self._weights.get(id(tensor.untyped_storage())) if is_measurable(tensor) else None
         if entry is None or entry[0].untyped_storage() is not tensor.untyped_storage():
             return None
-        return entry[1], entry[2]
+        return entry
 
     def _add_weights(self) -> None:
         """Add the rows of weights that have none, so that a compiled part, too, can be told from other weights.
 
         A recording of modules has no operations that write weights: it gets new rows of those that were written.
         """
-        writes_unseen = self._selection.level == "modules"
+        is_blind = self._selection.level == "modules"
         for tensor, kind, name in self._weights.values():
-            if (self._origins.latest if writes_unseen else self._origins.of)(tensor) is None:
+            if (self._origins.latest if is_blind else self._origins.of)(tensor) is None:
                 self._add(kind, CallPlace(_owner(name), None, "other"), name, (), tensor)
 
     def _inputs(self, values: Any, place: CallPlace) -> tuple[RowInput, ...]:
         """Return the tensors that are read. Those without a row get one."""
-        inputs = []
-        for tensor in tensors_in(values):
-            if not is_measurable(tensor):
-                continue
-            origin = self._origins.of(tensor)
-            if origin is None:
+        inputs: list[RowInput] = []
+        for tensor in filter(is_measurable, tensors_in(values)):
+            if self._origins.of(tensor) is None:
                 self._add_unknown(tensor, place)
-                origin = self._origins.of(tensor)
-            if origin is not None and origin.rows:
-                inputs.append(origin)
-        return tuple(inputs)
+            inputs += self._known([tensor])
+        return tuple(each for each in inputs if each.rows)
 
     def _add_unknown(self, tensor: Tensor, place: CallPlace) -> None:
         """Add the row of a tensor that no recorded operation computed: a weight, or an input."""
         weight = self._weight(tensor)
         if weight is not None:
-            kind, name = weight
-            whole = self._weights[id(tensor.untyped_storage())][0]
-            self._add(kind, CallPlace(_owner(name), place.source, place.phase), name, (), whole)
+            whole, kind, name = weight
+            place = CallPlace(_owner(name), place.source, place.phase)
+            self._add(kind, place, name, (), whole)
             return
         is_computed = tensor.grad_fn is not None or bool(self._calls)
         kind = "tensor" if is_computed or place.phase == "backward" else "input"
@@ -458,7 +481,7 @@ class RunRecorder(OperationListener):
         takes = is_state or self._selection.takes_module(place.module or "")
         if self._of_step >= _MOST_ROWS or not takes:
             self._dropped += takes
-            self._origins.pass_on(tensor, list(inputs))
+            self._origins.pass_on(tensor, inputs)
             return inputs[0].rows[-1] if inputs else max(0, self._next - 1)
         number, latest = self._next, self._origins.latest(tensor)
         position, parts = self._positions.get(-1 if latest is None else latest, (-1, 0))
@@ -495,16 +518,6 @@ class RunRecorder(OperationListener):
         finally:
             self._busy = False
 
-    def guarded(self, method: Callable[..., None]) -> Callable[..., None]:
-        """Return a method that runs in the recorded thread only, and whose exceptions are counted."""
-
-        @functools.wraps(method)
-        def call(*args: Any) -> None:
-            if threading.get_ident() == self._thread:
-                self.failures.call_unseen(method.__name__, method, *args)
-
-        return call
-
 
 def _is_workspace(result: Tensor, arguments: str, args: Sequence[Any]) -> bool:
     """Return True for bytes that a kernel keeps for its backward, parts of which have no values."""
@@ -520,6 +533,10 @@ def _region_setting(inputs: list[Tensor]) -> dict[str, str]:
         return {}
     dtype = dtype_name(torch.get_autocast_dtype(device))
     return {"policy": whole_file(reasons.policy_here(device)), "dtype": dtype, "device": device}
+
+
+def _mode(module: nn.Module) -> str:
+    return "train" if module.training else "eval"
 
 
 def _owner(name: str) -> str:

@@ -11,8 +11,8 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from precast import _torch
 from precast._torch.optimizer_hooks import on_optimizer_step
-from precast.comparison.recorder import Logits, RunRecorder
+from precast.comparison.recorder import Level, Logits, RunRecorder, Selection
 from precast.comparison.recording_file import RecordingWriter
-from precast.comparison.selection import Level, Selection
 from precast.diagnostics.tracing.listening import listen
 from precast.engine.registration import engine
 from precast.errors import ComparisonError
@@ -86,7 +84,7 @@ def record(
         )
     if isinstance(logits, str) and model is not None and logits not in modules_by_name(model):
         raise ComparisonError(f"record(logits={logits!r}): the model has no module of that name")
-    return Recording(Path(path), model, Selection(level, every, steps, modules, split), logits)
+    return Recording(Path(path), model, Selection(level, every, steps, modules, split, logits))
 
 
 class Recording:
@@ -96,51 +94,35 @@ class Recording:
         path: the file of this process.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        model: nn.Module | None,
-        selection: Selection,
-        logits: Logits | None = None,
-    ) -> None:
+    def __init__(self, path: Path, model: nn.Module | None, selection: Selection) -> None:
         rank, world_size = _rank()
-        self.path = (
-            path.with_name(f"{path.stem}.rank{rank}{path.suffix}") if world_size > 1 else path
-        )
+        several = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        self.path = several if world_size > 1 else path
         self._model = model
         self._selection = selection
-        self._logits = logits
-        self._ranks = rank, world_size
         self._ends = contextlib.ExitStack()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._trains = False
-        self._step_is_over = False
-        self._was_called = False
 
     @_torch.never_compiled
     def __enter__(self) -> Recording:
         engine()  # loads the library, which measures tensors faster
-        rank, world_size = self._ranks
+        rank, world_size = _rank()
         level, split = self._selection.level, self._selection.split
         writer = RecordingWriter(
             self.path, level=level, rank=rank, world_size=world_size, split=split
         )
-        self._recorder = recorder = RunRecorder(
-            writer, self._selection, self._logits, self._before_call
-        )
-        self._thread = threading.get_ident()
-        self._ends.callback(self._finish, writer)
+        self._recorder = recorder = RunRecorder(writer, self._selection)
+        for method in (writer.close, recorder.flush):
+            self._ends.callback(recorder.failures.call_unseen, "end of the recording", method)
         if self._model is not None:
             self._learn(self._model)
         self._ends.callback(_torch.on_module_call(self._outermost_call))
-        self._ends.callback(_torch.on_backward(recorder.guarded(self._on_backward)))
-        self._ends.callback(
-            on_optimizer_step(
-                before=recorder.guarded(recorder.optimizer_starts),
-                after=recorder.guarded(self._after_optimizer),
-            )
-        )
-        if self._selection.level == "operations":
+        on_backward = functools.partial(recorder.call, recorder.backward_starts)
+        self._ends.callback(_torch.on_backward(on_backward))
+        before = functools.partial(recorder.call, recorder.optimizer_starts)
+        after = functools.partial(recorder.call, recorder.optimizer_ends)
+        self._ends.callback(on_optimizer_step(before=before, after=after))
+        if level == "operations":
             self._ends.enter_context(listen(recorder))
         return self
 
@@ -148,40 +130,14 @@ class Recording:
     def __exit__(self, *_error: object) -> None:
         self._ends.close()
 
-    def _finish(self, writer: RecordingWriter) -> None:
-        self._recorder.failures.call_unseen("end of the recording", self._recorder.flush)
-        self._recorder.failures.call_unseen("end of the recording", writer.close)
-
-    # --- called by the program ---
-
     def _outermost_call(self, module: nn.Module, run: Callable[[], Any]) -> Any:
-        if threading.get_ident() == self._thread and not self._recorder.is_in_module:
-            self._recorder.failures.call_unseen("call of a module", self._call_starts, module)
+        if not self._recorder.is_in_module:
+            self._recorder.call(self._call_starts, module)
         return run()
 
     def _call_starts(self, module: nn.Module) -> None:
         if _torch.is_real() and next(module.parameters(), None) is not None:
             self._learn(module)
-
-    def _before_call(self) -> None:
-        is_next = self._was_called and not self._trains and not torch.is_grad_enabled()
-        if is_next or (self._step_is_over and torch.is_grad_enabled()):
-            self._begin_step()
-        self._was_called = True
-
-    def _on_backward(self, roots: Any, gradients: Any) -> None:
-        self._trains = True
-        if self._step_is_over:
-            self._begin_step()
-        self._recorder.backward_starts(roots, gradients)
-
-    def _after_optimizer(self, optimizer: Optimizer) -> None:
-        self._recorder.optimizer_ends(optimizer)
-        self._trains = self._step_is_over = True
-
-    def _begin_step(self) -> None:
-        self._step_is_over = False
-        self._recorder.new_step()
 
     def _learn(self, model: nn.Module) -> None:
         """Take names from the first model, and hook the modules of each model once."""
@@ -199,8 +155,11 @@ class Recording:
             if id(module) in without_hooks:  # with hooks, it would leave PyTorch's fast path
                 self._ends.callback(_torch.on_call_without_hooks(module, hooks.around))
                 continue
-            for handle in hooks.register(module):
-                self._ends.callback(handle.remove)
+            # Not `module.register...`, which raises for a scripted module, although its hooks are called.
+            before, after = nn.Module.register_forward_pre_hook, nn.Module.register_forward_hook
+            self._ends.callback(before(module, hooks.enter, with_kwargs=True).remove)
+            handle = after(module, hooks.leave, with_kwargs=True, always_call=True)
+            self._ends.callback(handle.remove)
 
 
 class _CallHooks:
@@ -213,26 +172,15 @@ class _CallHooks:
     def __reduce__(self) -> tuple[Any, ...]:
         return _CallHooks, ()
 
-    def register(self, module: nn.Module) -> list[Any]:
-        """Add the hooks to a module."""
-        # Not `module.register...`, which raises for a scripted module, although its hooks are called.
-        return [
-            nn.Module.register_forward_pre_hook(module, self.enter, with_kwargs=True),
-            nn.Module.register_forward_hook(module, self.leave, with_kwargs=True, always_call=True),
-        ]
-
     @_torch.runs_uncompiled
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling() and self._recorder is not None:
-            starts = self._recorder.guarded(self._recorder.module_starts)
-            starts(self._name, module, [args, kwargs])
+    def enter(self, module: nn.Module, *arguments: Any) -> None:
+        if not torch.compiler.is_dynamo_compiling() and (recorder := self._recorder) is not None:
+            recorder.call(recorder.module_starts, self._name, module, arguments)
 
     @_torch.runs_uncompiled
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.compiler.is_dynamo_compiling() and self._recorder is not None:
-            self._recorder.guarded(self._recorder.module_ends)(
-                self._name, module, [args, kwargs], output
-            )
+        if not torch.compiler.is_dynamo_compiling() and (recorder := self._recorder) is not None:
+            recorder.call(recorder.module_ends, self._name, module, (args, kwargs), output)
 
     def around(self, module: nn.Module, run: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Run a call between the hooks."""

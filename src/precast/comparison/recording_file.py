@@ -10,9 +10,11 @@ Invariants:
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -24,22 +26,29 @@ from precast._internal.version import __version__
 from precast.comparison.sketches import NUMBERS
 from precast.errors import ComparisonError, OutputError
 
-__all__ = ["Header", "Part", "RecordingReader", "RecordingWriter", "Row", "RowInput"]
+__all__ = [
+    "RecordingReader",
+    "RecordingWriter",
+    "Row",
+    "RowInput",
+    "RunStep",
+    "Tokens",
+    "fingerprints",
+]
 
 FORMAT: Final = 1
 _BYTES: Final = NUMBERS * 8
 
+Tokens = tuple[list[float], list[float]]
+"""The likeliest tokens and the logarithms of probabilities, at all positions of logits."""
+
 
 class RowInput(NamedTuple):
-    """One tensor that an operation reads.
-
-    Attributes:
-        rows: the numbers of the rows that wrote its memory.
-        views: the views between these rows and the operation, such as "transpose(0, 1)"; "" for none.
-    """
+    """One tensor that an operation reads: the numbers of the rows that wrote its memory."""
 
     rows: tuple[int, ...]
     views: str = ""
+    """The view of that memory, if it is not read from the first to the last element."""
 
 
 class Row(NamedTuple):
@@ -62,6 +71,7 @@ class Row(NamedTuple):
         inputs: the tensors that were read.
         measurement: the position of its measurement in the part; that of an earlier row if it is the same tensor.
         parts: the number of parts of the batch, whose measurements follow; 0 if they are not measured.
+        bits: the fingerprint, in a row that was read; several for the parts of a batch.
     """
 
     kind: str
@@ -78,22 +88,11 @@ class Row(NamedTuple):
     inputs: tuple[RowInput, ...]
     measurement: int
     parts: int = 0
+    bits: tuple[int, ...] = ()
 
 
-class Header(NamedTuple):
-    """The first line of a recording.
-
-    Attributes:
-        format: the version of the file's format.
-        precast: the version of precast.
-        torch: the version of PyTorch.
-        level: "operations" or "modules".
-        rank: the rank of the process.
-        world_size: the number of processes.
-        split: the number of parts of each batch that are measured.
-    """
-
-    format: int
+class _Header(NamedTuple):
+    schema: int
     precast: str
     torch: str
     level: str
@@ -102,26 +101,15 @@ class Header(NamedTuple):
     split: int
 
 
-class Part(NamedTuple):
-    """Consecutive rows of one step.
-
-    Attributes:
-        step: the number of the step.
-        first: the number of the first row.
-        rows: the rows.
-        measurements: a matrix of float64 numbers, to which the rows refer.
-        notes: sentences on what was not recorded.
-        tokens: for the number of a row of logits, the likeliest tokens, and the logarithms of probabilities.
-        setting: the policy, dtype and device of the region around the model, if it is the first that was seen.
-    """
+class RunStep(NamedTuple):
+    """One step of a recording: its number, and its rows by their numbers."""
 
     step: int
-    first: int
-    rows: list[Row]
-    measurements: Tensor
-    notes: list[str]
-    tokens: dict[int, list[list[float]]]
-    setting: dict[str, str] | None
+    rows: dict[int, Row]
+    measurements: dict[int, Tensor]
+    """Those of each row, and below it those of the parts of the batch."""
+    tokens: Tokens
+    """Empty lists without logits."""
 
 
 class RecordingWriter:
@@ -134,18 +122,11 @@ class RecordingWriter:
     def __init__(self, path: Path, **more: Any) -> None:
         self.path = path
         self._process = os.getpid()
-        header = {"schema": FORMAT, "precast": __version__, "torch": torch.__version__}
-        atomic_write.replace_own(path, _line({**header, **more, "kind": "recording"}))
+        header = _Header(schema=FORMAT, precast=__version__, torch=torch.__version__, **more)
+        atomic_write.replace_own(path, _line({**header._asdict(), "kind": "recording"}))
         self._file: IO[bytes] | None = open(path, "ab")  # noqa: SIM115 -- closed by `close`
 
-    def write(
-        self,
-        step: int,
-        rows: Sequence[Row],
-        measurements: Tensor,
-        notes: Sequence[str],
-        **more: Any,
-    ) -> None:
+    def write(self, rows: Sequence[Row], measurements: Tensor, **more: Any) -> None:
         """Append a part, and hand it to the operating system.
 
         Raises:
@@ -155,14 +136,9 @@ class RecordingWriter:
             return  # a forked process is not recorded
         host = measurements.cpu().contiguous()
         content = ctypes.string_at(host.data_ptr(), host.numel() * 8)  # NumPy may be missing
-        part = {
-            "step": step,
-            "rows": rows,
-            "notes": notes,
-            "measurements": len(measurements),
-        } | more
+        plain = {**more, "rows": [row[:-1] for row in rows], "measurements": len(measurements)}
         try:
-            self._file.write(_line(part) + content)
+            self._file.write(_line(plain) + content)
             self._file.flush()
         except OSError as error:
             self._file = None
@@ -181,12 +157,12 @@ def _line(value: dict[str, Any]) -> bytes:
 
 
 class RecordingReader:
-    """Reads a recording, part by part.
+    """Reads a recording, step by step.
 
     Attributes:
-        header: the first line.
-        parts_read: the number of parts that were read.
-        is_cut: True after the last part, if the file ends in the middle of a part or has no end.
+        notes: the sentences on what was not recorded, of the steps that were read.
+        setting: policy, dtype and device of the region around the model; None while no step with one was read.
+        is_cut: True after the last step, if the file ends in the middle of a part or has no end.
 
     Raises:
         ComparisonError: the file cannot be read or is no recording.
@@ -194,44 +170,53 @@ class RecordingReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.parts_read = 0
-        self.is_cut = False
+        self.notes: dict[str, None] = {}
+        self.setting: dict[str, str] | None = None
+        self.has_rows = self.is_cut = False
         try:
             self._file = open(path, "rb")  # noqa: SIM115 -- closed by `close`
             line = self._file.readline(1 << 16)
         except OSError as error:
             raise ComparisonError(f"cannot read {path}: {error.strerror or error}") from error
-        self.header = self._header(line)
-
-    def _header(self, line: bytes) -> Header:
         try:
             plain = json.loads(line)
+            self.header = _Header(*(plain[name] for name in _Header._fields))
+            is_later = self.header.schema > FORMAT
             if plain["kind"] != "recording":
                 raise KeyError("kind")
-            header = Header(
-                int(plain["schema"]), plain["precast"], plain["torch"], plain["level"],
-                int(plain["rank"]), int(plain["world_size"]), int(plain["split"]),
-            )  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
-            self._file.close()
+            self.close()
             raise ComparisonError(
-                f"{self.path} is no recording. Expected a file of `precast run --record` or of precast.record(...)"
+                f"{path} is no recording. Expected a file of `precast run --record` or of precast.record(...)"
             ) from error
-        if header.format > FORMAT:
-            self._file.close()
+        if is_later:
+            self.close()
             raise ComparisonError(
-                f"{self.path} was written by precast {header.precast} in format {header.format}, and this version "
-                f"reads formats up to {FORMAT}. Compare with that version of precast, or a later one"
+                f"{path} was written by precast {self.header.precast} in format {self.header.schema}, and this "
+                f"version reads formats up to {FORMAT}. Compare with that version of precast, or a later one"
             )
-        return header
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts. The file may end anywhere: the rows of an incomplete part that have data are yielded."""
-        number = 0
+    def steps(self) -> Iterator[RunStep]:
+        """Yield the steps. The file may end anywhere: the rows of an incomplete part that have data are yielded."""
+        for number, parts in itertools.groupby(self._parts(), itemgetter(0)):
+            step = RunStep(number, {}, {}, ([], []))
+            for _, first, rows, matrix, tokens in parts:
+                bits = fingerprints(matrix)
+                for n, row in enumerate(rows, first):
+                    step.rows[n] = row._replace(bits=(bits[row.measurement],))
+                    step.measurements[n] = matrix[row.measurement : row.measurement + row.parts + 1]
+                for likeliest, logs in tokens:
+                    step.tokens[0].extend(likeliest)
+                    step.tokens[1].extend(logs)
+            yield step
+
+    def _parts(self) -> Iterator[tuple[int, int, list[Row], Tensor, list[Tokens]]]:
+        """Yield each part: the step, the number of the first row, the rows, their measurements, and the tokens."""
+        first = 0
         while line := self._file.readline():
             try:
                 plain = json.loads(line)
@@ -239,25 +224,29 @@ class RecordingReader:
                     return
                 rows = [_row(each) for each in plain["rows"]]
                 step, notes, count = int(plain["step"]), plain["notes"], int(plain["measurements"])
-                tokens = {int(key): value for key, value in plain.get("tokens", {}).items()}
+                tokens = [*plain.get("tokens", {}).values()]
             except (ValueError, KeyError, TypeError, AttributeError):
                 break  # an incomplete line, or damage: nothing after it can be read
-            content = self._file.read(count * _BYTES)
+            self.notes.update(dict.fromkeys(notes))
+            self.setting = self.setting or plain.get("setting")
+            content = bytearray(self._file.read(count * _BYTES))
             present = len(content) // _BYTES
             if present < count:
                 cut = (i for i, row in enumerate(rows) if row.measurement + row.parts >= present)
                 rows = rows[: next(cut, len(rows))]
             if rows:
-                self.parts_read += 1
-                numbers = torch.frombuffer(
-                    bytearray(content), dtype=torch.float64, count=present * NUMBERS
-                )
-                matrix = numbers.view(present, NUMBERS)
-                yield Part(step, number, rows, matrix, notes, tokens, plain.get("setting"))
+                self.has_rows = True
+                numbers = torch.frombuffer(content, dtype=torch.float64, count=present * NUMBERS)
+                yield step, first, rows, numbers.view(present, NUMBERS), tokens
             if present < count:
                 break
-            number += len(rows)
+            first += len(rows)
         self.is_cut = True
+
+
+def fingerprints(measurements: Tensor) -> tuple[int, ...]:
+    """Return the fingerprints in a matrix of measurements."""
+    return tuple(measurements[:, 0].contiguous().view(torch.int64).tolist())
 
 
 def _row(plain: list[Any]) -> Row:

@@ -27,7 +27,7 @@ from torch import Tensor
 from precast import _torch
 from precast.weights.native.api import native_engine
 
-__all__ = ["NUMBERS", "SIZE", "measure", "relative_error"]
+__all__ = ["NUMBERS", "SIZE", "measure"]
 
 SIZE: Final = 127
 """The numbers of a sketch. It is prime, so that no channel of a usual layout falls into one sum alone."""
@@ -41,18 +41,12 @@ _AT_ONCE: Final = 64 * _BLOCK
 """The elements that are measured at once, so that little memory is needed."""
 _NATIVE: Final = (torch.float32, torch.bfloat16)
 _WORDS: Final = {1: torch.uint8, 2: torch.int16}
-_STATISTICS: Final = 5
-NUMBERS: Final = 1 + _STATISTICS + SIZE
+NUMBERS: Final = 6 + SIZE
 """The float64 numbers of a measurement.
 
 They are the bits of the fingerprint; of the finite elements the smallest, the largest, the sum and the sum of squares;
 the number of other elements; and the sketch.
 """
-
-
-def relative_error() -> float:
-    """Return the standard deviation of an estimated squared distance, relative to that distance."""
-    return math.sqrt(2 / SIZE)
 
 
 def measure(tensor: Tensor) -> Tensor:
@@ -65,16 +59,9 @@ def measure(tensor: Tensor) -> Tensor:
         result = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
         api = native_engine.api if device.type == "cpu" and values.dtype in _NATIVE else None
         if api is not None and values.numel():
+            tables = _factors(device).data_ptr(), _sign_tables(device, torch.float32).data_ptr()
             is_bfloat16 = values.dtype is torch.bfloat16
-            factors, signs = _factors(device), _sign_tables(device, torch.float32)
-            api.measure(
-                values.data_ptr(),
-                values.numel(),
-                is_bfloat16,
-                factors.data_ptr(),
-                signs.data_ptr(),
-                result.data_ptr(),
-            )
+            api.measure(values.data_ptr(), values.numel(), is_bfloat16, *tables, result.data_ptr())
         elif values.numel():
             _measure_blocks(values, result)
         return result
@@ -97,7 +84,7 @@ def _measure_blocks(values: Tensor, result: Tensor) -> None:
         result[1], result[2] = torch.minimum(result[1], low), torch.maximum(result[2], high)
         result[3:6] += torch.stack([blocks.sum(), blocks.square().sum(), infinite.sum()])
         signs = torch.stack([_signs(device, n) for n in range(first, first + len(blocks))])
-        result[1 + _STATISTICS :] += (blocks * signs).view(-1, SIZE).sum(0)
+        result[-SIZE:] += (blocks * signs).view(-1, SIZE).sum(0)
 
 
 def _blocks(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:

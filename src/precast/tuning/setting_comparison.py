@@ -1,6 +1,8 @@
 """compare_settings: one model under two settings in one process, and the policy that cures their difference.
 
-Invariants: copies of the model run, without gradients and from the same random state; the model does not change.
+Invariants: copies of the model run, without gradients and from the same random state; the model does not change. The
+cure satisfies the bound in a run, and no module can be left out of it. Where there are at most `_MOST_TRIALS` sets of a
+size, all smaller ones were tried: it is the smallest.
 """
 
 from __future__ import annotations
@@ -8,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -20,28 +23,30 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from precast._internal.display import dtype_name
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
-from precast.comparison.comparing import compare
+from precast.comparison.aligned_steps import relative
+from precast.comparison.comparing import compare, files_of
 from precast.comparison.difference import RunDifference
-from precast.comparison.ranks import files_of
 from precast.comparison.recording import record
 from precast.comparison.recording_file import RecordingReader
 from precast.errors import ComparisonError
+from precast.policy.module_names import name_of_each
 from precast.policy.policy import Policy, Precision
 from precast.policy.shortest_text import whole_file
 from precast.shipping.converted import convert
 from precast.shipping.exported import export
-from precast.tuning.precision_cure import float32_groups, smallest_set
 from precast.tuning.setups import copy_model, current_time, preserved_random_states, seed_all
 
-__all__ = ["Form", "Setting", "compare_settings", "cure"]
+__all__ = ["Form", "Setting", "compare_settings", "cure", "smallest_set"]
 
 Form = Literal["region", "attached", "converted", "exported", "compiled"]
 _FORMS: Final = get_args(Form)
 _TIMED: Final = 5
-_CURED: Final = "cured"
+_MOST_TRIALS: Final = 256
+"""The most sets of one size that are tried."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,8 @@ def cure(model: nn.Module, batch: Any, difference: RunDifference) -> RunDifferen
 
 def _recorded_setting(path: Path) -> Setting:
     """Return the region around the model in a recording."""
-    reader = RecordingReader(files_of(path)[0])
-    recorded = next((part.setting for part in reader.parts() if part.setting), None)
-    reader.close()
+    with contextlib.closing(RecordingReader(files_of(path)[0])) as reader:
+        recorded = next((reader.setting for _ in reader.steps() if reader.setting), None)
     if recorded is None:
         return Setting()
     with tempfile.TemporaryDirectory() as folder:
@@ -148,11 +152,10 @@ def _recorded_setting(path: Path) -> Setting:
 
 def _name(setting: Setting) -> str:
     """Return a setting as text, such as "default, bfloat16, region"."""
-    if setting.policy is None:
-        return "float32" if setting.form == "region" else f"float32, {setting.form}"
-    policy = setting.policy.name if isinstance(setting.policy, Policy) else str(setting.policy)
-    dtype = [] if setting.dtype is None else [str(setting.dtype).removeprefix("torch.")]
-    return ", ".join([policy, *dtype, setting.form])
+    policy, dtype = setting.policy, setting.dtype
+    name = policy.name if isinstance(policy, Policy) else str(policy or "float32")
+    form = "" if policy is None and setting.form == "region" else setting.form
+    return ", ".join(filter(None, (name, dtype_name(dtype) if dtype else "", form)))
 
 
 def _cured(
@@ -164,70 +167,65 @@ def _cured(
     if b.policy is None:
         note = "No cure: the second run is in no region, so no policy changes it."
         return replace(difference, notes=[*difference.notes, note])
-    reference = _run(model, batch, a)
-    base = _policy(b.policy)
+    reference, base = _run(model, batch, a), _policy(b.policy)
+    # A model to ship would be made for each set of modules that is tried.
+    searched: Form = "region" if b.form in {"converted", "exported", "compiled"} else b.form
 
-    def policy_for(modules: frozenset[str]) -> Policy:
-        return base.replace(name=_CURED, modules=dict.fromkeys(sorted(modules), Precision.FP32))
+    def with_float32(modules: frozenset[str], form: Form) -> Setting:
+        rules = dict.fromkeys(sorted(modules), Precision.FP32)
+        return replace(b, policy=base.replace(name="cured", modules=rules), form=form)
 
     @functools.cache
-    def distance(modules: frozenset[str]) -> float:
-        setting = replace(b, policy=policy_for(modules), form=_searched(b.form))
-        return _relative_distance(reference, _run(model, batch, setting))
+    def distance(modules: frozenset[str], form: Form = searched) -> float:
+        return _relative_distance(reference, _run(model, batch, with_float32(modules, form)))
 
-    for group in float32_groups(model):
+    for group in _float32_groups(model):
         modules = smallest_set(group, distance, difference.bound) if group else None
-        if modules is None:
+        # A converted or exported model may round elsewhere.
+        if modules is None or distance(modules, b.form) > difference.bound:
             continue
-        cure = replace(b, policy=policy_for(modules))
-        if _relative_distance(reference, _run(model, batch, cure)) > difference.bound:
-            continue  # a converted or exported model may round elsewhere
-        seconds = _seconds(model, batch, cure) / _seconds(model, batch, b)
-        return replace(difference, cure=whole_file(policy_for(modules)), cure_seconds=seconds)
+        cured = with_float32(modules, b.form)
+        assert isinstance(cured.policy, Policy)
+        seconds = _seconds(model, batch, cured) / _seconds(model, batch, b)
+        return replace(difference, cure=whole_file(cured.policy), cure_seconds=seconds)
     note = "No cure: with all modules in float32 the results still differ by more than the bound."
     return replace(difference, notes=[*difference.notes, note])
-
-
-def _searched(form: Form) -> Form:
-    """Return the form in which sets of modules are tried: those of a model to ship would be made for each set."""
-    return "region" if form in {"converted", "exported", "compiled"} else form
 
 
 def _run(
     model: nn.Module, batch: Any, setting: Setting, file: Path | None = None, split: int = 1
 ) -> list[Tensor]:
     """Return the floating-point results of a copy of the model; also record the run, with parts of the batch."""
-    with _callable(model, batch, setting) as (module, run, parts):
+    with _prepared(model, batch, setting) as (module, run):
         seed_all(0)
-        recording = contextlib.nullcontext() if file is None else record(file, module, split=split)
-        with recording:
-            output = [run(*args, **kwargs) for args, kwargs in parts]
-    results = [
-        each.detach().cpu().double() for each in tensors_in(output) if each.is_floating_point()
+        with contextlib.nullcontext() if file is None else record(file, module, split=split):
+            outputs = run()
+    parts = [
+        [each for each in tensors_in(output) if each.is_floating_point()] for output in outputs
     ]
-    if setting.split > 1:  # the results of the parts, one below the other
-        count = len(results) // setting.split
-        rows = [each if each.dim() else each[None] for each in results]
-        results = [torch.cat(rows[i::count]) for i in range(count)]
-    if not results:
+    if not parts[0]:
         raise ComparisonError(
-            f"compare_settings: the model returned {type(output[0]).__name__}; expected floating-point tensors"
+            f"compare_settings: the model returned {type(outputs[0]).__name__}; expected floating-point tensors"
         )
-    return results
+    # The results of the parts, one below the other.
+    return [
+        torch.cat([*map(torch.atleast_1d, each)]).cpu().double()
+        for each in zip(*parts, strict=True)
+    ]
 
 
 @contextlib.contextmanager
-def _callable(
+def _prepared(
     model: nn.Module, batch: Any, setting: Setting
-) -> Iterator[tuple[nn.Module, Callable[..., Any], list[Any]]]:
-    """Yield a copy of the model under a setting, a function that runs it, and copies of the arguments of its calls."""
+) -> Iterator[tuple[nn.Module, Callable[[], list[Any]]]]:
+    """Yield a copy of the model under a setting, and a function that returns its results for the parts of the batch."""
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
     device = torch.device(setting.device or device)
     module = copy_model(model).to(device)
-    parts = [
-        _arguments(each)
-        for each in _parts(map_tensors(batch, lambda each: each.to(device)), setting.split)
-    ]
+    call_arguments: Any = ((), batch) if isinstance(batch, dict) else (batch, {})
+    if not isinstance(call_arguments[0], tuple):
+        call_arguments = (batch,), {}
+    parts = _parts(map_tensors(call_arguments, lambda each: each.to(device)), setting.split)
     args, kwargs = parts[0]
     policy = None if setting.policy is None else _policy(setting.policy)
     with contextlib.ExitStack() as stack:
@@ -236,17 +234,18 @@ def _callable(
                 attachment = attach(module, policy, hold=setting.form == "attached")
                 stack.callback(attachment.detach)
             stack.enter_context(autocast(device.type, dtype=setting.dtype, policy=policy))
-        run: Any = module
+        call: Any = module
         if policy is not None and setting.form == "converted":
             example = kwargs or args
-            run = module = convert(module, policy, setting.dtype, example=example, in_place=True)
+            call = module = convert(module, policy, setting.dtype, example=example, in_place=True)
         elif policy is not None and setting.form == "exported":
             exported = export(module, args, kwargs, policy=policy, dtype=setting.dtype)
-            run = module = exported.module()
+            call = module = exported.module()
         elif setting.form == "compiled":
-            run = torch.compile(module)
-            run(*copy.deepcopy(args), **copy.deepcopy(kwargs))
-        yield module, run, copy.deepcopy(parts)
+            call = torch.compile(module)
+            call(*copy.deepcopy(args), **copy.deepcopy(kwargs))
+        parts = copy.deepcopy(parts)
+        yield module, lambda: [call(*args, **kwargs) for args, kwargs in parts]
 
 
 def _parts(batch: Any, split: int) -> list[Any]:
@@ -267,34 +266,63 @@ def _policy(policy: Policy | str | os.PathLike[str]) -> Policy:
     return policy if isinstance(policy, Policy) else Policy.load(policy)
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call."""
-    if isinstance(batch, dict):
-        return (), batch
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
-
-
 def _relative_distance(reference: list[Tensor], results: list[Tensor]) -> float:
     """Return the distance of all results together, relative to the norm of the reference."""
     if [each.shape for each in reference] != [each.shape for each in results]:
         return math.inf
     pairs = zip(reference, results, strict=True)
-    distance = math.hypot(*(float((one - other).norm()) for one, other in pairs))
-    norm = math.hypot(*(float(each.norm()) for each in reference))
-    if not math.isfinite(distance):
-        return math.inf
-    return distance / norm if norm else distance
+    distance = relative((float((one - other).norm()), float(one.norm())) for one, other in pairs)
+    return math.inf if math.isnan(distance) else distance
 
 
 def _seconds(model: nn.Module, batch: Any, setting: Setting) -> float:
     """Return the median time of a run under a setting."""
-    with _callable(model, batch, setting) as (module, run, parts):
+    times = []
+    with _prepared(model, batch, setting) as (module, run):
         device_type = next((each.device.type for each in module.parameters()), "cpu")
-        run(*parts[0][0], **parts[0][1])
-        times = []
+        run()
         for _ in range(_TIMED):
             start = current_time(device_type)
-            for args, kwargs in parts:
-                run(*args, **kwargs)
+            run()
             times.append(current_time(device_type) - start)
     return statistics.median(times)
+
+
+def _float32_groups(model: nn.Module) -> Iterator[list[str]]:
+    """Yield sets of modules that together run a model in float32: those without children, all, and the model itself."""
+    names = [(name, module) for name, module in name_of_each(model) if name]
+    yield [name for name, module in names if next(module.children(), None) is None]
+    yield [name for name, _ in names]
+    yield [""]
+
+
+def smallest_set(
+    modules: Sequence[str], distance: Callable[[frozenset[str]], float], bound: float
+) -> frozenset[str] | None:
+    """Return the smallest set of modules with at most this distance; None if all of them together exceed it.
+
+    Args:
+        modules: the modules to choose from.
+        distance: returns the distance of the results with these modules in float32.
+        bound: the distance that is allowed.
+    """
+    every = frozenset(modules)
+    if distance(every) > bound:
+        return None
+    gains = {name: distance(frozenset({name})) for name in modules}
+    ordered = sorted(modules, key=gains.__getitem__)
+    chosen: list[str] = []
+    while distance(frozenset(chosen)) > bound:
+        chosen.append(ordered[len(chosen)])
+    for name in reversed(chosen[:-1]):
+        fewer = [each for each in chosen if each != name]
+        if distance(frozenset(fewer)) <= bound:
+            chosen = fewer
+    for size in range(1, len(chosen)):
+        if math.comb(len(modules), size) > _MOST_TRIALS:
+            break
+        smaller = (frozenset(each) for each in itertools.combinations(ordered, size))
+        answer = next((each for each in smaller if distance(each) <= bound), None)
+        if answer is not None:
+            return answer
+    return frozenset(chosen)

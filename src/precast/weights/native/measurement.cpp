@@ -7,8 +7,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// Other C libraries than glibc do not select a clone when the library is loaded.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__GLIBC__)
 #define PRECAST_VECTORIZED __attribute__((optimize("O3"), target_clones("arch=haswell", "default")))
 #else
 #define PRECAST_VECTORIZED
@@ -46,92 +48,66 @@ uint64_t mixed(uint64_t number) {
   return (number ^ (number >> 31)) | 1;
 }
 
-// The sums of one block, by lanes.
-struct Lanes {
-  Floats low = Floats{} + INFINITY, high = Floats{} - INFINITY;
-  Doubles sum{}, squares{};
-  Words nonfinite{};
-  Longs hash{};
-
-  // Adds elements. Those outside of `mask` repeat others, and add nothing to sums.
-  template <class Element>
-  __attribute__((always_inline)) inline void add(
-      const Element* elements, Words mask, const uint64_t* factors, const float* signs_a, const float* signs_b,
-      double* sums) {
-    Element loaded __attribute__((vector_size(4 * sizeof(Element))));
-    Floats a, b;
-    Doubles sketch;
-    Longs factor;
-    load(loaded, elements);
-    load(a, signs_a);
-    load(b, signs_b);
-    load(factor, factors);
-    load(sketch, sums);
-    const auto words = __builtin_convertvector(loaded, Words);
-    const Words bits = sizeof(Element) == 2 ? words << 16 : words;
-    const Words infinite = (bits & 0x7F800000) == 0x7F800000;
-    nonfinite -= infinite & mask;
-    const Words finite_bits = bits & ~infinite;
-    const auto finite = (Floats)finite_bits;
-    low = finite < low ? finite : low;
-    high = finite > high ? finite : high;
-    const auto wide = __builtin_convertvector((Floats)(finite_bits & mask), Doubles);
-    sum += wide;
-    squares += wide * wide;
-    sketch += wide * __builtin_convertvector(a * b, Doubles);
-    std::memcpy(sums, &sketch, sizeof sketch);
-    hash += __builtin_convertvector(words & mask, Longs) * factor;
-  }
-};
-
-// Adds the elements of one block.
+// Adds the elements of one block. `kLanes` at once; those beyond the end of a row repeat its last one, and a mask keeps
+// them out of sums.
 template <class Element>
 PRECAST_VECTORIZED void add_block(
-    const Element* data, int64_t count, const uint64_t* factors, const float* a, const float* b, uint64_t mix,
-    Measurement& result) {
-  Lanes lanes;
-  double sketch[kSize + 1] = {};
+    const Element* data, int64_t count, const uint64_t* factors, const float* signs_a, const float* signs_b,
+    uint64_t mix, Measurement& result) {
+  Floats low = Floats{} + INFINITY, high = Floats{} - INFINITY;
+  Doubles sum{}, squares{}, sketch[kSize / kLanes + 1] = {};
+  Words nonfinite{};
+  Longs hash{};
   for (int64_t row = 0; row < count; row += kSize) {
-    const int64_t width = std::min(kSize, count - row);
-    int64_t column = 0;
-    for (; column + kLanes <= width; column += kLanes) {
-      const int64_t i = row + column;
-      lanes.add(data + i, Words{} - 1, factors + i, a + i, b + i, sketch + column);
-    }
-    if (column < width) {
-      const int64_t i = row + column;
-      Element elements[kLanes];
-      Words mask{};
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        elements[lane] = data[std::min(i + lane, row + width - 1)];
-        mask[lane] = column + lane < width ? -1 : 0;
-      }
-      lanes.add(elements, mask, factors + i, a + i, b + i, sketch + column);
+    const auto width = static_cast<int32_t>(std::min(kSize, count - row));
+    Element elements[kSize + 1];
+    std::copy_n(data + row, width, elements);
+    std::fill(elements + width, std::end(elements), elements[width - 1]);
+    for (int32_t column = 0; column < width; column += kLanes) {
+      Element loaded __attribute__((vector_size(4 * sizeof(Element))));
+      Floats a, b;
+      Longs factor;
+      load(loaded, elements + column);
+      load(a, signs_a + row + column);
+      load(b, signs_b + row + column);
+      load(factor, factors + row + column);
+      const Words mask = Words{0, 1, 2, 3} < width - column;
+      const auto words = __builtin_convertvector(loaded, Words);
+      const Words bits = sizeof(Element) == 2 ? words << 16 : words;
+      const Words infinite = (bits & 0x7F800000) == 0x7F800000;
+      nonfinite -= infinite & mask;
+      const auto finite = (Floats)(bits & ~infinite);
+      low = finite < low ? finite : low;
+      high = finite > high ? finite : high;
+      const auto wide = __builtin_convertvector((Floats)(bits & ~infinite & mask), Doubles);
+      sum += wide;
+      squares += wide * wide;
+      sketch[column / kLanes] += wide * __builtin_convertvector(a * b, Doubles);
+      hash += __builtin_convertvector(words & mask, Longs) * factor;
     }
   }
   for (int64_t i = 0; i < kSize; ++i) {
-    result.sketch[i] += sketch[i];
+    result.sketch[i] += sketch[i / kLanes][i % kLanes];
   }
   uint64_t part = 0;
   for (int64_t i = 0; i < kLanes; ++i) {
-    result.low = std::min<double>(result.low, lanes.low[i]);
-    result.high = std::max<double>(result.high, lanes.high[i]);
-    result.sum += lanes.sum[i];
-    result.squares += lanes.squares[i];
-    result.nonfinite += lanes.nonfinite[i];
-    part += lanes.hash[i];
+    result.low = std::min<double>(result.low, low[i]);
+    result.high = std::max<double>(result.high, high[i]);
+    result.sum += sum[i];
+    result.squares += squares[i];
+    result.nonfinite += nonfinite[i];
+    part += hash[i];
   }
   result.fingerprint += part * mix;
 }
 
 template <class Element>
-void add(const Element* data, int64_t count, const uint64_t* factors, const float* signs, Measurement& result) {
-  for (int64_t block = 0; block * kBlock < count; ++block) {
-    const auto number = static_cast<uint64_t>(block);
+void add(const void* data, int64_t count, const uint64_t* factors, const float* signs, Measurement& result) {
+  for (int64_t first = 0, number = 0; first < count; first += kBlock, ++number) {
     const uint64_t offset = mixed((uint64_t{1} << 41) + number);
     add_block(
-        data + block * kBlock, std::min(kBlock, count - block * kBlock), factors, signs + (offset >> 20 & kMask),
-        signs + kSigns + (offset >> 40 & kMask), mixed(2 * number + 1), result);
+        static_cast<const Element*>(data) + first, std::min(kBlock, count - first), factors,
+        signs + (offset >> 20 & kMask), signs + kSigns + (offset >> 40 & kMask), mixed(2 * number + 1), result);
   }
 }
 
@@ -146,12 +122,7 @@ void precast_measure(void* data, int64_t count, int is_bfloat16, void* factors, 
     auto& measurement = *static_cast<Measurement*>(result);
     measurement.low = INFINITY;
     measurement.high = -INFINITY;
-    const auto* factor = static_cast<const uint64_t*>(factors);
-    const auto* sign = static_cast<const float*>(signs);
-    if (is_bfloat16 != 0) {
-      add(static_cast<const int16_t*>(data), count, factor, sign, measurement);
-    } else {
-      add(static_cast<const int32_t*>(data), count, factor, sign, measurement);
-    }
+    (is_bfloat16 != 0 ? add<int16_t> : add<int32_t>)(
+        data, count, static_cast<const uint64_t*>(factors), static_cast<const float*>(signs), measurement);
   });
 }
