@@ -63,14 +63,13 @@ class ModelReport:
 
     def render(self) -> RenderableType:
         """Return the plan as a tree, with warnings for patterns without a match."""
-        root = self._tree()
-        head = f"{root.module.kind} with the policy {self.plan.policy.name!r}"
+        head = f"{self.plan.modules[0].kind} with the policy {self.plan.policy.name!r}"
         complaints = [Text(f"Warning: {text}", "yellow") for text in self.plan.complaints()]
         legend = [] if self.ran is None else [Text(_EXAMPLE_LEGEND)]
         matches = [Text(_match_line(*item)) for item in self.plan.matches.items() if item[1]]
         blocks: list[list[RenderableType]] = [
             [Text(head), *legend],
-            [_branch(root)],
+            [_branch(self._tree())],
             [*matches],
             [*complaints],
         ]
@@ -82,7 +81,8 @@ class ModelReport:
         for module in self.plan.modules:
             parent = next((outer for outer in outwards(module.name) if outer in nodes), "")
             label = module.name.removeprefix(f"{parent}.") if parent else module.name
-            nodes[module.name] = _ModuleNode(label, module, self._row(module))
+            ran = {} if self.ran is None else self.ran.get(module.name, {})
+            nodes[module.name] = _ModuleNode(label, _line(module, ran))
             if module.name:
                 nodes[parent].children.append(nodes[module.name])
         for node in reversed(nodes.values()):  # children before their parents
@@ -121,16 +121,9 @@ class _ModuleNode:
     """A node of the tree: a module, or several equal ones."""
 
     label: str
-    module: PlannedModule
-    row: dict[str, Any]
-    """The module as plain values."""
+    line: Text
+    """The text behind the label."""
     children: list[_ModuleNode] = field(default_factory=list)
-
-    @property
-    def likeness(self) -> list[object]:
-        """The properties that are compared to find equal nodes, without their names."""
-        below = [(child.label, child.likeness) for child in self.children]
-        return [self.row | {"name": ""}, repr(self.module.inside.state), below]
 
 
 def _merge_equal(nodes: list[_ModuleNode]) -> list[_ModuleNode]:
@@ -150,27 +143,26 @@ def _merge_equal(nodes: list[_ModuleNode]) -> list[_ModuleNode]:
 def _follows(node: _ModuleNode, before: _ModuleNode) -> bool:
     if not (node.label.isdecimal() and before.label.isdecimal()):
         return False
-    return int(node.label) == int(before.label) + 1 and node.likeness == before.likeness
+    is_equal = node.line == before.line and node.children == before.children
+    return is_equal and int(node.label) == int(before.label) + 1
 
 
 def _branch(node: _ModuleNode, tree: Tree | None = None) -> Tree:
-    line = _line(node)
+    line = Text.assemble((node.label or "model", "bold"), node.line)
     branch = Tree(line) if tree is None else tree.add(line)
     for child in node.children:
         _branch(child, branch)
     return branch
 
 
-def _line(node: _ModuleNode) -> Text:
-    module = node.module
-    line = Text(node.label or "model", "bold").append(f" {module.kind}", "not bold")
-    line.append(_operations_text(node.row.get("ran", {})), "not bold cyan")
+def _line(module: PlannedModule, ran: dict[str, list[str]]) -> Text:
+    line = Text(f" {module.kind}").append(_operations_text(ran), "cyan")
     if module.rule is None:
         precision = module.inside.precision
-        return line if precision == "lower" else line.append(f" {precision}", "not bold dim")
-    line.append(f" {_rule_text(module.rule)}", "not bold green")
+        return line if precision == "lower" else line.append(f" {precision}", "dim")
+    line.append(f" {_rule_text(module.rule)}", "green")
     reason = f": {module.rule.reason}" if module.rule.reason else ""
-    return line.append(f" by {module.pattern!r}{reason}", "not bold")
+    return line.append(f" by {module.pattern!r}{reason}")
 
 
 def _operations_text(ran: dict[str, list[str]]) -> str:
