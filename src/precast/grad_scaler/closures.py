@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def step_with_closure(  # noqa: PLR0917 -- two are the step's own, two the scale
     return None if skipped else result, skipped
 
 
+@dataclass
 class _CheckedClosure:
     """The closure that the optimizer gets: it calls the user's, and unscales and checks the gradients that are new.
 
@@ -89,23 +91,17 @@ class _CheckedClosure:
     gradients count as new.
     """
 
-    def __init__(
-        self,
-        state: OptimizerState,
-        closure: Callable[[], Any],
-        unscale: Callable[[OptimizerState], None],
-        checks: GradientChecks,
-    ) -> None:
-        self._state, self._closure = state, closure
-        self._unscale, self._checks = unscale, checks
-        self._parameters = parameters_of(state.optimizer)
-        self._called = False
-        self.tried_too_far = False
-        """True if a later call's loss was not finite, and the optimizer got it."""
+    state: OptimizerState
+    closure: Callable[[], Any]
+    unscale: Callable[[OptimizerState], None]
+    checks: GradientChecks
+    was_called: bool = False
+    tried_too_far: bool = False
+    """True if a later call's loss was not finite, and the optimizer got it."""
 
     def call(self) -> Any:
         """Run the closure and check its gradients; raise `_AbortError` if the scale may be too high for them."""
-        unscaled = self._parameters if self._called else []
+        unscaled = parameters_of(self.state.optimizer) if self.was_called else []
         before = [
             (p, p.grad, _torch.version_if_counted(p.grad) or 0)
             for p in unscaled
@@ -113,7 +109,7 @@ class _CheckedClosure:
         ]
         watch = BackwardWatch(parameter for parameter, _, _ in before)
         try:
-            loss = self._closure()
+            loss = self.closure()
         finally:
             watch.end()
         if loss is None:
@@ -121,18 +117,19 @@ class _CheckedClosure:
         old = [p for p, grad, version in before if _is_unchanged(p, grad, version, watch)]
         with _without_gradients(old):
             self._check(loss)
-        self._called = True
+        self.was_called = True
         return loss
 
     def _check(self, loss: Any) -> None:
-        if self._called and all(parameter.grad is None for parameter in self._parameters):
+        state, checks = self.state, self.checks
+        if self.was_called and all(p.grad is None for p in parameters_of(state.optimizer)):
             return
-        self._state["found_inf_per_device"] = {}
-        self._state["stage"] = OptState.READY
-        self._unscale(self._state)
-        if not self._checks.is_bad(self._state):
+        state["found_inf_per_device"] = {}
+        state["stage"] = OptState.READY
+        self.unscale(state)
+        if not checks.is_bad(state):
             return
-        if not self._called or not self._checks.is_true_anywhere(self._state, not _is_finite(loss)):
+        if not self.was_called or not checks.is_true_anywhere(state, not _is_finite(loss)):
             raise _AbortError
         self.tried_too_far = True
 
