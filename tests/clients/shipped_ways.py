@@ -25,8 +25,8 @@ import precast
 from precast._internal.pytree import tensors_in
 from precast.errors import MissingExtraError, PrecastError
 from precast.policy.policy import Policy
+from precast.shipping.exported_file import write_package
 from precast.shipping.exported_onnx import write_onnx
-from precast.shipping.exported_package import write_package
 from precast.shipping.function_calls import is_same
 from tests.clients.shipped_cases import POLICIES, Case, Shipped
 

@@ -13,7 +13,7 @@ import precast
 from precast.engine import float8_kernels
 from precast.policy.policy import Policy
 from precast.policy.rows import FLOAT8_OPERATIONS, FLOAT8_RULES
-from precast.shipping.exported_package import write_package
+from precast.shipping.exported_file import write_package
 
 BF16 = torch.bfloat16
 rules = pytest.mark.parametrize("rule", FLOAT8_RULES)

@@ -12,7 +12,6 @@ from torch.nn.utils import parametrizations
 
 import precast
 from precast import Policy
-from tests.support.processor import runs_lstm_in_bfloat16
 
 __all__ = ["MODELS", "POLICIES", "Model"]
 
@@ -242,7 +241,7 @@ MODELS = {
     "convolutional": Model(_convolutional, lambda: (torch.randn(2, 3, 8, 8),)),
     "attention": Model(_Attending, _sequence),
     "GRU": Model(lambda: _Recurrent(nn.GRU), _sequence),
-    "LSTM": Model(lambda: _Recurrent(nn.LSTM if runs_lstm_in_bfloat16() else nn.RNN), _sequence),
+    "LSTM": Model(lambda: _Recurrent(nn.LSTM), _sequence),
     "RNN": Model(lambda: _Recurrent(nn.RNN), _sequence),
 }
 

@@ -23,7 +23,7 @@ import precast
 from precast import Policy
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.errors import ExportError
-from precast.shipping.exported_check import differences
+from precast.shipping.exported_file import differences
 from tests.conformance.programs.draw import cases
 from tests.conformance.programs.layers import LAYERS
 from tests.conformance.programs.operations import IN_PLACE, OPERATIONS

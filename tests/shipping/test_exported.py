@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import precast
 from precast import Policy
 from precast.errors import ExportError, PolicyError, PrecastWarning
-from precast.shipping.exported_check import differences
+from precast.shipping.exported_file import differences
 from tests.shipping.exported_models import MODELS, POLICIES
 
 pytestmark = pytest.mark.filterwarnings(

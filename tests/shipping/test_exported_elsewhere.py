@@ -16,9 +16,8 @@ from torch import nn
 
 import precast
 from precast.errors import ExportError, MissingExtraError, OutputError
-from precast.shipping.exported_check import FileCheck, check_file, differences
+from precast.shipping.exported_file import FileCheck, check_file, differences, write_package
 from precast.shipping.exported_onnx import write_onnx
-from precast.shipping.exported_package import write_package
 from tests.shipping.exported_models import POLICIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import precast
 from precast import Policy
 from precast.errors import ExportError
-from precast.shipping.exported_check import differences
+from precast.shipping.exported_file import differences
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 LIKE_CUDA = Policy.load("default").retarget("cpu", like="cuda")

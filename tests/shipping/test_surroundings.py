@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,15 +83,26 @@ def test_a_lazy_module_is_an_error() -> None:
         precast.convert(model, example=torch.ones(1, WIDTH))
 
 
-def test_export_does_not_switch_fused_attention_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_value: bool) -> None:
-        raise AssertionError("other threads would compute with other kernels")
-
+@pytest.mark.parametrize("strict", [False, True])
+def test_other_threads_have_fused_attention_during_an_export(
+    strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
-    monkeypatch.setattr(mha, "set_fastpath_enabled", fails)
-    precast.export(model, (torch.randn(2, 5, WIDTH),))
+    export, is_fused = torch.export.export, [False]
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.Thread(target=lambda: is_fused.append(mha.get_fastpath_enabled()))
+        thread.start()
+        thread.join()
+        assert not mha.get_fastpath_enabled()
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", spied)
+    program = precast.export(model, (torch.randn(2, 5, WIDTH),), strict=strict)
+    assert is_fused[-1]
     assert mha.get_fastpath_enabled()
+    assert not any("transformer_encoder" in str(node.target) for node in program.graph.nodes)
 
 
 @pytest.mark.parametrize("made_inside", [False, True])

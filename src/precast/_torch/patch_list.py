@@ -113,6 +113,9 @@ PATCHES: Final[Mapping[str, tuple[str, ...]]] = {
     # Some operations refuse mixed dtypes on real tensors and accept them on fake ones, or return another dtype there.
     # An export records the results of fake tensors.
     "torch._subclasses.fake_tensor:FakeTensorMode": ("dispatch",),
+    # `torch.export` never records the fused kernels for attention, except with strict=True. PyTorch's own switch is for
+    # all threads.
+    "torch.backends.mha": ("get_fastpath_enabled",),
     # AOTInductor sums in another order than PyTorch's kernels. It has no option to use these for single operations.
     "torch._inductor.compile_fx": ("select_decomp_table",),
     "torch._inductor.graph": ("fallback_node_due_to_unsupported_type", "fallback_handler"),

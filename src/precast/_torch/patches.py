@@ -14,8 +14,8 @@ from __future__ import annotations
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any, Final, Protocol
@@ -50,6 +50,7 @@ __all__ = [
     "on_scaler_call",
     "replace_names",
     "replace_regions",
+    "unfused_attention",
 ]
 
 _lock = survives_fork(threading.RLock())
@@ -373,6 +374,33 @@ def _patch_fake_operations(listeners: list[Callable[..., Any]]) -> list[Stop]:
 
 
 _fake_operations: Final = SharedPatch(_patch_fake_operations)
+
+
+@contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Disable PyTorch's fused kernels for attention in this thread, in a block; the compiler records none, too."""
+    stop = _fused_attention.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        stop()
+
+
+def _patch_fused_attention(threads: list[int]) -> list[Stop]:
+    from torch.backends import mha
+
+    original = mha.get_fastpath_enabled
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def get_fastpath_enabled() -> bool:
+        if not torch.jit.is_scripting():  # TorchScript compiles only what follows
+            return threading.get_ident() not in threads and original()
+        return True
+
+    return [replace_names("torch.backends.mha", get_fastpath_enabled=get_fastpath_enabled)]
+
+
+_fused_attention: Final = SharedPatch(_patch_fused_attention)
 
 
 def on_average(read: Callable[[torch.nn.Module, torch.nn.Module], torch.nn.Module]) -> None:

@@ -80,7 +80,7 @@ def export(
 
     from precast.diagnostics.explain.model import arguments
     from precast.policy.policy import as_policy
-    from precast.shipping import exported_check, exported_file, exported_reading
+    from precast.shipping import exported_file, exported_reading
     from precast.shipping.exported import export as export_
 
     exported_file.check_replaceable(out)
@@ -103,15 +103,13 @@ def export(
 
             write_onnx(program, out)
         elif form == "aoti":
-            from precast.shipping.exported_package import write_package
-
-            write_package(program, out)
+            exported_file.write_package(program, out)
         else:
             exported_file.write(program, out, chosen)
-        checked = exported_check.FileCheck(None, "--no-check was given")
+        checked = exported_file.FileCheck(None, "--no-check was given")
         if check:
             status.update(f"running {out}")
-            checked = exported_check.check_file(program, out, form, args, kwargs)
+            checked = exported_file.check_file(program, out, form, args, kwargs)
     sizes = exported_reading.contents(program).weight_bytes
     result = {
         "path": str(out),
@@ -132,17 +130,17 @@ def export(
 
 def explain_difference(first: Path, second: Path, as_json: bool) -> None:
     """Print the operations and weights of two exported programs that have other dtypes, and exit with the answer."""
-    from rich.console import Console
-
-    from precast.shipping import exported_display, exported_file, exported_reading
+    from precast.shipping import exported_file, exported_reading
 
     one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
     differences = exported_reading.differences_between(one, other)
     if as_json:
         rows = [vars(each) for each in differences]
         click.echo(json.dumps({"equal": not rows, "differences": rows}, indent=2))
+    elif differences:
+        click.echo("\n".join([f"{first.name} -> {second.name}", *map(str, differences)]))
     else:
-        Console().print(exported_display.differences_table(differences, first.name, second.name))
+        click.echo("the same operations and weights in the same dtypes")
     sys.exit(ExitCode.NO if differences else ExitCode.YES)
 
 
@@ -164,13 +162,8 @@ def _model_and_example(model: str, example: str | None) -> tuple[Any, Any]:
 
 def explain_file(path: Path, as_json: bool) -> None:
     """Print the operations and weights of the program in a file, with their dtypes."""
-    from rich.console import Console
-
-    from precast.shipping import exported_display, exported_file, exported_reading
+    from precast.shipping import exported_file, exported_reading
 
     program = exported_file.read(path)
     contents = exported_reading.contents(program, exported_file.policy_facts(path))
-    if as_json:
-        click.echo(json.dumps(contents.to_dict(), indent=2))
-    else:
-        Console().print(exported_display.tree(contents))
+    click.echo(json.dumps(contents.to_dict(), indent=2) if as_json else str(contents))

@@ -26,7 +26,7 @@ from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 from precast.shipping.graph_nodes import retyped
 
-__all__ = ["error_of", "fake_as_real", "in_dtypes_of", "is_mixed", "result_on_zeros"]
+__all__ = ["error_of", "fake_as_real", "is_mixed", "is_refused", "result_on_zeros"]
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def fake_as_real() -> Iterator[None]:
             result = result_on_zeros(overload, args, kwargs)
         if isinstance(result, RuntimeError):
             raise result
-        return lambda value: in_dtypes_of(result, value)
+        return lambda value: value if result is None else retyped(value, result)
 
     stop = _torch.on_fake_operation(check)
     try:
@@ -65,24 +65,22 @@ def result_on_zeros(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> 
     Return None if neither is certain: the operation raises the same error with one dtype, because of the zeros or of
     the number of elements that a mask selects.
     """
-    for count in _counts((args, kwargs)):
+    tensors = tensors_in((args, kwargs))
+    has_mask = any(t.dtype is torch.bool for t in tensors)
+    sizes = {0, 1, *(_number(size) for t in tensors for size in t.shape)} if has_mask else {0}
+    for count in sorted(sizes):  # of elements that masks select
         result = _run(overload, (args, kwargs), count, None)
         if not isinstance(result, Exception):
             return result
-        wide = _run(overload, (args, kwargs), count, _widest((args, kwargs)))
+        # At least float32: PyTorch has no 16-bit kernel for some operations.
+        dtypes = (t.dtype for t in tensors if t.is_floating_point())
+        widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
+        wide = _run(overload, (args, kwargs), count, widest)
         # With another error the zeros are invalid, too (pivots), but the dtypes were refused first.
         has_other_error = not isinstance(wide, Exception) or str(wide) != str(result)
         if isinstance(result, RuntimeError) and has_other_error:
             return result
     return None
-
-
-def _counts(values: Any) -> list[int]:
-    """Return possible numbers of elements that masks select: none, or the size of a dimension of some tensor."""
-    tensors = list(tensors_in(values))
-    if not any(t.dtype is torch.bool for t in tensors):
-        return [0]
-    return sorted({0, 1, *(_number(size) for t in tensors for size in t.shape)})
 
 
 def _run(overload: OpOverload, call: Any, count: int, dtype: torch.dtype | None) -> Any:
@@ -101,21 +99,16 @@ def _run(overload: OpOverload, call: Any, count: int, dtype: torch.dtype | None)
         return error
 
 
-def _widest(values: Any) -> torch.dtype:
-    """Return the widest floating dtype, at least float32: PyTorch has no 16-bit kernel for some operations."""
-    dtypes = (t.dtype for t in tensors_in(values) if t.is_floating_point())
-    return functools.reduce(torch.promote_types, dtypes, torch.float32)
-
-
 def error_of(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> RuntimeError | None:
     """Return the error that an operation raises on tensors like these; None if it runs."""
     result = result_on_zeros(overload, args, kwargs)
     return result if isinstance(result, RuntimeError) else None
 
 
-def in_dtypes_of(real: Any, value: Any) -> Any:
-    """Return a fake result in the dtypes of a real one; some of PyTorch's differ (2.13)."""
-    return value if real is None else retyped(value, real)
+def is_refused(overload: OpOverload, args: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> bool:
+    """Return True if PyTorch has a kernel for an operation on tensors like these in float32, and none in `dtype`."""
+    low, wide = (_run(overload, (args, kwargs), 0, d) for d in (dtype, torch.float32))
+    return isinstance(low, RuntimeError) and not isinstance(wide, Exception)
 
 
 def _real(leaf: Any, count: int, dtype: torch.dtype | None) -> Any:

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.backends import mha
-from torch.overrides import BaseTorchFunctionMode
 
 from precast import _torch
 from precast._internal import cures
@@ -33,7 +31,6 @@ from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
 from precast.shipping import exported_file
 from precast.shipping.dtype_errors import fake_as_real
-from precast.shipping.exported_check import differences
 from precast.shipping.exported_weights import StoredInputs, store_as_used
 from precast.shipping.function_calls import counted
 from precast.shipping.graph_nodes import placeholders
@@ -101,18 +98,20 @@ def export(
     kwargs = {} if kwargs is None else kwargs
     device = _checked(model, args, kwargs)
     policy = as_policy(policy)
-    _check_policy(policy, device)
+    others = [other for other in policy.tables if policy.tables[other]]
+    if others and not policy.rules(device):
+        raise ExportError(
+            f"the policy {policy.name!r} has rules for {', '.join(others)} and none for {device}, where the model is. "
+            f"{cures.EXPORT_RETARGET(device=device, like=others[0])}"
+        )
     lower = torch.get_autocast_dtype(device) if dtype is None else dtype_of(dtype)
     check_dtype(lower, device)
     state = RegionState(device, lower, True, policy)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # composite operations have no parts in inference mode
+    # Composite operations have no parts in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
         args, kwargs = map_tensors((args, kwargs), counted)
         with _in_region(model, state), naming_policies(), fake_as_real():
-            with _unfused_in_process() if strict else contextlib.nullcontext():
-                recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
+            recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
         _warn_of_other_packages(recorded)
         with disable():
             program: torch.export.ExportedProgram = _with_policy(recorded, state)
@@ -130,63 +129,49 @@ def _checked(model: object, args: object, kwargs: object) -> str:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise ExportError(
-            "export(model, ...): torch.export cannot record TorchScript; "
-            f"{cures.EXPORT_UNSCRIPTED.text}"
+            f"export(model, ...): torch.export cannot record TorchScript; {cures.EXPORT_UNSCRIPTED.text}"
         )
     if not isinstance(args, tuple):
         raise ExportError(
             f"export(..., args): expected a tuple of the model's arguments, got {type(args).__name__}; "
             f"{cures.EXPORT_TUPLE.text}"
         )
-    if kwargs is not None and not isinstance(kwargs, dict):
+    if not isinstance(kwargs, dict):
         raise ExportError(f"export(..., kwargs): expected a dict, got {type(kwargs).__name__}")
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
-    devices = sorted({tensor.device.type for tensor in tensors})
+    devices = sorted({tensor.device.type for tensor in tensors} - {"cpu"})
     if "meta" in devices:
         raise ExportError(
             "export(model, ...): the model or its example has tensors on the meta device, which have no values. Call "
             "model.to_empty(device=...), load its weights, and pass an example on that device"
         )
-    accelerators = [device for device in devices if device != "cpu"]
-    if len(accelerators) > 1:
+    if len(devices) > 1:
         raise ExportError(
             f"export(model, ...): the model and its example are on several devices: {', '.join(devices)}"
         )
-    return (accelerators or devices or ["cpu"])[0]
-
-
-def _check_policy(policy: Policy, device: str) -> None:
-    others = [other for other in policy.tables if policy.tables[other]]
-    if others and not policy.rules(device):
-        raise ExportError(
-            f"the policy {policy.name!r} has rules for {', '.join(others)} and none for {device}, where the model is. "
-            f"{cures.EXPORT_RETARGET(device=device, like=others[0])}"
-        )
+    return (devices or ["cpu"])[0]
 
 
 @contextlib.contextmanager
 def _in_region(model: nn.Module, state: RegionState) -> Iterator[None]:
     """Enter the region of the program, with the policy's rules for modules."""
-    applied = None
-    if state.policy.modules:
-        planned = plan(model, state.policy)
-        with warnings.catch_warnings():
-            for complaint in planned.complaints():
-                warnings.warn(complaint, PrecastWarning, stacklevel=4)
-        applied = module_hooks.apply(model, planned)
+    planned = plan(model, state.policy)
+    with warnings.catch_warnings():
+        for complaint in planned.complaints():
+            warnings.warn(complaint, PrecastWarning, stacklevel=4)
+    applied = module_hooks.apply(model, planned)
     try:
         with autocast(state.device_type, state.dtype, policy=state.policy):
             yield
     finally:
-        if applied is not None:
-            applied.remove()
+        applied.remove()
 
 
 def _recorded(
     model: nn.Module, args: Any, kwargs: Any, dynamic_shapes: Any, strict: bool
 ) -> torch.export.ExportedProgram:
     try:
-        with _torch.drop_log_on_error():
+        with _torch.drop_log_on_error(), _torch.unfused_attention():
             program = torch.export.export(
                 model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=strict
             )
@@ -194,42 +179,28 @@ def _recorded(
         raise
     except Exception as error:
         raise ExportError(_why_not_recorded(error)) from error
-    _check_constants(program)
+    if any(map(_torch.is_fake, program.constants.values())):  # such a program cannot run (2.13)
+        raise ExportError(_FAKE_CONSTANT)
     return program
 
 
 def _why_not_recorded(error: Exception) -> str:
-    on_data = next(filter(_depends_on_data, _chain(error)), None)
-    cause = error if on_data is None else on_data
-    text = f"{type(cause).__name__}: {str(cause).strip()}"
-    if on_data is not None:
-        return (
-            "torch.export cannot record the model, because its control flow depends on data; "
-            f"{cures.EXPORT_COND.text}\n{text}"
-        )
-    if "fake tensor in the exported program constant" in text:
+    chain: list[BaseException] = [error]  # a policy that promotes repeats an operation that raises
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    for cause in chain:
+        name, text = type(cause).__name__, str(cause).strip()
+        if name in _DEPENDS_ON_DATA or "data-dependent" in text.lower():
+            return (
+                "torch.export cannot record the model, because its control flow depends on data; "
+                f"{cures.EXPORT_COND.text}\n{name}: {text}"
+            )
+    if "fake tensor in the exported program constant" in str(error):
         return _FAKE_CONSTANT
-    return f"torch.export cannot record the model on this example.\n{text}"
+    return f"torch.export cannot record the model on this example.\n{type(error).__name__}: {str(error).strip()}"
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes: a policy that promotes repeats an operation that raises."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _depends_on_data(error: BaseException) -> bool:
-    name = type(error).__name__
-    return name in {"GuardOnDataDependentSymNode", "DataDependentOutputException"} or (
-        "data-dependent" in str(error).lower()
-    )
-
-
-def _check_constants(program: torch.export.ExportedProgram) -> None:
-    """Raise an error for a program that cannot run: `torch.export(strict=True)` can return one (2.13)."""
-    if any(map(_torch.is_fake, program.constants.values())):
-        raise ExportError(_FAKE_CONSTANT)
+_DEPENDS_ON_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 
 def _warn_of_other_packages(program: torch.export.ExportedProgram) -> None:
@@ -281,26 +252,14 @@ def _with_policy(recorded: torch.export.ExportedProgram, state: RegionState) -> 
     )
 
 
-@contextlib.contextmanager
-def _unfused_in_process() -> Iterator[None]:
-    """Disable PyTorch's fused kernels for `nn.TransformerEncoder`: strict export records them otherwise (2.13)."""
-    is_fused = mha.get_fastpath_enabled()
-    mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        mha.set_fastpath_enabled(is_fused)
-
-
 def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
     """Raise an error if the program's results differ from the model's in any bit."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
-    accelerators = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
-    device_type = next((device.type for device in accelerators), "cuda")
+    devices = list({tensor.device for tensor in tensors if tensor.device.type != "cpu"})
+    device_type = devices[0].type if devices else "cuda"
 
     def result_of(run: nn.Module, subject: str) -> Any:
         own_args, own_kwargs = map_tensors((args, kwargs), torch.clone)
-        devices = list(accelerators)
         with torch.random.fork_rng(devices, device_type=device_type), unchanged_buffers(run):
             torch.manual_seed(0)
             try:
@@ -310,13 +269,11 @@ def _compare(model: nn.Module, program: Any, args: Any, kwargs: Any) -> None:
                     f"{subject} fails on the example: {type(error).__name__}: {error}"
                 ) from error
 
-    with (
-        BaseTorchFunctionMode()
-    ):  # while a function mode is active, this thread uses no fused kernel
+    with _torch.unfused_attention():
         expected = result_of(model, "the model")
     with disable():
         actual = result_of(program.module(), "the exported program")
-    different = list(differences(expected, actual))
+    different = list(exported_file.differences(expected, actual))
     if different:
         raise ExportError(
             "the exported program's results differ from the model's: " + "; ".join(different[:5])

@@ -32,15 +32,8 @@ _OPSET = 23
 _NORMS = tuple(
     getattr(torch.ops.aten, name).default for name in ("layer_norm", "group_norm", "rms_norm")
 )
-_SPLITS = tuple(
-    getattr(getattr(torch.ops.aten, name), overload)
-    for name, overload in (
-        ("split", "Tensor"),
-        ("unsafe_split", "Tensor"),
-        ("split_with_sizes", "default"),
-        ("chunk", "default"),
-    )
-)
+_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.split_with_sizes.default,
+           torch.ops.aten.chunk.default)  # fmt: skip
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
@@ -49,11 +42,6 @@ def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
     Args:
         program: the result of `precast.export`.
         path: path of the file.
-
-    Raises:
-        MissingExtraError: onnx or onnxscript is not installed.
-        ExportError: ONNX has no operator for an operation or its dtype; then nothing is written.
-        OutputError: it could not be written.
     """
     onnx = _onnx()
     exported_file.check_replaceable(path)
@@ -103,19 +91,18 @@ def _widen_norm(graph: fx.Graph, node: fx.Node, signature: Any) -> None:
     source = node.args[0]
     if not isinstance(source, fx.Node) or len(_floating(node)) < 2:
         return
-    before, value = value_of(source).dtype, value_of(node)
+    value = value_of(node)
     with graph.inserting_before(node):
         wide = graph.call_function(CAST, (source, torch.float32))
     wide.meta["val"] = value_of(source).to(torch.float32)
     node.replace_input_with(source, wide)
     with graph.inserting_after(node):
-        back = graph.call_function(CAST, (node, before))
+        back = graph.call_function(CAST, (node, value_of(source).dtype))
     node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
     back.meta["val"] = value
     node.meta["val"] = value.to(torch.float32)
-    for spec in signature.output_specs:
-        if spec.arg.name == node.name:
-            spec.arg.name = back.name
+    for spec in [spec for spec in signature.output_specs if spec.arg.name == node.name]:
+        spec.arg.name = back.name
 
 
 def _slice(graph: fx.Graph, node: fx.Node) -> None:
@@ -123,19 +110,14 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     sizes = [part.shape[dim] for part in node.meta["val"]]
     users = list(node.users)
-    if not all(isinstance(size, int) for size in sizes) or not all(
-        user.target is operator.getitem for user in users
-    ):
+    is_static = all(isinstance(size, int) for size in sizes)
+    if not is_static or not all(user.target is operator.getitem for user in users):
         return
     for user in users:
-        number = user.args[1]
-        assert isinstance(number, int)
-        begin = sum(sizes[:number])
+        number: Any = user.args[1]
+        begin, end, name = sum(sizes[:number]), sum(sizes[: number + 1]), user.name
         with graph.inserting_before(user):
-            part = graph.call_function(
-                torch.ops.aten.slice.Tensor, (node.args[0], dim, begin, begin + sizes[number])
-            )
-        name = user.name
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (node.args[0], dim, begin, end))
         part.meta.update(user.meta)
         user.replace_all_uses_with(part)
         graph.erase_node(user)
@@ -150,12 +132,9 @@ def _add_bias(graph: fx.Graph, node: fx.Node) -> None:
         return
     assert isinstance(weight, fx.Node)
     value = value_of(weight)
+    settings = {"dtype": value.dtype, "device": value.device}
     with graph.inserting_before(node):
-        bias = graph.call_function(
-            torch.ops.aten.zeros.default,
-            ([value.shape[0]],),
-            {"dtype": value.dtype, "device": value.device},
-        )
+        bias = graph.call_function(torch.ops.aten.zeros.default, ([value.shape[0]],), settings)
     bias.meta["val"] = value.new_zeros(value.shape[0])
     node.args = (source, weight, bias, *rest[1:])
 
@@ -173,16 +152,11 @@ def _converted(program: torch.export.ExportedProgram) -> Any:
                 program, dynamo=True, verbose=False, optimize=False, opset_version=_OPSET
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise ExportError(
-                f"PyTorch cannot write the program as ONNX: {_root(error)}"
-            ) from error
-
-
-def _root(error: BaseException) -> str:
-    """Return the first cause of an error, without the exporter's hints for its developers."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # only the first has no hints for developers
+                cause = cause.__cause__
+            first = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+            raise ExportError(f"PyTorch cannot write the program as ONNX: {first}") from error
 
 
 def _check(onnx: Any, path: Path) -> None:

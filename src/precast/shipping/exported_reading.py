@@ -30,11 +30,9 @@ _CASTS = ("aten::to", "aten::_to_copy")
 
 @dataclass
 class ModulePart:
-    """The operations and weights of one module of a program.
+    """The operations and weights of one module of a program; the name "" is the model itself.
 
     Attributes:
-        name: name of the module; "" is the model itself.
-        kind: the name of its class.
         operations: dtype -> operation -> number of results with that dtype.
         casts: (from, to) -> number of casts.
         weights: name of each stored tensor -> its dtype.
@@ -56,10 +54,31 @@ class ModulePart:
             "weights": self.weights,
         }
 
+    def dtypes_by_operation(self) -> dict[str, str]:
+        """Return the dtypes of each operation and weight, as text."""
+        counts: dict[str, list[str]] = {}
+        for dtype, operations in sorted(self.operations.items()):
+            for operation, n in operations.items():
+                counts.setdefault(operation, []).append(f"{n} x {dtype}" if n > 1 else dtype)
+        texts = {operation: ", ".join(counts[operation]) for operation in sorted(counts)}
+        return texts | {f"weight {name}": self.weights[name] for name in sorted(self.weights)}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that display the module."""
+        yield f"{self.name}  {self.kind}".strip()
+        for dtype, operations in self.operations.items():
+            terms = (f"{op} x{n}" if n > 1 else op for op, n in operations.items())
+            yield f"  {dtype}: {', '.join(terms)}"
+        for (before, after), count in self.casts.items():
+            yield f"  cast {before} -> {after}" + (f" x{count}" if count > 1 else "")
+        for dtype in dict.fromkeys(self.weights.values()):
+            names = [name.rpartition(".")[2] for name, own in self.weights.items() if own == dtype]
+            yield f"  weights in {dtype}: {', '.join(names)}"
+
 
 @dataclass
 class ProgramContents:
-    """The contents of a program, by module.
+    """The contents of a program.
 
     Attributes:
         parts: the modules with operations or weights, in the order of their names.
@@ -73,11 +92,18 @@ class ProgramContents:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            **self.facts,
-            "weight_bytes": self.weight_bytes,
-            "modules": [part.to_dict() for part in self.parts.values()],
-        }
+        modules = [part.to_dict() for part in self.parts.values()]
+        return {**self.facts, "weight_bytes": self.weight_bytes, "modules": modules}
+
+    def __str__(self) -> str:
+        sizes = [f"{size:,} bytes {dtype}" for dtype, size in self.weight_bytes.items()]
+        lines = [f"weights: {', '.join(sizes) or 'none'}"]
+        if facts := self.facts:
+            policy = (
+                f"policy {facts['policy']} ({facts['fingerprint']}), precast {facts['precast']}"
+            )
+            lines.insert(0, policy)
+        return "\n".join([*lines, *(line for part in self.parts.values() for line in part.lines())])
 
 
 @dataclass(frozen=True)
@@ -89,19 +115,19 @@ class ProgramDifference:
     first: str
     second: str
 
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.what}: {self.first} -> {self.second}"
+
 
 def contents(
     program: torch.export.ExportedProgram, facts: dict[str, Any] | None = None
 ) -> ProgramContents:
-    """Return the contents of a program.
-
-    Args:
-        program: the program.
-        facts: the facts in its file.
-    """
+    """Return the contents of a program; `facts` are those in its file."""
     parts: dict[str, ModulePart] = {"": ModulePart("", "model")}
-    for node in _calls(program.graph_module):
-        _count(node, parts)
+    for module in program.graph_module.modules():  # with branches and loops
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                _count(node, parts)
     sizes: Counter[str] = Counter()
     visited: set[int] = set()
     for name, tensor in [*program.state_dict.items(), *program.constants.items()]:
@@ -111,7 +137,7 @@ def contents(
             if id(tensor) not in visited:
                 visited.add(id(tensor))
                 sizes[dtype] += tensor.nbytes
-    in_order = dict(sorted(parts.items(), key=_by_components))
+    in_order = {name: parts[name] for name in sorted(parts, key=lambda n: n.split("."))}
     return ProgramContents(in_order, facts or {}, dict(sizes))
 
 
@@ -119,31 +145,21 @@ def differences_between(first: ProgramContents, second: ProgramContents) -> list
     """Return the differences of two programs, in the order of the modules."""
     differences: list[ProgramDifference] = []
     for name in sorted(first.parts.keys() | second.parts.keys(), key=lambda n: n.split(".")):
-        one, other = (each.parts.get(name, ModulePart(name, "")) for each in (first, second))
-        for operation in sorted(_operations(one) | _operations(other)):
-            mine, theirs = (_dtypes_of(part, operation) for part in (one, other))
-            if mine != theirs:
-                differences.append(ProgramDifference(name, operation, mine, theirs))
-        for weight in sorted(one.weights.keys() | other.weights.keys()):
-            mine, theirs = (part.weights.get(weight, "-") for part in (one, other))
-            if mine != theirs:
-                differences.append(ProgramDifference(name, f"weight {weight}", mine, theirs))
-        if one.casts != other.casts and not any(each.module == name for each in differences):
-            differences.append(
-                ProgramDifference(name, "casts", *(str(p.casts.total()) for p in (one, other)))
-            )
+        parts = [each.parts.get(name, ModulePart(name, "")) for each in (first, second)]
+        one, other = (part.dtypes_by_operation() for part in parts)
+        own = [
+            ProgramDifference(name, what, one.get(what, "-"), other.get(what, "-"))
+            for what in dict.fromkeys([*one, *other])
+            if one.get(what) != other.get(what)
+        ]
+        if parts[0].casts != parts[1].casts and not own:
+            own = [ProgramDifference(name, "casts", *(str(p.casts.total()) for p in parts))]
+        differences += own
     return differences
 
 
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Yield every call in a graph and in its branches and loops."""
-    for part in module.modules():
-        if isinstance(part, fx.GraphModule):
-            yield from (node for node in part.graph.nodes if node.op == "call_function")
-
-
 def _count(node: fx.Node, parts: dict[str, ModulePart]) -> None:
-    if not isinstance(node.target, OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return
     operation = _torch.schema_of(node.target).name
     dtype = _result_dtype(node)
@@ -152,19 +168,19 @@ def _count(node: fx.Node, parts: dict[str, ModulePart]) -> None:
     name, kind = _module_of(node)
     part = parts.setdefault(name, ModulePart(name, kind))
     part.kind = part.kind or kind
-    short = operation.removeprefix("aten::")
-    if operation in _CASTS:
-        before = next((_result_dtype(each) for each in node.all_input_nodes), None)
-        if before is not None and before is not dtype:
-            part.casts[dtype_name(before), dtype_name(dtype)] += 1
+    if operation not in _CASTS:
+        counts = part.operations.setdefault(dtype, Counter())
+        counts[operation.removeprefix("aten::")] += 1
         return
-    part.operations.setdefault(dtype_name(dtype), Counter())[short] += 1
+    before = next((_result_dtype(each) for each in node.all_input_nodes), None)
+    if before is not None and before != dtype:
+        part.casts[before, dtype] += 1
 
 
-def _result_dtype(node: fx.Node) -> torch.dtype | None:
+def _result_dtype(node: fx.Node) -> str | None:
     leaves = _torch.tree_leaves(node.meta.get("val"))
     floating = (v.dtype for v in leaves if isinstance(v, Tensor) and v.is_floating_point())
-    return next(floating, None)
+    return next(map(dtype_name, floating), None)
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
@@ -177,16 +193,3 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
     name = name.replace("._modules['", ".").replace("']", "").removeprefix("_modules['")
     kind = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
     return name, kind.rpartition(".")[2]
-
-
-def _operations(part: ModulePart) -> set[str]:
-    return {operation for counts in part.operations.values() for operation in counts}
-
-
-def _dtypes_of(part: ModulePart, operation: str) -> str:
-    counts = {d: ops[operation] for d, ops in part.operations.items() if operation in ops}
-    return ", ".join(f"{n} x {d}" if n > 1 else d for d, n in sorted(counts.items())) or "-"
-
-
-def _by_components(item: tuple[str, ModulePart]) -> list[str]:
-    return item[0].split(".")

@@ -1,11 +1,11 @@
-"""Properties of the nodes of exported graphs: casts, writes, and fake values.
+"""Properties of the nodes of exported graphs: casts, writes, fake values, and the bodies of branches and loops.
 
 Invariant: nothing here changes a graph.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -14,16 +14,8 @@ from torch.fx.node import map_arg
 from precast import _torch
 from precast._torch import OpOverload
 
-__all__ = [
-    "CAST",
-    "cast_source",
-    "dtypes_of",
-    "filled",
-    "placeholders",
-    "retyped",
-    "value_of",
-    "writes",
-]
+__all__ = ["CAST", "INLINED", "BodyLayout", "cast_source", "dtypes_of", "filled", "layout_of", "placeholders",
+           "retyped", "value_of", "writes"]  # fmt: skip
 
 CAST: Final = torch.ops.aten.to.dtype
 """The operation of a cast in a graph."""
@@ -76,12 +68,56 @@ def retyped(value: Any, like: Any) -> Any:
     others = _torch.tree_leaves(like)
     if len(leaves) != len(others):
         return value
-    return _torch.tree_unflatten(
-        [
-            old.to(new.dtype)
-            if isinstance(old, Tensor) and isinstance(new, Tensor) and old.dtype is not new.dtype
-            else old
-            for old, new in zip(leaves, others, strict=True)
-        ],
-        spec,
-    )
+    pairs = zip(leaves, others, strict=True)
+    cast = [
+        a.to(b.dtype) if isinstance(a, Tensor) and isinstance(b, Tensor) else a for a, b in pairs
+    ]
+    return _torch.tree_unflatten(cast, spec)
+
+
+INLINED: Final = {
+    "wrap_with_autocast": 4,
+    "wrap_with_set_grad_enabled": 1,
+    "tag_activation_checkpoint": 0,
+    "invoke_subgraph": 0,
+    "wrap": 0,
+    "strict_mode": 0,
+}
+"""Operators that call one body and return its results: name -> position of the body.
+
+A program for serving computes no gradients, so the body can replace the operator.
+"""
+
+
+class BodyLayout(NamedTuple):
+    """The positions of the bodies and operands of one branch or loop.
+
+    Attributes:
+        bodies: the nodes that name the bodies.
+        fixed: the operands that are constant over iterations.
+        before: the number of inputs of the bodies before those operands.
+        changing: the initial values of the first of those inputs.
+    """
+
+    bodies: tuple[fx.Node, ...]
+    fixed: tuple[Any, ...] = ()
+    before: int = 0
+    changing: tuple[Any, ...] = ()
+
+
+def layout_of(node: fx.Node) -> BodyLayout:
+    """Return the layout of a node's operator (2.13); operands of an unknown one stay as they are recorded."""
+    args: Any = node.args
+    bodies = tuple(arg for arg in args if isinstance(arg, fx.Node) and arg.op == "get_attr")
+    name = _torch.higher_order_name(node.target)
+    if name == "cond":
+        return BodyLayout(bodies, args[3])
+    if name == "while_loop":
+        return BodyLayout(bodies, args[3], len(args[2]), tuple(args[2]))
+    if name == "scan":
+        return BodyLayout(bodies, args[3], len(args[1]) + len(args[2]), tuple(args[1]))
+    if name == "associative_scan":
+        return BodyLayout(bodies, args[2], 2 * len(args[1]))
+    if name == "map_impl":
+        return BodyLayout(bodies, args[2], len(args[1]))
+    return BodyLayout(bodies)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -23,12 +23,10 @@ from precast.engine import reference_kernels, registration
 from precast.engine.operation import Operation
 from precast.engine.thread_state import Kernel
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
-from precast.policy.rows import PRODUCT_OPERATIONS
 
 __all__ = [
     "Precisions",
     "RegionState",
-    "Treatment",
     "acting_region",
     "in_regions",
     "treatment",
@@ -69,8 +67,7 @@ class _WrittenOperation(Operation):
         return self.dtype
 
 
-@dataclass(frozen=True)
-class Treatment:
+class Treatment(NamedTuple):
     """The treatment of an operation by a policy.
 
     Attributes:
@@ -83,11 +80,6 @@ class Treatment:
     kernel: Kernel | None
     retries: bool
     rule: Rule = Rule.FALLTHROUGH
-
-    @property
-    def computes(self) -> bool:
-        """True if the kernel consists of other operations, each of which is written."""
-        return self.rule in PRODUCT_OPERATIONS
 
     def mixes(self, here: RegionState, values: Any) -> bool:
         """Return True if the operation has several floating dtypes to promote."""
@@ -114,15 +106,8 @@ def in_regions(precisions: Precisions) -> Iterator[None]:
     """Enter the regions at one place of a graph, with their caches off."""
     with contextlib.ExitStack() as regions:
         for device, here in precisions.items():
-            regions.enter_context(
-                autocast(
-                    device,
-                    here.dtype,
-                    enabled=here.enabled,
-                    cache_enabled=False,
-                    policy=here.policy,
-                )
-            )
+            settings = {"enabled": here.enabled, "cache_enabled": False, "policy": here.policy}
+            regions.enter_context(autocast(device, here.dtype, **settings))  # type: ignore[arg-type]
         yield
 
 
@@ -131,10 +116,8 @@ def treatment(here: RegionState, overload: OpOverload, run: Run) -> Treatment:
     name = overload.name()
     entry = _table(here.policy, here.device_type).get(name)
     native = registration.torch_kernel(name, here.device_type)
-    if native is None or (entry is None and not native.compiled):
-        return Treatment(None, retries=False)
     rule = Rule.KEEP if entry is None else entry.rule
-    if rule is Rule.FALLTHROUGH:
+    if native is None or rule is Rule.FALLTHROUGH or (entry is None and not native.compiled):
         return Treatment(None, retries=False)
     retries = registration.promotes(here.policy, native, rule)
     if retries and rule is Rule.PROMOTE and not native.compiled:

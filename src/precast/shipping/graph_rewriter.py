@@ -33,12 +33,15 @@ from precast.engine import reference_kernels
 from precast.engine.operation import is_eligible
 from precast.engine.operator_kinds import kind_of
 from precast.errors import ExportError
+from precast.policy.policy import Policy, Rule
+from precast.policy.rows import PRODUCT_OPERATIONS
 from precast.shipping import dtype_errors
-from precast.shipping.control_flow import INLINED, layout_of
 from precast.shipping.graph_nodes import (
     CAST,
+    INLINED,
     dtypes_of,
     filled,
+    layout_of,
     placeholders,
     retyped,
     value_of,
@@ -47,7 +50,6 @@ from precast.shipping.graph_nodes import (
 from precast.shipping.graph_policy import (
     Precisions,
     RegionState,
-    Treatment,
     acting_region,
     in_regions,
     treatment,
@@ -68,6 +70,8 @@ def _unsafe_chunk(tensor: Tensor, chunks: int, dim: int = 0) -> Any:
 
 
 _PRODUCTS: Final = (_aten.linear.default, _aten.matmul.default)
+_LSTM: Final = _aten.mkldnn_rnn_layer.default
+_LOWERED: Final = (Rule.LOWER, Rule.LOWER_OUT_FP32)
 _WITHOUT_SYMBOLS: Final = {_aten.unsafe_chunk.default: _unsafe_chunk}
 """Fake versions of operations that PyTorch implements in C++ for static sizes only (2.13)."""
 
@@ -75,17 +79,11 @@ _WITHOUT_SYMBOLS: Final = {_aten.unsafe_chunk.default: _unsafe_chunk}
 class GraphRewriter:
     """Writes one graph; each graph of a branch or loop inside it gets a separate object.
 
-    Args:
-        fake_mode: the mode of the graph's fake tensors.
-        inputs: the inputs of the old graph.
-        values: their fake values, if they have changed.
+    `inputs` are the inputs of the old graph; `values` are their fake values, if they have changed.
     """
 
     def __init__(
-        self,
-        fake_mode: Any,
-        inputs: Sequence[fx.Node],
-        values: Sequence[Any] | None = None,
+        self, fake_mode: Any, inputs: Sequence[fx.Node], values: Sequence[Any] | None = None
     ) -> None:
         self.graph = fx.Graph()
         self.modules: dict[str, fx.GraphModule] = {}
@@ -156,78 +154,58 @@ class GraphRewriter:
     def _operation(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         if overload is _torch.DTYPE_CHECK:
             return self._dtype_check(node)
-        args, kwargs = self._values(node)
+        args, kwargs = filled(self.new((node.args, node.kwargs)))
         here = acting_region(precisions, (args, kwargs))
         if here is None:
             return self._copy_node(node)
         writer = OperationWriter(self, node)
         planned = treatment(here, overload, writer.run)
-        writer.writes_all = planned.computes
+        writer.writes_all = planned.rule in PRODUCT_OPERATIONS
+        kernel, op = planned.kernel, written_operation(here, overload, writer.run)
+        is_lstm = overload is _LSTM and planned.rule in _LOWERED and planned.retries
+        if is_lstm and dtype_errors.is_refused(overload, args, kwargs, here.dtype):
+            kernel = reference_kernels.kernel_for(Rule.FP32, op)  # on this processor
         if planned.retries and planned.mixes(here, (args, kwargs)):
-            return self._retried(node, here, planned, writer, precisions)
-        if planned.kernel is None:
-            if _torch.selects_operations_by_value(overload):
-                _check_writable(here, overload, (args, kwargs))
+            # Unchanged, or in the widest dtype if it would raise an error.
+            if kernel is not None:
+                writer.finds_errors = True
+                kernel = reference_kernels.with_promotion(op, planned.rule, kernel)
+            elif (error := dtype_errors.error_of(overload, args, kwargs)) is not None:
+                retry = reference_kernels.retry_promoted
+                with writer:
+                    return writer.nodes(retry(op, error, args, kwargs, planned.rule))
+        elif kernel is None and _torch.selects_operations_by_value(overload):
+            _check_writable(here, overload, (args, kwargs))
+        if kernel is None:
             return self._write_composite(node, overload, precisions)
         with writer:
-            return writer.nodes(planned.kernel(None, args, kwargs))
-
-    def _retried(
-        self,
-        node: fx.Node,
-        here: RegionState,
-        planned: Treatment,
-        writer: OperationWriter,
-        precisions: Precisions,
-    ) -> Any:
-        """Write an operation on mixed dtypes: unchanged, or in the widest one if it would raise an error."""
-        overload = node.target
-        assert isinstance(overload, OpOverload)
-        args, kwargs = self._values(node)
-        op = written_operation(here, overload, writer.run)
-        if planned.kernel is not None:
-            writer.finds_errors = True
-            kernel = reference_kernels.with_promotion(op, planned.rule, planned.kernel)
-            with writer:
-                return writer.nodes(kernel(None, args, kwargs))
-        error = dtype_errors.error_of(overload, args, kwargs)
-        if error is None:
-            return self._write_composite(node, overload, precisions)
-        with writer:
-            return writer.nodes(
-                reference_kernels.retry_promoted(op, error, args, kwargs, planned.rule)
-            )
+            return writer.nodes(kernel(None, args, kwargs))
 
     def _write_composite(self, node: fx.Node, overload: OpOverload, precisions: Precisions) -> Any:
         """Write an operation without a rule; if rules act on the operations that it calls, write these instead."""
         if not _torch.has_composite_kernel(overload):
             return self._copy_node(node)
-        key = self._composite_key(node, overload)
-        recording = (
-            None if key in self._untouched else self._recorded_composite(node, overload, precisions)
-        )
-        if recording is None:
-            self._untouched.add(key)
-            return self._copy_node(node)
-        graph, operands = recording
-        length, changes = len(self.graph.nodes), self._changes
-        casts, env = dict(self._casts), dict(self._env)
-        self._env.update(zip(placeholders(graph.graph), operands, strict=True))
-        result = self.write(graph.graph, graph, precisions)
-        self._env = env
-        if self._changes != changes:
-            return result
-        self._casts = casts
-        for new in list(self.graph.nodes)[: length - 1 : -1]:
-            self.graph.erase_node(new)
+        # The kinds of the arguments decide if rules act on the operations that it calls.
+        leaves = _torch.tree_leaves(filled(self.new((node.args, node.kwargs))))
+        kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else repr(v) for v in leaves]
+        key = overload, tuple(kinds)
+        recording = None
+        if key not in self._untouched:
+            recording = self._recorded_composite(node, overload, precisions)
+        if recording is not None:
+            graph, operands = recording
+            length, changes = len(self.graph.nodes), self._changes
+            casts, env = dict(self._casts), dict(self._env)
+            self._env.update(zip(placeholders(graph.graph), operands, strict=True))
+            result = self.write(graph.graph, graph, precisions)
+            self._env = env
+            if self._changes != changes:
+                return result
+            self._casts = casts
+            for new in list(self.graph.nodes)[: length - 1 : -1]:
+                self.graph.erase_node(new)
         self._untouched.add(key)
         return self._copy_node(node)
-
-    def _composite_key(self, node: fx.Node, overload: OpOverload) -> object:
-        """Return the operation and its arguments' kinds, which decide if rules act on the operations that it calls."""
-        leaves = _torch.tree_leaves(self._values(node))
-        kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else repr(v) for v in leaves]
-        return overload, tuple(kinds)
 
     def _recorded_composite(
         self, node: fx.Node, overload: OpOverload, precisions: Precisions
@@ -255,10 +233,9 @@ class GraphRewriter:
         traced.graph.eliminate_dead_code()
         for inner in traced.graph.nodes:
             inner.meta |= {key: node.meta[key] for key in _COPIED if key in node.meta}
-        called = [inner.target for inner in traced.graph.nodes if inner.op == "call_function"]
-        constants = [inner for inner in traced.graph.nodes if inner.op == "get_attr"]
-        if constants:
+        if any(inner.op == "get_attr" for inner in traced.graph.nodes):
             raise ExportError(f"{overload} creates constants, which this graph cannot contain")
+        called = {inner.target for inner in traced.graph.nodes}
         return None if overload in called else (traced, operands)
 
     def _copy_node(self, node: fx.Node) -> fx.Node:
@@ -274,9 +251,6 @@ class GraphRewriter:
         new = self.graph.create_node("call_function", node.target, (source, *rest), kwargs)
         new.meta = {**node.meta}
         return new
-
-    def _values(self, node: fx.Node) -> tuple[Any, dict[str, Any]]:
-        return filled(self.new((node.args, node.kwargs)))  # type: ignore[no-any-return]
 
     def add(
         self, target: Any, args: Any, kwargs: Any, place: fx.Node, *, recorded: bool = False
@@ -332,24 +306,18 @@ class GraphRewriter:
         return write(_aten.add.Tensor, product, *bias) if any(bias) else product
 
     def _value_of(self, new: fx.Node, place: fx.Node) -> Any:
-        old_value = place.meta.get("val")
         args, kwargs = filled((new.args, new.kwargs))
+        real = None
+        if isinstance(new.target, OpOverload) and dtype_errors.is_mixed((args, kwargs)):
+            real = dtype_errors.result_on_zeros(new.target, args, kwargs)
         with _torch.fake_tensor_context(self._fake_mode):
             value = new.target(*args, **kwargs)  # type: ignore[operator]
-        if isinstance(new.target, OpOverload) and dtype_errors.is_mixed((args, kwargs)):
-            value = self._as_real(new.target, args, kwargs, value)
+            if real is not None and not isinstance(real, RuntimeError):  # the program will raise it
+                value = retyped(value, real)  # some fake results have other dtypes (2.13)
         if new.target is place.target and place.meta.get("unbacked_bindings"):
             # Sizes that depend on data have names already: only the dtype is new.
-            return retyped(old_value, value)
+            return retyped(place.meta.get("val"), value)
         return value
-
-    def _as_real(self, overload: OpOverload, args: Any, kwargs: Any, value: Any) -> Any:
-        """Return the fake value of an operation on mixed dtypes, with the dtypes of a real result."""
-        real = dtype_errors.result_on_zeros(overload, args, kwargs)
-        if isinstance(real, RuntimeError):  # the program will raise it
-            return value
-        with _torch.fake_tensor_context(self._fake_mode):
-            return dtype_errors.in_dtypes_of(real, value)
 
     def _has_same_dtypes(self, node: fx.Node) -> bool:
         """Return True if the recorded value of a node without a rule is still valid: its arguments' dtypes are equal.
@@ -377,9 +345,8 @@ class GraphRewriter:
         with _torch.fake_tensor_context(self._fake_mode):
             new.meta["val"] = source.meta["val"].to(dtype)
         self._casts[source, dtype] = new
-        if (
-            source in self._trained and source.op == "placeholder"
-        ):  # regions keep the cast of a whole weight
+        # Regions keep the cast of a whole weight.
+        if source in self._trained and source.op == "placeholder":
             self._trained.add(new)
         return new
 
@@ -408,43 +375,30 @@ class GraphRewriter:
     def _branch_or_loop(self, node: fx.Node, precisions: Precisions) -> fx.Node:
         layout = layout_of(node)
         args, kwargs = self.new((node.args, node.kwargs))
-        fixed = [] if layout.fixed is None else list(args[layout.fixed])
-        changing = list(self.new(layout.changing))
-        bodies = [self._env[body] for body in layout.bodies]
+        operands = dict(enumerate(self.new(layout.changing)))
+        operands |= dict(enumerate(self.new(layout.fixed), layout.before))
         replaced: dict[int, fx.Node] = {}
         result: Any = None
-        for body in bodies:
-            name, result = self._body(body, precisions, changing, fixed, layout.before)
+        for body in (self._env[each] for each in layout.bodies):
+            inputs = placeholders(body.graph)
+            values = [each.meta.get("val") for each in inputs]
+            for index, operand in operands.items():
+                if isinstance(operand, fx.Node):
+                    values[index] = retyped(values[index], value_of(operand))
+            writer = GraphRewriter(self._fake_mode, inputs, values)
+            result = writer.write(body.graph, body, precisions)
+            writer.graph.output(result)
+            writer.graph.lint()
+            name = f"body_{len(self.modules)}"
+            self.modules[name] = fx.GraphModule(dict(writer.modules), writer.graph)
             replaced[id(body)] = self.graph.get_attr(name)
         new_args = tuple(replaced.get(id(arg), arg) for arg in args)
         new = self.graph.create_node("call_function", node.target, new_args, kwargs, name=node.name)
         new.meta = {**node.meta}
-        if bodies:
+        if replaced:
             new.meta["val"] = retyped(node.meta["val"], map_arg(result, value_of))
         self._casts.clear()
         return new
-
-    def _body(
-        self,
-        body: fx.GraphModule,
-        precisions: Precisions,
-        changing: list[Any],
-        fixed: list[Any],
-        before: int,
-    ) -> tuple[str, Any]:
-        """Write the body of a branch or a loop; return the name of its module, and its result."""
-        inputs = placeholders(body.graph)
-        values = [node.meta.get("val") for node in inputs]
-        for index, operand in [*enumerate(changing), *enumerate(fixed, before)]:
-            if isinstance(operand, fx.Node):
-                values[index] = retyped(values[index], value_of(operand))
-        writer = GraphRewriter(self._fake_mode, inputs, values)
-        result = writer.write(body.graph, body, precisions)
-        writer.graph.output(result)
-        writer.graph.lint()
-        name = f"body_{len(self.modules)}"
-        self.modules[name] = fx.GraphModule(dict(writer.modules), writer.graph)
-        return name, result
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -463,8 +417,6 @@ def _inside_region(
     precisions: Precisions, device: str, dtype: torch.dtype | None, enabled: bool, policy_text: Any
 ) -> Precisions:
     """Return the state of the regions inside a region of the graph."""
-    from precast.policy.policy import Policy
-
     outer = precisions.get(device)
     lower = dtype or (outer.dtype if outer else torch.get_autocast_dtype(device))
     policy = policy_of_region(policy_text) or (outer.policy if outer else Policy.load("torch"))
@@ -472,11 +424,7 @@ def _inside_region(
 
 
 def _check_writable(here: RegionState, overload: OpOverload, values: Any) -> None:
-    """Refuse an operation without a rule whose kernel calls operations with rules, depending on values.
-
-    Raises:
-        ExportError: rules may act on `values`.
-    """
+    """Refuse an operation without a rule whose kernel calls operations with rules, depending on values."""
     if any(is_eligible(tensor, here.device_type) for tensor in tensors_in(values)):
         name = overload.name().removeprefix("aten::")
         raise ExportError(

@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from precast import _torch
-from precast._internal.pytree import tensors_in
 from precast._torch import OpOverload
 from precast.errors import ExportError
 from precast.shipping import dtype_errors
@@ -59,22 +60,19 @@ class OperationWriter(_torch.DispatchMode):
 
     def run(self, overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
         """Write an operation, and return its result."""
-        if (
-            self.finds_errors
-            and len({t.dtype for t in tensors_in((args, kwargs)) if t.is_floating_point()}) > 1
-        ):
-            self._runs = True
-            try:
+        if self.finds_errors and dtype_errors.is_mixed((args, kwargs)):
+            with self._running():
                 error = dtype_errors.error_of(overload, args, kwargs)
-            finally:
-                self._runs = False
             if error is not None:
                 raise error
-        new_args = tuple(self.nodes(arg) for arg in args)
-        new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
-        if overload is not self._place.target or (new_args, new_kwargs) != self._args:
+        call = self._call(args, kwargs)
+        if overload is not self._place.target or call != self._args:
             self._rewriter.changed()
-        return self._write(overload, new_args, new_kwargs).meta["val"]
+        return self._write(overload, *call)
+
+    def _call(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
+        return tuple(map(self.nodes, args)), new_kwargs
 
     def nodes(self, value: Any) -> Any:
         """Return the nodes of values, in any nesting of tuples and lists."""
@@ -82,11 +80,7 @@ class OperationWriter(_torch.DispatchMode):
         if entry is not None:
             return entry[0]
         if isinstance(value, (tuple, list)):
-            return (
-                type(value)(map(self.nodes, value))
-                if type(value) in (tuple, list)
-                else tuple(map(self.nodes, value))
-            )
+            return (list if type(value) is list else tuple)(map(self.nodes, value))
         assert not isinstance(value, Tensor), "a value without a node"
         return self._size(value) if isinstance(value, torch.SymInt) else value
 
@@ -96,33 +90,36 @@ class OperationWriter(_torch.DispatchMode):
             if isinstance(value, Tensor):
                 for dim, other in enumerate(value.shape):
                     if isinstance(other, torch.SymInt) and str(other) == str(size):
-                        return self._write(_SIZE, (node, dim), {})
+                        with self._running():
+                            return self._rewriter.add(_SIZE, (node, dim), {}, self._place)
         raise ExportError(f"no value of the graph has the size {size}")
 
-    def _write(self, overload: Any, args: Any, kwargs: Any) -> fx.Node:
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run operations in a block without writing them."""
         self._runs = True
         try:
-            node = self._rewriter.add(overload, args, kwargs, self._place)
+            yield
         finally:
             self._runs = False
-        return self._register(node)
+
+    def _write(self, overload: Any, args: Any, kwargs: Any) -> Any:
+        with self._running():
+            node = self._rewriter.add(overload, args, kwargs, self._place)
+        return self._register(node).meta["val"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._runs and func is _torch.COPY_IN_DTYPE:
+        if self._runs:
+            return func(*args, **kwargs)
+        if func is _torch.COPY_IN_DTYPE:
             assert set(kwargs) == {"dtype"}, kwargs
-            self._runs = True
-            try:
+            with self._running():
                 node = self._rewriter.cast(self.nodes(args[0]), kwargs["dtype"], self._place)
-            finally:
-                self._runs = False
-            self._register(node)
-            return node.meta["val"]
-        if not self._runs and func is _COPY:
-            return self._write(func, tuple(self.nodes(arg) for arg in args), {}).meta["val"]
-        if not self._runs and self.writes_all and func.namespace != "prim":  # prim: reads a device
+            return self._register(node).meta["val"]
+        if func is _COPY:
+            return self._write(func, *self._call(args, kwargs))
+        if self.writes_all and func.namespace != "prim":  # prim: reads a device
             self._rewriter.changed()
-            new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
-            new_args = tuple(self.nodes(arg) for arg in args)
-            return self._write(func, new_args, new_kwargs).meta["val"]
+            return self._write(func, *self._call(args, kwargs))
         return func(*args, **kwargs)
