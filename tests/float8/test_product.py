@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,35 @@ def test_the_error_of_a_second_derivative_names_rule_and_weight() -> None:
     )
     with pytest.raises(BannedOperationError, match=match):
         torch.autograd.grad(gradient.sum(), model[0][0].weight)
+
+
+def _weight_gradient(x: Tensor, w: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    hidden = linear(x.exp(), w.exp(), recipe, ProductMethod.EMULATED)
+    (gradient,) = torch.autograd.grad(hidden.sum(), w, create_graph=True)
+    return torch.autograd.grad(gradient.sum(), x, allow_unused=True)
+
+
+def _jacobian_product(x: Tensor, w: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
+    result = linear(x, w, recipe, ProductMethod.EMULATED)
+    above = torch.zeros_like(result).requires_grad_()
+    (gradient,) = torch.autograd.grad(result, x, above, create_graph=True)
+    return torch.autograd.grad(gradient, above, torch.ones_like(gradient), allow_unused=True)
+
+
+def _hessian(x: Tensor, w: Tensor, recipe: Recipe) -> Any:
+    def loss(value: Tensor) -> Tensor:
+        return linear(value, w, recipe, ProductMethod.EMULATED).square().sum()
+
+    return torch.autograd.functional.hessian(loss, x)  # type: ignore[no-untyped-call]
+
+
+@recipes
+@pytest.mark.parametrize("derive", [_weight_gradient, _jacobian_product, _hessian])
+def test_no_second_derivative_is_silently_zero(derive: Any, recipe: Recipe) -> None:
+    """PyTorch's `once_differentiable` gives None where only an operand or the gradient above is asked for."""
+    x, w, _ = operands(4, 24, 16, torch.bfloat16)
+    with pytest.raises(BannedOperationError, match=f"second derivative .* '{recipe.rule}'"):
+        derive(x.requires_grad_(), w.requires_grad_(), recipe)
 
 
 @pytest.mark.parametrize("recipe", [formats.BY_TENSOR, formats.POWERS_OF_TWO])

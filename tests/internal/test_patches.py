@@ -218,9 +218,11 @@ def _try(until: ExitStack, _: nn.Linear) -> None:
 
 
 def _export(until: ExitStack, _: nn.Linear) -> None:
+    from precast import _torch
     from precast.shipping.dtype_errors import fake_as_real
 
     until.enter_context(fake_as_real())
+    until.enter_context(_torch.unfused_attention())
 
 
 def _package(until: ExitStack, _: nn.Linear) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import precast
 from precast.errors import ConversionError
-from precast.shipping.checkpoint_files import read_checkpoint
 from precast.shipping.function_calls import is_same
+from precast.shipping.loading import read_checkpoint
 
 BF16 = torch.bfloat16
 _NAMES = {torch.float32: "F32", BF16: "BF16", torch.int64: "I64"}

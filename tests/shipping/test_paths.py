@@ -204,6 +204,22 @@ def test_a_parameter_made_of_a_stored_weight_is_one(region: Any) -> None:
     assert torch.equal(converted(x), expected)
 
 
+class MadeParameter(nn.Linear):
+    """A layer that makes another parameter of its weight at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, nn.Parameter(self.weight), self.bias)
+
+
+def test_a_model_may_make_parameters_of_its_weights() -> None:
+    model, x = MadeParameter(WIDTH, WIDTH).eval(), torch.randn(2, WIDTH)
+    with torch.no_grad(), precast.autocast("cpu"):
+        expected = model(x)
+    converted = precast.convert(model, example=x)
+    assert converted.weight.dtype is torch.bfloat16
+    assert torch.equal(converted(x), expected)
+
+
 def test_a_bilinear_layer_can_be_converted() -> None:
     """Its operation calls others that a region casts, and PyTorch does not take it apart for observers."""
     model, x = nn.Bilinear(WIDTH, WIDTH, 3).eval(), torch.randn(2, WIDTH)

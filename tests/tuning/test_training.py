@@ -152,6 +152,25 @@ def test_a_metric_takes_the_place_of_the_loss_at_the_end() -> None:
     assert final * 16 * 4 == pytest.approx(round(final * 16 * 4))
 
 
+def test_a_metric_that_raises_in_16_bits_is_a_failure_of_the_setup() -> None:
+    def metric(model: nn.Module, batch) -> float:
+        return float(model(batch[0]).numpy().mean())  # NumPy has no bfloat16
+
+    training = Training(workload(metric=metric), BFLOAT16, 0)
+    assert math.isnan(training.values()[0])
+    assert "unsupported ScalarType BFloat16" in training.failure
+    assert math.isfinite(Training(workload(metric=metric), FLOAT32, 0).values()[0])
+
+
+def test_a_metric_that_raises_in_float32_is_named() -> None:
+    def metric(model: nn.Module, batch) -> float:
+        raise LookupError("of the program")
+
+    with pytest.raises(LookupError) as caught:
+        Training(workload(metric=metric), FLOAT32, 0).values()
+    assert caught.value.__notes__ == ["precast.tune: the metric failed in float32"]
+
+
 def test_a_policy_with_rules_for_modules_is_followed() -> None:
     seen = []
     mine = model()

@@ -393,7 +393,7 @@ def _patch_fused_attention(threads: list[int]) -> list[Stop]:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def get_fastpath_enabled() -> bool:
-        if not torch.jit.is_scripting():  # TorchScript compiles only what follows
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]  # TorchScript compiles only what follows
             return threading.get_ident() not in threads and original()
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,17 +76,18 @@ class Conversion(Displayed):
             f"{self.bytes:,} bytes of {self.bytes_before:,}",
             f"policy {self.policy!r}, {self.dtype}, on {self.device_type}",
         ]
-        rows = [(w.name, w.dtype, w.bytes, w.why) for w in (*self.kept, *self.weights)]
-        rows = list(dict.fromkeys(rows))
+        in_order = dict.fromkeys((*self.kept, *self.weights))
+        rows = [(w.name, w.dtype, w.bytes, w.why) for w in in_order]
         return Card(f"Conversion of {self.model}", facts, ("name", "dtype", "bytes", "why"), rows)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield self._card().text()
+        lines = [self._card().text()]
         for weight in sorted(self.weights, key=lambda weight: -weight.bytes):
             cast_note = f"; cast to {weight.low} at each use" if weight.low else ""
-            yield f"  {weight.name}: {weight.dtype}, {weight.bytes:,} bytes; {weight.why}{cast_note}"
+            lines.append(
+                f"  {weight.name}: {weight.dtype}, {weight.bytes:,} bytes; {weight.why}{cast_note}"
+            )
         if self.extra_bytes:
-            yield f"  float32 weights cost {self.extra_bytes:,} bytes more than 16-bit ones would"
+            extra = f"  float32 weights cost {self.extra_bytes:,} bytes more than 16-bit ones would"
+            lines.append(extra)
+        return "\n".join(lines)

@@ -14,7 +14,6 @@ import copy
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast._internal import cures
 from precast._internal.display import dtype_name
 from precast._internal.pytree import tensors_in
-from precast.attachment.module_hooks import AppliedPlan, apply
+from precast.attachment.module_hooks import apply
 from precast.autocast_mode.region import autocast
 from precast.errors import ConversionError, PrecastWarning
 from precast.policy.module_names import name_of_each, named_tensors, unwrapped
@@ -106,26 +105,26 @@ def convert(
     for complaint in planned.complaints():
         warnings.warn(complaint, PrecastWarning, stacklevel=2)
     weights = weights_of(model)
-    with _with_rules(model, planned):
+    applied = apply(model, planned)
+    try:
         # Without its cache, a region has one 16-bit copy at a time beside the float32 weights.
         uncached = autocast(device.type, dtype, cache_enabled=False, policy=policy)
         observe_uses(model, weights, uncached, examples)
-    report = Conversion(
-        type(model).__name__,
-        policy.name,
-        dtype_name(region.fast_dtype),
-        device.type,
-        tuple(map(_stored_as, weights)),
-    )
+    finally:
+        applied.remove()
+    rows = tuple(map(_stored_as, weights))
+    name = type(model).__name__
+    report = Conversion(name, policy.name, dtype_name(region.fast_dtype), device.type, rows)
     stored = [(w, dtype) for w in weights if (dtype := _stored_dtype(w)) is not None]
     if in_place:
-        converted = model
         del weights
         while stored:
-            _store_in_place(*stored.pop(0))
+            weight, low = stored.pop(0)
+            for tensor, values in _cast(weight, low):
+                store(tensor, values, weight.name, device.type)
     else:
-        converted = _copied(model, stored, device.type)
-    return finish(converted, region, planned, report, methods)
+        model = _copied(model, stored, device.type)
+    return finish(model, region, planned, report, methods)
 
 
 def conversion_report(model: nn.Module) -> Conversion:
@@ -149,11 +148,7 @@ def conversion_report(model: nn.Module) -> Conversion:
 
 
 def finish(
-    model: nn.Module,
-    region: autocast,
-    planned: Plan,
-    report: Conversion,
-    methods: Sequence[str],
+    model: nn.Module, region: autocast, planned: Plan, report: Conversion, methods: Sequence[str]
 ) -> nn.Module:
     """Make a model with stored weights run under the policy, and return it."""
     for parameter in model.parameters():
@@ -166,39 +161,6 @@ def finish(
     return model
 
 
-def _stored_dtype(weight: Weight) -> torch.dtype | None:
-    """Return the 16-bit dtype to store a weight in; None to leave it unchanged."""
-    uses = weight.uses
-    if weight.fixed is not None or uses.computed or len(uses.dtypes) != 1:
-        return None
-    return next(iter(uses.dtypes))
-
-
-def _stored_as(weight: Weight) -> StoredAs:
-    before, uses = weight.bytes, weight.uses
-    dtype = _stored_dtype(weight)
-    if dtype is not None:
-        name = dtype_name(dtype)
-        return StoredAs(weight.name, name, before // 2, before, f"used in {name} only")
-    names = sorted(map(dtype_name, uses.dtypes))
-    if weight.fixed is not None:
-        why = weight.fixed
-    elif uses.computed:
-        why = f"used in float32 by {', '.join(uses.computed[:3])}"
-    elif names:
-        why = f"used in {' and '.join(names)}"
-    else:
-        why = "the example did not use it"
-    low_names = " and ".join(names) or None
-    return StoredAs(weight.name, dtype_name(weight.dtype), before, before, why, low_names)
-
-
-def _store_in_place(weight: Weight, dtype: torch.dtype) -> None:
-    """Replace the memory of tensors by one in another dtype; the old memory is freed if nothing else uses it."""
-    for tensor, values in _cast(weight, dtype):
-        store(tensor, values, weight.name, tensor.device.type)
-
-
 def store(tensor: Tensor, values: Tensor, name: str, device: str) -> None:
     """Replace the memory of a tensor in place, and make it a stored weight."""
     tensor.data = values
@@ -207,19 +169,36 @@ def store(tensor: Tensor, values: Tensor, name: str, device: str) -> None:
     vars(tensor).update(vars(stored))
 
 
+def _stored_dtype(weight: Weight) -> torch.dtype | None:
+    """Return the 16-bit dtype to store a weight in; None to leave it unchanged."""
+    uses = weight.uses
+    is_low = weight.fixed is None and not uses.computed and len(uses.dtypes) == 1
+    return next(iter(uses.dtypes)) if is_low else None
+
+
+def _stored_as(weight: Weight) -> StoredAs:
+    before, uses, dtype = weight.bytes, weight.uses, _stored_dtype(weight)
+    names = " and ".join(sorted(map(dtype_name, uses.dtypes)))
+    if dtype is not None:
+        return StoredAs(weight.name, names, before // 2, before, f"used in {names} only")
+    if weight.fixed is not None:
+        why = weight.fixed
+    elif uses.computed:
+        why = f"used in float32 by {', '.join(uses.computed[:3])}"
+    else:
+        why = f"used in {names}" if names else "the example did not use it"
+    return StoredAs(weight.name, dtype_name(weight.dtype), before, before, why, names or None)
+
+
 def _cast(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each tensor of a weight with its values in a dtype; tensors that share memory still share it."""
-    tensors = weight.tensors
+    first = weight.tensors[0].detach()
+    storage = first.untyped_storage()
     with torch.no_grad():
-        if len(tensors) == 1 and tensors[0].untyped_storage().nbytes() == tensors[0].nbytes:
-            yield tensors[0], tensors[0].detach().to(dtype)
-            return
-        first = tensors[0].detach()
-        storage = first.untyped_storage()
         whole = first.new_empty(0).set_(storage, 0, (storage.nbytes() // first.itemsize,), (1,))
         values = whole.to(dtype)
-        for tensor in tensors:
-            yield tensor, values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    for tensor in weight.tensors:
+        yield tensor, values.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def _stored(values: Tensor, original: Tensor, name: str, device: str) -> Any:
@@ -229,11 +208,7 @@ def _stored(values: Tensor, original: Tensor, name: str, device: str) -> Any:
 
 
 def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: str) -> nn.Module:
-    """Return a copy of the model with stored weights; their old values are not copied.
-
-    Raises:
-        ConversionError: the model cannot be copied.
-    """
+    """Return a copy of the model with stored weights; their old values are not copied."""
     memo: dict[int, Any] = {}
     for weight, dtype in stored:
         for tensor, values in _cast(weight, dtype):
@@ -247,23 +222,11 @@ def _copied(model: nn.Module, stored: list[tuple[Weight, torch.dtype]], device: 
         ) from error
 
 
-@contextmanager
-def _with_rules(model: nn.Module, planned: Plan) -> Iterator[AppliedPlan]:
-    """Apply the rules for the modules of a model in a block."""
-    applied = apply(model, planned)
-    try:
-        yield applied
-    finally:
-        applied.remove()
-
-
 def _check(model: object) -> torch.device:
     """Check that a model can be converted; return its device."""
-    if not isinstance(model, nn.Module):
-        raise ConversionError(
-            f"convert(model) got {type(model).__name__}. It takes a torch.nn.Module."
-        )
     kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"convert(model) got {kind}. It takes a torch.nn.Module.")
     if is_converted(model):
         raise ConversionError(f"this {kind} is converted already. {cures.CONVERT_FLOAT32.text}")
     if isinstance(model, torch.jit.ScriptModule):
@@ -280,13 +243,9 @@ def _check(model: object) -> torch.device:
         raise ConversionError(
             f"convert is for inference, and {training[0]} is in training mode. {cures.CONVERT_EVAL.text}"
         )
-    return _device(model)
-
-
-def _device(model: nn.Module) -> torch.device:
     named = named_tensors(model)
     if not named:
-        raise ConversionError(f"this {type(model).__name__} has no weights to convert.")
+        raise ConversionError(f"this {kind} has no weights to convert.")
     for name, tensor in named:
         if is_lazy(tensor):
             raise ConversionError(
@@ -310,16 +269,11 @@ def _examples(example: Any, device: torch.device) -> list[Example]:
     several = example if isinstance(example, list) else [example]
     if not several:
         raise ConversionError("convert(example=[]): pass at least one example of a call.")
-    calls: list[Example] = []
-    for each in several:
-        if isinstance(each, Mapping):
-            calls.append(((), dict(each)))
-        else:
-            calls.append((each if isinstance(each, tuple) else (each,), {}))
-    for tensor in tensors_in(calls):
+    for tensor in tensors_in(several):
         if tensor.device.type != device.type:
             raise ConversionError(
                 f"convert(example=...) has a tensor on {tensor.device.type}, but the model is on {device.type}. Move "
                 "one of them."
             )
-    return calls
+    calls = [each if isinstance(each, tuple | Mapping) else (each,) for each in several]
+    return [((), dict(c)) if isinstance(c, Mapping) else (c, {}) for c in calls]

@@ -13,7 +13,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -44,13 +44,13 @@ class ConvertedState:
         region: the region that its calls run in.
         report: the report on its weights.
         methods: the names of other methods that run in the region.
-        warned: the surrounding region that a warning was given for; empty if there was none.
+        is_warned: True after a warning about a surrounding region.
     """
 
     region: autocast
     report: Conversion
     methods: tuple[str, ...]
-    warned: list[str] = field(default_factory=list)
+    is_warned: bool = False
 
     @functools.cached_property
     def device(self) -> str:
@@ -58,38 +58,25 @@ class ConvertedState:
         return self.region.device
 
     def check(self, model: nn.Module) -> None:
-        """Raise an error in training mode, and warn about a different surrounding region.
-
-        Raises:
-            ConversionError: the model is in training mode.
-        """
+        """Raise an error in training mode, and warn about a different surrounding region."""
         if model.training:
             raise ConversionError(
                 f"this {type(model).__name__} was converted for inference, and is in training mode. "
                 f"{cures.CONVERT_INFERENCE.text}"
             )
-        device = self.device
-        if not self.warned and is_autocast_enabled(device):
-            self._compare(torch.get_autocast_dtype(device), device)
-
-    def _compare(self, dtype: torch.dtype, device: str) -> None:
-        bound = thread_state(device).state.bound_policy
-        policy = self.region.policy
-        other = (
-            bound is not None
-            and policy is not None
-            and bound.policy.fingerprint != policy.fingerprint
-        )
-        if dtype is self.region.fast_dtype and not other:
+        bound = thread_state(self.device).state.bound_policy
+        dtype, policy = torch.get_autocast_dtype(self.device), self.region.policy
+        is_other = bool(bound and policy and bound.policy.fingerprint != policy.fingerprint)
+        if dtype is self.region.fast_dtype and not is_other:
             return
-        region = f"{dtype}" + (f" and the policy {bound.policy.name!r}" if bound and other else "")
-        self.warned.append(region)
+        self.is_warned = True
+        name = f" and the policy {bound.policy.name!r}" if bound and is_other else ""
         warnings.warn(
-            f"the surrounding region has {region}, but the converted {self.report.model} keeps "
+            f"the surrounding region has {dtype}{name}, but the converted {self.report.model} keeps "
             f"{self.region.fast_dtype} and the policy {self.report.policy!r} of its conversion. Convert the float32 "
             "model again for the other.",
             PrecastWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -134,7 +121,7 @@ def set_converted(model: nn.Module, state: ConvertedState) -> None:
 def _repr(base: type[nn.Module]) -> Callable[[nn.Module], str]:
     def text(model: nn.Module) -> str:
         """Return the base's text, with the stored dtypes in each module with weights."""
-        modules = [m for m in model.modules() if _stored(m) and "extra_repr" not in vars(m)]
+        modules = [m for m in model.modules() if "extra_repr" not in vars(m)]
         for module in modules:
             vars(module)["extra_repr"] = functools.partial(_with_dtypes, module)
         try:
@@ -147,21 +134,18 @@ def _repr(base: type[nn.Module]) -> Callable[[nn.Module], str]:
 
 
 def _with_dtypes(module: nn.Module) -> str:
-    return ", ".join(filter(None, (type(module).extra_repr(module), _stored(module))))
-
-
-def _stored(module: nn.Module) -> str:
-    """Return the dtypes of a module's own weights: "stored in bfloat16"; an empty text without weights."""
-    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    """Return the extra text of a module with the dtypes of its own weights: "bias=True, stored in bfloat16"."""
     by_dtype: dict[str, list[str]] = {}
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     for name, tensor in named:
         if tensor.is_floating_point():
-            dtype = getattr(tensor, "stored_dtype", tensor.dtype)
-            by_dtype.setdefault(dtype_name(dtype), []).append(name)
-    if len(by_dtype) == 1:
-        return f"stored in {next(iter(by_dtype))}"
+            dtype = dtype_name(getattr(tensor, "stored_dtype", tensor.dtype))
+            by_dtype.setdefault(dtype, []).append(name)
     each = [f"{' and '.join(names)} in {dtype}" for dtype, names in by_dtype.items()]
-    return f"stored: {', '.join(each)}" if each else ""
+    stored = f"stored: {', '.join(each)}" if each else ""
+    if len(each) == 1:
+        stored = f"stored in {next(iter(by_dtype))}"
+    return ", ".join(filter(None, (type(module).extra_repr(module), stored)))
 
 
 def _not_scripted(model: nn.Module) -> nn.Module:
@@ -182,7 +166,7 @@ def _in_region(method: Callable[..., Any]) -> Callable[..., Any]:
         models = inside.models
         if models and models[-1] is self:
             return method(self, *args, **kwargs)
-        if self.training or (not state.warned and is_autocast_enabled(state.device)):
+        if self.training or (not state.is_warned and is_autocast_enabled(state.device)):
             state.check(self)
         models.append(self)
         try:

@@ -37,8 +37,18 @@ from precast.autocast_mode.region import disable
 from precast.errors import ExportError, OutputError, PrecastError
 from precast.policy.policy import Policy
 
-__all__ = ["FileCheck", "check_file", "check_replaceable", "differences", "policy_facts", "read", "temporary_folder",
-           "without_deprecations", "write", "write_package"]  # fmt: skip
+__all__ = [
+    "FileCheck",
+    "check_file",
+    "check_replaceable",
+    "differences",
+    "policy_facts",
+    "read",
+    "temporary_folder",
+    "without_deprecations",
+    "write",
+    "write_package",
+]
 
 _FACTS = "precast.json"
 

@@ -29,11 +29,14 @@ __all__ = ["write_onnx"]
 
 _OPSET = 23
 """The first version with operators for attention and normalisations, and convolutions in bfloat16."""
-_NORMS = tuple(
-    getattr(torch.ops.aten, name).default for name in ("layer_norm", "group_norm", "rms_norm")
+_aten = torch.ops.aten
+_NORMS = (_aten.layer_norm.default, _aten.group_norm.default, _aten.rms_norm.default)
+_SPLITS = (
+    _aten.split.Tensor,
+    _aten.unsafe_split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.chunk.default,
 )
-_SPLITS = (torch.ops.aten.split.Tensor, torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.split_with_sizes.default,
-           torch.ops.aten.chunk.default)  # fmt: skip
 
 
 def write_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
@@ -75,7 +78,7 @@ def _for_onnx(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
             _widen_norm(module.graph, node, signature)
         elif node.target in _SPLITS:
             _slice(module.graph, node)
-        elif node.target is torch.ops.aten.conv3d.default:
+        elif node.target is _aten.conv3d.default:
             _add_bias(module.graph, node)
     module.recompile()
     return _torch.updated_program(  # type: ignore[no-any-return]
@@ -117,7 +120,7 @@ def _slice(graph: fx.Graph, node: fx.Node) -> None:
         number: Any = user.args[1]
         begin, end, name = sum(sizes[:number]), sum(sizes[: number + 1]), user.name
         with graph.inserting_before(user):
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (node.args[0], dim, begin, end))
+            part = graph.call_function(_aten.slice.Tensor, (node.args[0], dim, begin, end))
         part.meta.update(user.meta)
         user.replace_all_uses_with(part)
         graph.erase_node(user)
@@ -134,7 +137,7 @@ def _add_bias(graph: fx.Graph, node: fx.Node) -> None:
     value = value_of(weight)
     settings = {"dtype": value.dtype, "device": value.device}
     with graph.inserting_before(node):
-        bias = graph.call_function(torch.ops.aten.zeros.default, ([value.shape[0]],), settings)
+        bias = graph.call_function(_aten.zeros.default, ([value.shape[0]],), settings)
     bias.meta["val"] = value.new_zeros(value.shape[0])
     node.args = (source, weight, bias, *rest[1:])
 

@@ -98,10 +98,8 @@ class ProgramContents:
     def __str__(self) -> str:
         sizes = [f"{size:,} bytes {dtype}" for dtype, size in self.weight_bytes.items()]
         lines = [f"weights: {', '.join(sizes) or 'none'}"]
-        if facts := self.facts:
-            policy = (
-                f"policy {facts['policy']} ({facts['fingerprint']}), precast {facts['precast']}"
-            )
+        if self.facts:
+            policy = "policy {policy} ({fingerprint}), precast {precast}".format_map(self.facts)
             lines.insert(0, policy)
         return "\n".join([*lines, *(line for part in self.parts.values() for line in part.lines())])
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from precast import _torch
 from precast._internal.pytree import map_tensors, tensors_in
@@ -38,11 +38,10 @@ __all__ = [
     "has_float8_rule",
     "is_same",
     "lowers",
+    "makes_parameter",
     "observed_call",
     "region_dtype",
 ]
-
-"""The dtypes that weights are stored in instead of float32."""
 
 _BUILT_IN: Final = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
@@ -76,43 +75,32 @@ def region_dtype(device_type: str) -> torch.dtype | None:
 
 def lowers(func: Any, device_type: str) -> bool:
     """Return True if a function is an operation that casts its arguments to 16 bits under the policy in force."""
-    is_lowered = _LOWERS.get((func, thread_state(device_type).state.number.value))
+    state = thread_state(device_type).state
+    is_lowered = _LOWERS.get((func, state.number.value))
     if is_lowered is None:
-        is_lowered = _look_up(func, device_type)
+        bound = state.bound_policy or installed(device_type).bound_policy
+        key = func, device_type if bound is None else bound.number
+        is_lowered = _LOWERS.get(key)
+        if is_lowered is None:
+            if len(_LOWERS) >= _MOST_ENTRIES:
+                _LOWERS.clear()
+            policy = Policy.load("torch") if bound is None else bound.policy
+            is_lowered = _LOWERS[key] = _rule(policy, func, device_type) is Rule.LOWER
     # Transforms decompose operations before autocast handles them (2.13).
     return is_lowered and not _torch.is_functorch_active()
 
 
-_LOWERS: Final[dict[tuple[Any, ...], bool]] = {}
-"""Maps a function and the policy in force to True if the policy lowers it. Bound policies have different numbers."""
+_LOWERS: Final[dict[tuple[Any, int | str], bool]] = {}
+"""Maps a function and the number of the policy in force, or a device type, to True if the policy lowers it."""
 _MOST_ENTRIES: Final = 4096
-
-
-def _look_up(func: Any, device_type: str) -> bool:
-    """Return the same for a policy that may be new."""
-    bound = thread_state(device_type).state.bound_policy
-    outside = installed(device_type).bound_policy
-    key: tuple[Any, ...]
-    if bound is not None:
-        key, policy = (func, bound.number), bound.policy
-    else:
-        policy = Policy.load("torch") if outside is None else outside.policy
-        key = func, device_type, policy.fingerprint
-    is_lowered = _LOWERS.get(key)
-    if is_lowered is None:
-        if len(_LOWERS) >= _MOST_ENTRIES:
-            _LOWERS.clear()
-        is_lowered = _LOWERS[key] = _rule(policy, func, device_type) is Rule.LOWER
-    return is_lowered
 
 
 def casts_by_rule(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str
 ) -> bool:
     """Return True if a function is an operation that casts its eligible arguments, which are plain tensors."""
-    if not lowers(func, device_type) or "out" in kwargs:
-        return False
-    return all(map(_is_plain, args)) and all(map(_is_plain, kwargs.values()))
+    is_cast = "out" not in kwargs and lowers(func, device_type)
+    return is_cast and all(map(_is_plain, (*args, *kwargs.values())))
 
 
 def has_float8_rule(func: Any, device_type: str) -> bool:
@@ -125,10 +113,8 @@ def _rule(policy: Policy, func: Any, device_type: str) -> Rule | None:
     """Return the rule for a function; None if it is not an operation, or its overloads have different rules."""
     if type(func) not in _BUILT_IN:
         return None
-    for name in (
-        func.__name__,
-        f"{func.__name__}.default",
-    ):  # other overloads have a dtype argument
+    # Other overloads have a dtype argument.
+    for name in (func.__name__, f"{func.__name__}.default"):
         try:
             return policy.resolve(name, device_type).rule
         except PolicyError:
@@ -169,23 +155,15 @@ class UseRecorder(ObservingMode):
         out = func(*args, **kwargs)
         for tensor in tensors:
             uses = self._uses.get(address(tensor))
-            if uses is not None:
-                _classify(uses, func, tensor, out, self._any_layout)
+            kind = kind_of(func)
+            if uses is None or kind.is_view:
+                continue
+            is_low = kind.base == "_to_copy" and out.dtype in _torch.SIXTEEN_BIT
+            if is_low and (self._any_layout or out.stride() == tensor.stride()):
+                uses.dtypes.add(out.dtype)
+            else:
+                uses.add_computed(kind.name)
         return out
-
-
-def _classify(uses: WeightUses, func: Any, tensor: Tensor, out: Any, any_layout: bool) -> None:
-    kind = kind_of(func)
-    if kind.is_view:
-        return
-    if (
-        kind.base == "_to_copy"
-        and out.dtype in _torch.SIXTEEN_BIT
-        and (any_layout or out.stride() == tensor.stride())
-    ):
-        uses.dtypes.add(out.dtype)
-    else:
-        uses.add_computed(kind.name)
 
 
 def address(tensor: Tensor) -> int:
@@ -236,32 +214,23 @@ def _check_low(
 ) -> None:
     """Add the function to `refused` if its result differs with weights that are cast already."""
     dtypes = set().union(*(use.dtypes for use in uses.values()))
-    name = describe(func)
+    name, problem = describe(func), ""
+
+    def low(tensor: Tensor) -> Tensor:
+        return tensor.to(next(iter(dtypes), torch.bfloat16)) if address(tensor) in uses else tensor
+
     if len(dtypes) > 1 or name.endswith("_") or "out" in kwargs:
-        problem: str | None = "which casts to several dtypes or writes to its arguments"
+        problem = "which casts to several dtypes or writes to its arguments"
     else:
-        dtype = next(iter(dtypes), torch.bfloat16)
-        low = _lowering(set(uses), dtype)
-        problem = _difference(func, (map_tensors(args, low), map_tensors(kwargs, low)), result)
-    if problem is not None:
-        for use in uses.values():
-            use.refused.append(f"{name}, {problem}")
-
-
-def _lowering(places: set[int], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if address(tensor) in places else tensor
-
-
-def _difference(
-    func: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]], result: Any
-) -> str | None:
-    """Return the difference of a call with weights that are cast already; None if there is none."""
-    args, kwargs = call
-    try:
-        low = func(*args, **kwargs)
-    except Exception as error:
-        return f"which refuses 16-bit weights here ({type(error).__name__})"
-    return None if is_same(result, low) else "whose result depends on the dtype of the weight"
+        try:
+            again = func(*map_tensors(args, low), **map_tensors(kwargs, low))
+        except Exception as error:
+            problem = f"which refuses 16-bit weights here ({type(error).__name__})"
+        else:
+            if not is_same(result, again):
+                problem = "whose result depends on the dtype of the weight"
+    for use in uses.values() if problem else ():
+        use.refused.append(f"{name}, {problem}")
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -279,6 +248,12 @@ def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
         size = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
         one, other = one.contiguous().view(size), other.contiguous().view(size)
     return torch.equal(one, other)
+
+
+def makes_parameter(frame: types.FrameType | None) -> bool:
+    """Return True for a frame that `nn.Parameter(...)` has called: `detach` must return an object of its own class."""
+    caller = frame and frame.f_back
+    return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
 
 
 def describe(func: Any) -> str:

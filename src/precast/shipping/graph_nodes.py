@@ -14,8 +14,18 @@ from torch.fx.node import map_arg
 from precast import _torch
 from precast._torch import OpOverload
 
-__all__ = ["CAST", "INLINED", "BodyLayout", "cast_source", "dtypes_of", "filled", "layout_of", "placeholders",
-           "retyped", "value_of", "writes"]  # fmt: skip
+__all__ = [
+    "CAST",
+    "INLINED",
+    "cast_source",
+    "dtypes_of",
+    "filled",
+    "layout_of",
+    "placeholders",
+    "retyped",
+    "value_of",
+    "writes",
+]
 
 CAST: Final = torch.ops.aten.to.dtype
 """The operation of a cast in a graph."""

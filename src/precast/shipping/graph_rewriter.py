@@ -16,7 +16,8 @@ Invariants:
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -55,7 +56,6 @@ from precast.shipping.graph_policy import (
     treatment,
     written_operation,
 )
-from precast.shipping.operation_writer import OperationWriter
 
 __all__ = ["GraphRewriter"]
 
@@ -89,7 +89,7 @@ class GraphRewriter:
         self.modules: dict[str, fx.GraphModule] = {}
         """The bodies of the new graph's branches and loops."""
         self._fake_mode = fake_mode
-        self._changes = 0
+        self.changes = 0
         """The number of operations that were changed."""
         self._casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
         self._untouched: set[object] = set()
@@ -158,7 +158,7 @@ class GraphRewriter:
         here = acting_region(precisions, (args, kwargs))
         if here is None:
             return self._copy_node(node)
-        writer = OperationWriter(self, node)
+        writer = _OperationWriter(self, node)
         planned = treatment(here, overload, writer.run)
         writer.writes_all = planned.rule in PRODUCT_OPERATIONS
         kernel, op = planned.kernel, written_operation(here, overload, writer.run)
@@ -194,12 +194,12 @@ class GraphRewriter:
             recording = self._recorded_composite(node, overload, precisions)
         if recording is not None:
             graph, operands = recording
-            length, changes = len(self.graph.nodes), self._changes
+            length, changes = len(self.graph.nodes), self.changes
             casts, env = dict(self._casts), dict(self._env)
             self._env.update(zip(placeholders(graph.graph), operands, strict=True))
             result = self.write(graph.graph, graph, precisions)
             self._env = env
-            if self._changes != changes:
+            if self.changes != changes:
                 return result
             self._casts = casts
             for new in list(self.graph.nodes)[: length - 1 : -1]:
@@ -292,7 +292,7 @@ class GraphRewriter:
         is_swapped = is_left and dims == 2
         if not is_swapped and _is_foldable(value.mT if is_left else value):
             return None
-        self.changed()
+        self.changes += 1
 
         def write(operation: Any, *args: Any) -> fx.Node:
             return self.add(operation, args, {}, place)
@@ -335,7 +335,7 @@ class GraphRewriter:
 
     def cast(self, source: fx.Node, dtype: torch.dtype, place: fx.Node) -> fx.Node:
         """Return the node that casts a value; repeated casts share one node until something writes."""
-        self._changes += 1
+        self.changes += 1
         existing = self._casts.get((source, dtype))
         if existing is not None:
             return existing
@@ -350,10 +350,6 @@ class GraphRewriter:
             self._trained.add(new)
         return new
 
-    def changed(self) -> None:
-        """Record that an operation was changed."""
-        self._changes += 1
-
     # Regions, branches and loops
 
     def _inlined(self, node: fx.Node, position: int, precisions: Precisions) -> Any:
@@ -362,7 +358,7 @@ class GraphRewriter:
         body = args[position]
         if position == INLINED["wrap_with_autocast"]:
             precisions = _inside_region(precisions, *args[:4])
-            self.changed()
+            self.changes += 1
         operands = [arg for arg in args[position + 1 :] if not isinstance(arg, (str, type(None)))]
         inputs = placeholders(body.graph)
         operands = operands[len(operands) - len(inputs) :]
@@ -399,6 +395,95 @@ class GraphRewriter:
             new.meta["val"] = retyped(node.meta["val"], map_arg(result, value_of))
         self._casts.clear()
         return new
+
+
+class _OperationWriter(_torch.DispatchMode):
+    """A dispatch mode that writes the operations and casts of a kernel, which gets the fake values of nodes."""
+
+    def __init__(self, rewriter: GraphRewriter, place: fx.Node) -> None:
+        super().__init__()
+        self.finds_errors = False
+        """If True, an operation on mixed dtypes is tried on real tensors, to raise the errors that it would raise."""
+        self.writes_all = False
+        """If True, the kernel consists of other operations, each of which is written."""
+        self._rewriter = rewriter
+        self._place = place
+        self._runs = False
+        self._nodes: dict[int, tuple[fx.Node, Any]] = {}
+        """Maps `id` of a value to its node, and to the value itself, so that its `id` is not reused."""
+        self._args = rewriter.new((place.args, place.kwargs))
+        map_arg(self._args, self._register)
+
+    def _register(self, node: fx.Node) -> fx.Node:
+        self._nodes[id(node.meta["val"])] = node, node.meta["val"]
+        return node
+
+    def run(self, overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Write an operation, and return its result."""
+        if self.finds_errors and dtype_errors.is_mixed((args, kwargs)):
+            with self._running():
+                error = dtype_errors.error_of(overload, args, kwargs)
+            if error is not None:
+                raise error
+        call = self._call(args, kwargs)
+        if overload is not self._place.target or call != self._args:
+            self._rewriter.changes += 1
+        return self._write(overload, *call)
+
+    def _call(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        new_kwargs = {name: self.nodes(value) for name, value in kwargs.items()}
+        return tuple(map(self.nodes, args)), new_kwargs
+
+    def nodes(self, value: Any) -> Any:
+        """Return the nodes of values, in any nesting of tuples and lists."""
+        entry = self._nodes.get(id(value))
+        if entry is not None:
+            return entry[0]
+        if isinstance(value, (tuple, list)):
+            return (list if type(value) is list else tuple)(map(self.nodes, value))
+        assert not isinstance(value, Tensor), "a value without a node"
+        return self._size(value) if isinstance(value, torch.SymInt) else value
+
+    def _size(self, size: torch.SymInt) -> Any:
+        """Return the node of a dynamic size, read from a value that has it."""
+        for node, value in list(self._nodes.values()):
+            if isinstance(value, Tensor):
+                for dim, other in enumerate(value.shape):
+                    if isinstance(other, torch.SymInt) and str(other) == str(size):
+                        call = _aten.sym_size.int, (node, dim), {}
+                        with self._running():
+                            return self._rewriter.add(*call, self._place)
+        raise ExportError(f"no value of the graph has the size {size}")
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Run operations in a block without writing them."""
+        self._runs = True
+        try:
+            yield
+        finally:
+            self._runs = False
+
+    def _write(self, overload: Any, args: Any, kwargs: Any) -> Any:
+        with self._running():
+            node = self._rewriter.add(overload, args, kwargs, self._place)
+        return self._register(node).meta["val"]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._runs:
+            return func(*args, **kwargs)
+        if func is _torch.COPY_IN_DTYPE:
+            assert set(kwargs) == {"dtype"}, kwargs
+            with self._running():
+                node = self._rewriter.cast(self.nodes(args[0]), kwargs["dtype"], self._place)
+            return self._register(node).meta["val"]
+        if func is _aten.copy_.default:
+            return self._write(func, *self._call(args, kwargs))
+        if self.writes_all and func.namespace != "prim":  # prim: reads a device
+            self._rewriter.changes += 1
+            return self._write(func, *self._call(args, kwargs))
+        return func(*args, **kwargs)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -4,17 +4,21 @@ Invariants:
 
 - parameters are on the meta device while the model is created, so float32 weights are allocated only during the
   constructor of their module;
-- float32 weights are pages of the file while the model runs on the example; weights that stay in float32 are copied
-  at the end, so the model does not depend on the file;
+- float32 weights are pages of the file while the model runs on the example, which the system may drop; weights that
+  stay in float32 are copied at the end, so the model does not depend on the file. Writes do not reach the file;
 - every parameter and buffer of the state dict comes from the checkpoint, and the whole checkpoint is used.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +32,12 @@ from precast.errors import ConversionError
 from precast.policy.module_names import named_tensors
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
-from precast.shipping.checkpoint_files import read_checkpoint
 from precast.shipping.conversion import Conversion, StoredAs
 from precast.shipping.converted import convert, finish, store
 from precast.shipping.observed_weights import weights_of
+from precast.shipping.stored_weights import StoredWeight
 
-__all__ = ["load_converted"]
+__all__ = ["load_converted", "read_checkpoint"]
 
 _LISTED = 5  # names in a message
 
@@ -76,7 +80,12 @@ def load_converted(
     model = _created(make).eval()
     state = _fitting(model, tensors, f"{os.fspath(checkpoint)}", upcast=example is not None)
     model.load_state_dict(state, strict=False, assign=True)
-    _refuse_meta(model)
+    on_meta = [name for name, tensor in named_tensors(model) if tensor.device.type == "meta"]
+    if on_meta:
+        raise ConversionError(
+            f"{_listed(on_meta)} stayed on the meta device, because no state dict contains it. "
+            f"{cures.LOAD_FUNCTION.text}"
+        )
     del tensors, state
     if example is not None:
         convert(model, policy, dtype, example=example, in_place=True, methods=methods)
@@ -84,6 +93,13 @@ def load_converted(
         return model
     region = autocast("cpu", dtype, policy=policy)
     return _stored_as_loaded(model, policy, region, methods)
+
+
+def _own_memory(model: nn.Module) -> None:
+    """Copy tensors that are still in the file."""
+    for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
+        if not isinstance(tensor, StoredWeight):
+            tensor.data = tensor.detach().clone()
 
 
 def _created(make: Callable[[], nn.Module] | nn.Module) -> nn.Module:
@@ -94,14 +110,17 @@ def _created(make: Callable[[], nn.Module] | nn.Module) -> nn.Module:
             f"load_converted(make) got {type(make).__name__}. Pass a function that creates the model, or a "
             "torch.nn.Module."
         )
+    handle = register_module_parameter_registration_hook(_on_meta)
     try:
-        with _parameters_on_meta():
+        with SkipMetaRandom():
             model = make()
     except Exception as error:
         raise ConversionError(
             f"load_converted(make): make() raised {type(error).__name__}: {error}. While it runs, the model's "
             "parameters are on the meta device, without values."
         ) from error
+    finally:
+        handle.remove()
     if not isinstance(model, nn.Module):
         raise ConversionError(
             f"load_converted(make): it returned {type(model).__name__}, not a model."
@@ -109,64 +128,46 @@ def _created(make: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     return model
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device in a block, when modules register them."""
-
-    def moved(_module: nn.Module, _name: str, parameter: Any) -> Any:
-        if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
-            return None
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-    handle = register_module_parameter_registration_hook(moved)
-    try:
-        with SkipMetaRandom():
-            yield
-    finally:
-        handle.remove()
+def _on_meta(_module: nn.Module, _name: str, parameter: Any) -> Any:
+    if type(parameter) is not nn.Parameter or parameter.device.type == "meta":
+        return None
+    return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
 
 def _fitting(
     model: nn.Module, tensors: dict[str, Tensor], where: str, *, upcast: bool
 ) -> dict[str, Tensor]:
-    """Return the state for the model to load: each tied weight is one tensor under all of its names.
-
-    Raises:
-        ConversionError: a name is missing or unexpected, a shape or layout differs, or tied weights differ.
-    """
+    """Return the state for the model to load: each tied weight is one tensor under all of its names."""
     expected = model.state_dict(keep_vars=True)
     unexpected = sorted(tensors.keys() - expected.keys())
-    sources = _sources(expected, tensors, f"{where} does not fit this {type(model).__name__}")
+    problem = f"{where} does not fit this {type(model).__name__}: "
+    sources = _sources(expected, tensors, problem)
     missing = [name for name, value in expected.items() if id(value) not in sources]
     if missing or unexpected:
         problems = [f"lacks {_listed(missing)}"] * bool(missing)
         problems += [f"has {_listed(unexpected)}, which the model does not have"] * bool(unexpected)
-        raise ConversionError(
-            f"{where} does not fit this {type(model).__name__}: it {', and '.join(problems)}."
-        )
+        raise ConversionError(f"{problem}it {', and '.join(problems)}.")
     state: dict[str, Tensor] = {}
     created: dict[int, Tensor] = {}
     for name, value in expected.items():
         source = sources[id(value)]
-        if source.shape != value.shape:
-            raise ConversionError(
-                f"{where} does not fit this {type(model).__name__}: {name} has the shape {tuple(source.shape)} there, "
-                f"and {tuple(value.shape)} in the model."
-            )
-        if _layout(source) != _layout(value):
-            raise ConversionError(
-                f"{where} does not fit this {type(model).__name__}: {name} is {_layout(source)} there, and "
-                f"{_layout(value)} in the model."
-            )
+        for verb, kind in (("has the shape", _shape), ("is", _layout)):
+            if kind(source) != kind(value):
+                raise ConversionError(
+                    f"{problem}{name} {verb} {kind(source)} there, and {kind(value)} in the model."
+                )
         state[name] = created.setdefault(id(value), _like(source, value, upcast))
     return state
 
 
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))
+
+
 def _layout(tensor: Tensor) -> str:
     """Return the kind of a tensor that no cast to another dtype changes."""
-    if tensor.is_quantized or tensor.is_complex():
-        return dtype_name(tensor.dtype)
-    return str(tensor.layout).removeprefix("torch.")
+    is_other = tensor.is_quantized or tensor.is_complex()
+    return dtype_name(tensor.dtype if is_other else tensor.layout)
 
 
 def _sources(
@@ -180,7 +181,7 @@ def _sources(
         first = first_names.setdefault(key, name)
         if not _has_same_bytes(sources.setdefault(key, tensors[name]), tensors[name]):
             raise ConversionError(
-                f"{problem}: {first} and {name} are one tensor in the model, and differ there. Tie them in the model "
+                f"{problem}{first} and {name} are one tensor in the model, and differ there. Tie them in the model "
                 "that is saved, or remove the wrong one from the file."
             )
     return sources
@@ -197,7 +198,6 @@ def _has_same_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def _like(source: Tensor, value: Tensor, upcast: bool) -> Tensor:
-    """Return a tensor of the file as the model's."""
     dtypes = {source.dtype, value.dtype}
     is_stored = not upcast and torch.float32 in dtypes and not SIXTEEN_BIT.isdisjoint(dtypes)
     if not is_stored:
@@ -210,23 +210,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _refuse_meta(model: nn.Module) -> None:
-    on_meta = [name for name, tensor in named_tensors(model) if tensor.device.type == "meta"]
-    if on_meta:
-        raise ConversionError(
-            f"{_listed(on_meta)} stayed on the meta device, because no state dict contains it. "
-            f"{cures.LOAD_FUNCTION.text}"
-        )
-
-
-def _own_memory(model: nn.Module) -> None:
-    """Copy tensors that are still in the file."""
-    copied: dict[int, Tensor] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if type(tensor) in (nn.Parameter, Tensor):
-            tensor.data = copied.setdefault(id(tensor), tensor.detach().clone())
-
-
 def _stored_as_loaded(
     model: nn.Module, policy: Policy, region: autocast, methods: Sequence[str]
 ) -> nn.Module:
@@ -234,22 +217,13 @@ def _stored_as_loaded(
     planned = plan(model, policy)
     rows = []
     for weight in weights_of(model):
-        is_low = weight.dtype in SIXTEEN_BIT
-        row = StoredAs(
-            weight.name,
-            dtype_name(weight.dtype),
-            weight.bytes,
-            weight.bytes * (1 + is_low),
-            "it is in the checkpoint in this dtype",
-        )
-        rows.append(row)
-        for tensor in weight.tensors:
-            own = tensor.detach().clone()
-            if is_low:
-                store(tensor, own, weight.name, "cpu")
-            else:
-                tensor.data = own
-    if not any(row.bytes != row.bytes_before for row in rows):
+        is_low, size, name = weight.dtype in SIXTEEN_BIT, weight.bytes, dtype_name(weight.dtype)
+        why = "it is in the checkpoint in this dtype"
+        rows.append(StoredAs(weight.name, name, size, size * (1 + is_low), why))
+        for tensor in weight.tensors if is_low else ():
+            store(tensor, tensor.detach().clone(), weight.name, "cpu")
+    _own_memory(model)
+    if all(row.bytes == row.bytes_before for row in rows):
         raise ConversionError(
             "load_converted got a checkpoint with float32 weights only, and no example. "
             f"{cures.LOAD_EXAMPLE.text}"
@@ -258,3 +232,116 @@ def _stored_as_loaded(
         type(model).__name__, policy.name, dtype_name(region.fast_dtype), "cpu", tuple(rows)
     )
     return finish(model, region, planned, report, methods)
+
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+}
+_ZIP: Final = b"PK\x03\x04"
+_INDEX: Final = ".index.json"
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint by name: of one file, or of all files that an ``.index.json`` names."""
+    source = Path(path)
+    if not source.is_file():
+        raise ConversionError(f"there is no checkpoint {source}")
+    if source.name.endswith(_INDEX):
+        return _sharded(source)
+    with source.open("rb") as file:
+        is_zip = file.read(len(_ZIP)) == _ZIP
+    return _saved_by_torch(source) if is_zip else _safetensors(source)
+
+
+def _sharded(index: Path) -> dict[str, Tensor]:
+    text = index.read_bytes()
+    try:
+        file_of: dict[str, Any] = json.loads(text)["weight_map"]
+        shards = sorted(set(file_of.values()), key=str)
+    except Exception as error:
+        raise ConversionError(
+            f"{index} is not an index of a checkpoint: it has no 'weight_map' of names to files"
+        ) from error
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        if type(shard) is not str or Path(shard).name != shard or shard.endswith(_INDEX):
+            raise ConversionError(
+                f"{index} is damaged: its 'weight_map' has {shard!r} where the name of a safetensors file or a file of "
+                "torch.save in the same folder is expected"
+            )
+        own = read_checkpoint(index.parent / shard)
+        tensors |= {name: t for name, t in own.items() if file_of.get(name, shard) == shard}
+    return tensors
+
+
+def _saved_by_torch(path: Path) -> dict[str, Tensor]:
+    try:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        raise ConversionError(
+            f"{path} cannot be read as a file of torch.save that contains only tensors: {first}"
+        ) from error
+    for key in ("state_dict", "model"):
+        if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
+            saved = saved[key]
+    named = saved.items() if isinstance(saved, Mapping) else ()
+    tensors = {name: v for name, v in named if isinstance(v, Tensor)}
+    if not tensors or not all(isinstance(name, str) for name in tensors):
+        raise ConversionError(
+            f"{path} has no state dict, a mapping of names to tensors. Save model.state_dict()."
+        )
+    return tensors
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    """Read the format of safetensors: the header's length in 8 bytes, the header as JSON, and the values."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+            # Copy-on-write; the file is closed when all tensors are freed.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        tensors = {name: _tensor(memory, 8 + length, entry) for name, entry in entries.items()}
+        _check_disjoint(entries)
+    except Exception as error:
+        raise ConversionError(
+            f"{path} is neither a file of torch.save in its zip format nor a whole safetensors file: {error}"
+        ) from error
+    return tensors
+
+
+def _tensor(memory: mmap.mmap, start: int, entry: Any) -> Tensor:
+    dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in [*shape, begin, end]):
+        raise ValueError(f"the shape {shape} at {begin}:{end} has no size")
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"a tensor of shape {shape} in {entry['dtype']} has {end - begin} bytes")
+    if begin == end:
+        return torch.empty(shape, dtype=dtype)
+    offset = start + begin
+    values = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=offset)
+    if offset % dtype.itemsize:  # kernels need aligned values
+        values = values.clone()
+    return values.view(dtype).view(shape)
+
+
+def _check_disjoint(entries: Mapping[str, Any]) -> None:
+    last, end = "", 0
+    for (begin, stop), name in sorted((e["data_offsets"], name) for name, e in entries.items()):
+        if begin < end:
+            raise ValueError(f"{last} and {name} overlap")
+        last, end = name, stop

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +36,7 @@ from precast.shipping.function_calls import (
     counted,
     has_float8_rule,
     is_same,
+    makes_parameter,
     observed_call,
     region_dtype,
 )
@@ -87,22 +88,16 @@ def weights_of(model: nn.Module) -> list[Weight]:
     for name, tensor in named_tensors(model):
         key = address(tensor) or id(tensor)
         weights.setdefault(key, Weight({})).names[name] = tensor
-    fused = {
-        id(p) for module in model.modules() if _may_be_fused(module) for p in module.parameters()
-    }
-    scripted = {
-        id(p)
-        for module in model.modules()
-        if isinstance(module, torch.jit.ScriptModule)
-        for _, p in named_tensors(module)
-    }
+    reasons: dict[int, str] = {}
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            reasons |= {id(t): "a scripted module uses it" for _, t in named_tensors(module)}
+        elif _may_be_fused(module):
+            why = "PyTorch's fused kernel for attention takes it in float32"
+            reasons |= {id(t): why for t in module.parameters()}
     for weight in weights.values():
-        weight.fixed = _reason_to_keep(weight)
-        ids = set(map(id, weight.tensors))
-        if weight.fixed is None and not ids.isdisjoint(fused):
-            weight.fixed = "PyTorch's fused kernel for attention takes it in float32"
-        if weight.fixed is None and not ids.isdisjoint(scripted):
-            weight.fixed = "a scripted module uses it"
+        reason = (_reason_to_keep(tensor) or reasons.get(id(tensor)) for tensor in weight.tensors)
+        weight.fixed = next(filter(None, reason), None)
     return list(weights.values())
 
 
@@ -119,18 +114,14 @@ def _may_be_fused(module: nn.Module) -> bool:
     return False
 
 
-def _reason_to_keep(weight: Weight) -> str | None:
-    for tensor in weight.tensors:
-        kind = type(tensor)
-        if kind is not nn.Parameter and kind is not Tensor and kind is not nn.Buffer:
-            return f"it is a {kind.__name__}"
-        if tensor.dtype is not torch.float32:
-            return f"the model has it in {tensor.dtype}"
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return "it has no memory"
-        if not _torch.counts_versions(tensor):
-            return "it was made in inference mode"
-    return None
+def _reason_to_keep(tensor: Tensor) -> str | None:
+    if type(tensor) not in (nn.Parameter, Tensor, nn.Buffer):
+        return f"it is a {type(tensor).__name__}"
+    if tensor.dtype is not torch.float32:
+        return f"the model has it in {tensor.dtype}"
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return "it has no memory"
+    return None if _torch.counts_versions(tensor) else "it was made in inference mode"
 
 
 def observe_uses(
@@ -139,9 +130,6 @@ def observe_uses(
     """Call the model with each example in the region, and record the uses of the weights.
 
     Each example is called without and with observation, and once more for functions of TorchScript and of C++.
-
-    Raises:
-        ConversionError: the model fails on an example, or the two calls differ.
     """
     with unchanged_buffers(model):
         plain = _run(model, weights, region, examples)
@@ -153,16 +141,8 @@ def observe_uses(
             "verified that a converted model gives the same ones. It has state other than buffers, or depends on the "
             "class of its parameters."
         )
-    _observe_operations(model, weights, region, examples)
-
-
-def _observe_operations(
-    model: nn.Module, weights: Sequence[Weight], region: autocast, examples: Sequence[Example]
-) -> None:
-    """Add the uses of weights in calls that PyTorch does not pass to the class of a weight.
-
-    The results are not compared: under a dispatch mode PyTorch's fused kernels are composed of others.
-    """
+    # PyTorch does not pass all calls to the class of a weight. Results are not compared: under a dispatch mode fused
+    # kernels are composed of others.
     uses = {address(w.tensors[0]): WeightUses() for w in weights if w.fixed is None}
     recorder = UseRecorder(uses, [region.device], any_layout=True)
     with unchanged_buffers(model), suppress(ConversionError), recorder:
@@ -198,12 +178,8 @@ def _run(
                     f"the model failed on the example, so nothing was converted: {type(error).__name__}: {error}. "
                     f"{cures.CONVERT_ARGUMENTS.text}"
                 ) from error
-    return [result if isinstance(result, Tensor) else _plain_values(result) for result in results]
-
-
-def _plain_values(result: Any) -> Any:
-    """Return the tensors in a result, which may be of a library's class."""
-    return tensors_in(result) or tensors_in(list(getattr(result, "__dict__", {}).values()))
+    # A result may be of a library's class.
+    return [tensors_in(r) or tensors_in(list(getattr(r, "__dict__", {}).values())) for r in results]
 
 
 def _copied(value: Any) -> Any:
@@ -249,7 +225,7 @@ class _ObservedWeight(Tensor):
         with _torch.without_subclass_functions():
             weights = [t for t in tensors_in((args, kwargs)) if isinstance(t, _ObservedWeight)]
             observed = [t for t in weights if hasattr(t, "weight")]  # not a deep copy
-            if func in METADATA or func == _DTYPE or not observed:
+            if func in METADATA or func in _SAME_OF_STORED or not observed:
                 return func(*args, **kwargs)
             device = observed[0].device_type
             dtype = region_dtype(device)
@@ -260,21 +236,30 @@ class _ObservedWeight(Tensor):
             return _observe(func, args, kwargs, observed)
 
 
-_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
-"""A stored weight returns the same dtype as its original."""
+_SAME_OF_STORED = (Tensor.dtype.__get__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+"""Functions that return the same for a stored weight as for its original."""
 
 
 class _ObservedParameter(_ObservedWeight, nn.Parameter):
-    pass
+    def detach(self) -> Any:
+        if not makes_parameter(inspect.currentframe()) or not hasattr(self, "weight"):
+            return super().detach()
+        return _observed(_plain(self).detach(), self, _ObservedParameter)
+
+
+def _observed(tensor: Tensor, owner: _ObservedWeight, kind: type[Any]) -> Any:
+    """Return a view of an observed weight that is observed, too."""
+    view = tensor.as_subclass(kind)
+    view.weight, view.device_type = owner.weight, owner.device_type
+    return view
 
 
 def _observe(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[_ObservedWeight]
 ) -> Any:
-    plain = functools.partial(map_tensors, fn=_plain)
     versions = [(t, _torch.version_of(t)) for t in weights if _torch.counts_versions(t)]
-    plain_weights = [_plain(t) for t in weights]
-    result, uses, is_view = observed_call(func, plain(args), plain(kwargs), plain_weights)
+    call = map_tensors(args, _plain), map_tensors(kwargs, _plain)
+    result, uses, is_view = observed_call(func, *call, [_plain(t) for t in weights])
     for each in weights:
         use = uses.get(address(each))
         if use is not None:
@@ -287,17 +272,15 @@ def _observe(
     for each, version in versions:
         if _torch.version_of(each) != version:
             each.weight.uses.add_computed("the model, which writes it")
-    if not is_view:
-        return result
     by_address = {address(each): each for each in weights}
 
-    def view(tensor: Tensor) -> Tensor:
+    def view(tensor: Tensor) -> Any:
         owner = by_address.get(address(tensor))
         if owner is None or isinstance(tensor, _ObservedWeight):
             return tensor
-        return _observed_view(tensor, owner)
+        return _observed(tensor, owner, _ObservedWeight)
 
-    return map_tensors(result, view)
+    return map_tensors(result, view) if is_view else result
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -307,28 +290,17 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if trains else tensor.detach()
 
 
-def _observed_view(tensor: Tensor, owner: _ObservedWeight) -> Tensor:
-    view = tensor.as_subclass(_ObservedWeight)
-    view.weight, view.device_type = owner.weight, owner.device_type
-    return view
-
-
 @contextmanager
 def _observing(weights: Sequence[Weight], device_type: str) -> Iterator[None]:
     """Record the uses of all weights that may be stored in another dtype, in a block."""
-    changed: list[tuple[Tensor, type]] = []
+    observed = [(w, t, type(t)) for w in weights if w.fixed is None for t in w.tensors]
     try:
-        for weight in weights:
-            if weight.fixed is not None:
-                continue
-            for tensor in weight.tensors:
-                kind = type(tensor)
-                changed.append((tensor, kind))
-                tensor.__class__ = _ObservedWeight if kind is Tensor else _ObservedParameter
-                tensor.weight, tensor.device_type = weight, device_type  # type: ignore[attr-defined]
+        for weight, tensor, kind in observed:
+            tensor.__class__ = _ObservedWeight if kind is Tensor else _ObservedParameter
+            tensor.weight, tensor.device_type = weight, device_type  # type: ignore[attr-defined]
         yield
     finally:
-        for tensor, kind in changed:
+        for _, tensor, kind in observed:
             tensor.__class__ = kind
             for name in ("weight", "device_type"):
                 vars(tensor).pop(name, None)

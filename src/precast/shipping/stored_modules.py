@@ -88,40 +88,17 @@ class _StoredModule:
         return super().forward(input)  # type: ignore[misc, no-any-return]
 
 
-class Linear(_StoredModule, nn.Linear):
-    """`nn.Linear` with stored weights."""
-
-    lowering = _Lowering(linear)
-    compute = staticmethod(linear)
-
-
-class Conv1d(_StoredModule, nn.Conv1d):
-    """`nn.Conv1d` with stored weights."""
-
-    lowering = _Lowering(torch.conv1d)
-    compute = apply_convolution
+def _stored(base: type[nn.Module], function: Any, compute: Any) -> type[nn.Module]:
+    """Return the class of a module of PyTorch's with stored weights; pickles name it by its place in this file."""
+    values = {"lowering": _Lowering(function), "compute": compute}
+    return type(base.__name__, (_StoredModule, base), values)
 
 
-class Conv2d(_StoredModule, nn.Conv2d):
-    """`nn.Conv2d` with stored weights."""
-
-    lowering = _Lowering(torch.conv2d)
-    compute = apply_convolution
-
-
-class Conv3d(_StoredModule, nn.Conv3d):
-    """`nn.Conv3d` with stored weights."""
-
-    lowering = _Lowering(torch.conv3d)
-    compute = apply_convolution
-
-
-_STORED: Final[dict[type, type[nn.Module]]] = {
-    nn.Linear: Linear,
-    nn.Conv1d: Conv1d,
-    nn.Conv2d: Conv2d,
-    nn.Conv3d: Conv3d,
-}
+Linear: Final = _stored(nn.Linear, linear, staticmethod(linear))
+Conv1d: Final = _stored(nn.Conv1d, torch.conv1d, apply_convolution)
+Conv2d: Final = _stored(nn.Conv2d, torch.conv2d, apply_convolution)
+Conv3d: Final = _stored(nn.Conv3d, torch.conv3d, apply_convolution)
+_STORED: Final = {nn.Linear: Linear, nn.Conv1d: Conv1d, nn.Conv2d: Conv2d, nn.Conv3d: Conv3d}
 
 
 def use_stored_weights(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from typing import Any, Final, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, is_inference_mode_enabled, nn
+from torch.compiler import is_dynamo_compiling
 
 from precast import _torch
 from precast._internal import cures
@@ -25,19 +26,18 @@ from precast.attachment.weight_casts import METADATA
 from precast.engine.thread_state import ThreadLocalState, thread_state
 from precast.errors import ConversionError
 from precast.shipping.function_calls import (
+    WeightUses,
     address,
     casts_by_rule,
     describe,
     lowers,
+    makes_parameter,
     observed_call,
     region_dtype,
 )
 from precast.weights.view_cache import is_dense
 
-__all__ = ["RunningModels", "StoredBuffer", "StoredParameter", "StoredWeight", "inside"]
-
-_MOST_CALLS: Final = 4096
-"""The number of kinds of calls whose use of weights is remembered."""
+__all__ = ["StoredBuffer", "StoredParameter", "StoredWeight", "inside", "stored_buffer"]
 
 
 class RunningModels(threading.local):
@@ -77,7 +77,7 @@ class StoredWeight(Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         """The dtype of the values; in a region float32, as in the original model."""
-        if inside.models or torch.is_autocast_enabled(self.device_type):
+        if inside.models or is_autocast_enabled(self.device_type):
             return torch.float32
         return self.stored_dtype
 
@@ -85,33 +85,35 @@ class StoredWeight(Tensor):
         """Return a view of a class as `Tensor.as_subclass` does, which does not call `__torch_function__` (2.13)."""
         return _dispatch(Tensor.as_subclass, (self, cls), {})
 
-    def as_stored(self, plain: Tensor) -> Any:
-        """Return a plain tensor with this weight's values as a view of this weight."""
-        view = plain.as_subclass(StoredView)
-        return _described(view, self.weight_name, plain.dtype, self.device_type)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            values = _plain(self).clone(memory_format=torch.preserve_format)
+            memo[id(self)] = self._with(values)
+        return memo[id(self)]
+
+    def _with(self, values: Tensor) -> StoredWeight:
+        return stored_buffer(values, self.weight_name, self.device_type)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         with _torch.without_subclass_functions():
-            if torch.compiler.is_dynamo_compiling():
+            if is_dynamo_compiling():
                 return func(*args, **(kwargs or {}))
             if func in _GIVE_OTHER_MEMORY:
                 return _with_other_memory(func, args, kwargs or {})
             if not kwargs and _is_common(func, args):
-                if torch.is_inference_mode_enabled():
+                if is_inference_mode_enabled():
                     args = tuple(v.plain if type(v) is StoredParameter else v for v in args)
                 return func(*args)
             kwargs = kwargs or {}
-            if func in METADATA:
+            weights = [] if func in METADATA else _stored_in(args, kwargs)
+            device = weights[0].device_type if weights else ""
+            if not weights or not (inside.models or is_autocast_enabled(device)):
                 return func(*args, **kwargs)
-            weights = _stored_in(args, kwargs)
-            first = weights[0] if weights else None
-            if first is None or not (inside.models or torch.is_autocast_enabled(first.device_type)):
-                return func(*args, **kwargs)
-            dtype = region_dtype(first.device_type)
-            if casts_by_rule(func, args, kwargs, first.device_type) and all(
+            dtype = region_dtype(device)
+            if casts_by_rule(func, args, kwargs, device) and all(
                 weight.stored_dtype is dtype for weight in weights
             ):
                 return func(*map_tensors(args, _cast), **map_tensors(kwargs, _cast))
@@ -129,7 +131,7 @@ def _is_common(func: Any, args: tuple[Any, ...]) -> bool:
         if kind is StoredParameter:
             if device is None:
                 device = value.device_type
-                if not torch.is_autocast_enabled(device):
+                if not is_autocast_enabled(device):
                     return False
                 dtype = torch.get_autocast_dtype(device)
             if not value.is_dense or value.stored_dtype is not dtype:
@@ -143,23 +145,19 @@ def _is_common(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 _NO_TENSORS: Final = frozenset({type(None), int, float, bool, str, torch.Size})
-
-
 _GIVE_OTHER_MEMORY: Final[frozenset[Any]] = frozenset(
-    [Tensor.data.__set__]  # type: ignore[attr-defined]
+    [Tensor.data.__set__, Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
     + [getattr(Tensor, name) for name in ("resize_", "resize_as_", "as_strided_", "t_")]
     + [getattr(Tensor, name) for name in ("transpose_", "swapaxes_", "swapdims_")]
     + [getattr(Tensor, name) for name in ("squeeze_", "unsqueeze_", "requires_grad_")]
-    + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
 """Functions that change a tensor's memory, its layout, or whether it requires a gradient."""
 
 
 def _with_other_memory(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*args, **kwargs)
-    weight = args[0]
-    if isinstance(weight, StoredParameter):
-        weight.update()
+    if isinstance(args[0], StoredParameter):
+        args[0].update()
     return result
 
 
@@ -170,10 +168,9 @@ class StoredParameter(StoredWeight, nn.Parameter):
         cls, data: Tensor, name: str, device_type: str, trains: bool = False
     ) -> StoredParameter:
         _torch.on_undispatched_call(_dispatch)
-        parameter = nn.Parameter.__new__(cls, data, trains)
-        described: StoredParameter = _described(parameter, name, data.dtype, device_type)
-        described.update()
-        return described
+        parameter: StoredParameter = nn.Parameter.__new__(cls, data, trains)
+        _described(parameter, name, data.dtype, device_type).update()
+        return parameter
 
     def update(self) -> None:
         """Record the memory of the parameter, its layout, and whether it requires a gradient."""
@@ -185,18 +182,17 @@ class StoredParameter(StoredWeight, nn.Parameter):
 
     def detach(self) -> Tensor:
         """Detach as `Tensor.detach` does; `nn.Parameter(weight)` gets a weight of the same class, which it needs."""
-        frame = None if torch.compiler.is_dynamo_compiling() else inspect.currentframe()
-        caller = frame and frame.f_back
-        if caller and caller.f_code is nn.Parameter.__new__.__code__:
-            return StoredParameter(_plain(self), self.weight_name, self.device_type)
+        frame = None if is_dynamo_compiling() else inspect.currentframe()
+        if makes_parameter(frame):
+            return self._with(_plain(self))
         return super().detach()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Set the memory as `Tensor.set_` does, which alone does not call `__torch_function__` (2.13)."""
         return _with_other_memory(Tensor.set_, (self, *args), kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _deep_copied(self, memo)
+    def _with(self, values: Tensor) -> StoredParameter:
+        return StoredParameter(values, self.weight_name, self.device_type, self.trains)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return StoredParameter, (_plain(self), self.weight_name, self.device_type, self.trains)
@@ -205,14 +201,11 @@ class StoredParameter(StoredWeight, nn.Parameter):
 class StoredBuffer(StoredWeight):
     """A buffer that is stored in 16 bits."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _deep_copied(self, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return stored_buffer, (_plain(self), self.weight_name, self.device_type)
 
 
-class StoredView(StoredBuffer):
+class StoredView(StoredWeight):
     """A view of a stored weight, such as in a state dict made in a region; it is saved as a plain tensor."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -222,10 +215,8 @@ class StoredView(StoredBuffer):
 def stored_buffer(data: Tensor, name: str, device_type: str) -> StoredBuffer:
     """Return a buffer with these 16-bit values."""
     _torch.on_undispatched_call(_dispatch)
-    described: StoredBuffer = _described(
-        data.as_subclass(StoredBuffer), name, data.dtype, device_type
-    )
-    return described
+    buffer: StoredBuffer = data.as_subclass(StoredBuffer)
+    return _described(buffer, name, data.dtype, device_type)  # type: ignore[no-any-return]
 
 
 def _described(weight: Any, name: str, dtype: torch.dtype, device_type: str) -> Any:
@@ -247,20 +238,6 @@ def _plain(weight: Tensor) -> Tensor:
         return weight.data
 
 
-def _deep_copied(weight: StoredWeight, memo: dict[int, Any]) -> Any:
-    if id(weight) not in memo:
-        values = _plain(weight).clone(memory_format=torch.preserve_format)
-        arguments = values, weight.weight_name, weight.device_type
-        is_parameter = isinstance(weight, StoredParameter)
-        new = (
-            StoredParameter(*arguments, weight.trains)
-            if is_parameter
-            else stored_buffer(*arguments)
-        )
-        memo[id(weight)] = new
-    return memo[id(weight)]
-
-
 def _stored_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[StoredWeight]:
     has_nested = kwargs or any(isinstance(value, list | tuple | dict) for value in args)
     values = tensors_in((args, kwargs)) if has_nested else args
@@ -272,13 +249,14 @@ def _cast(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, StoredWeight):
         return tensor
     cast = tensor if is_dense(tensor) else tensor.clone(memory_format=torch.preserve_format)
-    if torch.is_grad_enabled() or not tensor.requires_grad:
+    if is_grad_enabled() or not tensor.requires_grad:
         return cast
     # Without gradients, a region keeps the casts of whole weights, and these require one (2.13).
-    is_kept = isinstance(tensor, StoredParameter) and not torch.is_inference_mode_enabled()
+    is_kept = isinstance(tensor, StoredParameter) and not is_inference_mode_enabled()
     return cast.detach().requires_grad_(is_kept)
 
 
+_MOST_CALLS: Final = 4096
 _REMEMBERED: Final[dict[Any, bool]] = {}
 """The kinds of calls that accept 16-bit weights; True if they return views of these."""
 _READ_VALUES: Final[frozenset[Any]] = frozenset(
@@ -290,77 +268,56 @@ _READ_VALUES: Final[frozenset[Any]] = frozenset(
 def _call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[StoredWeight]
 ) -> Any:
-    """Call a function that may use the float32 values of the weights."""
+    """Call a function that may use the float32 values of the weights, or raise an error if it does."""
     if _torch.is_functorch_active():
         raise ConversionError(
             f"{describe(func)} uses {weights[0].weight_name!r} in a transform of torch.func, which decomposes "
             "operations before autocast, and needs the float32 weights. "
             f"{cures.CONVERT_FUNC.text}"
         )
-    key = _kind(func, args, kwargs, weights[0].device_type)
-    is_view = None if key is None else _REMEMBERED.get(key)
-    if is_view is not None:
-        return _call_with_stored(func, args, kwargs, weights, is_view)
-    return _call_observed(func, args, kwargs, weights, key)
-
-
-def _call_observed(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    weights: list[StoredWeight],
-    key: Any,
-) -> Any:
-    """Call a function with float32 values, and raise an error if it uses more of them than casts to 16 bits."""
-    with torch.inference_mode(False), torch.no_grad():
-        upcast = {id(w): w.data.to(torch.float32) for w in weights}
-
-    def up(tensor: Tensor) -> Tensor:
-        return upcast.get(id(tensor), tensor)
-
     if func in _READ_VALUES:
         _refuse(weights[0], func, "reads its float32 values")
-    wide = map_tensors(args, up), map_tensors(kwargs, up)
-    result, uses, is_view = observed_call(func, *wide, list(upcast.values()))
-    for weight in weights:
-        use = uses.get(address(upcast[id(weight)]))
-        if use is not None and use.dtypes - {weight.stored_dtype}:
-            _refuse(
-                weight, func, f"casts it to {min(map(str, use.dtypes - {weight.stored_dtype}))}"
-            )
-        if use is not None and use.computed:
-            _refuse(weight, func, f"computes with it in float32 ({use.computed[0]})")
-    if any(use.refused for use in uses.values()):
-        return result
-    if is_view:
-        stored = _views(func(*args, **kwargs), weights)
-        is_stored = all(isinstance(own, StoredWeight) for own in tensors_in(stored))
-        other = {view.dtype for view in tensors_in(result)} - {torch.float32}
-        if other:
-            _refuse(weights[0], func, f"reads it as {other.pop()}")
-        if not is_stored and result is upcast[id(weights[0])] and stored.dtype is torch.float32:
-            return weights[0]  # a conversion to float32, which returns a float32 weight itself
-        if not is_stored:
-            _refuse(weights[0], func, "copies its float32 values")
-    if key is not None:
-        if len(_REMEMBERED) >= _MOST_CALLS:
-            _REMEMBERED.clear()
-        _REMEMBERED[key] = is_view
-    return _call_with_stored(func, args, kwargs, weights, is_view)
+    key = _kind(func, args, kwargs, weights[0].device_type)
+    is_view = None if key is None else _REMEMBERED.get(key)
+    if is_view is None:
+        with torch.inference_mode(False), torch.no_grad():
+            upcast = {id(w): w.data.to(torch.float32) for w in weights}
 
+        def up(tensor: Tensor) -> Tensor:
+            return upcast.get(id(tensor), tensor)
 
-def _call_with_stored(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    weights: list[StoredWeight],
-    is_view: bool,
-) -> Any:
-    """Call a function that accepts 16-bit weights."""
+        wide = map_tensors(args, up), map_tensors(kwargs, up)
+        result, uses, is_view = observed_call(func, *wide, list(upcast.values()))
+        for weight in weights:
+            _check_uses(weight, func, uses.get(address(upcast[id(weight)])))
+        if any(use.refused for use in uses.values()):
+            return result
+        if is_view:
+            stored = _views(func(*args, **kwargs), weights)
+            other = {view.dtype for view in tensors_in(result)} - {torch.float32}
+            if other:
+                _refuse(weights[0], func, f"reads it as {other.pop()}")
+            if not all(isinstance(own, StoredWeight) for own in tensors_in(stored)):
+                # A conversion to float32 returns a float32 weight itself.
+                if result is upcast[id(weights[0])] and stored.dtype is torch.float32:
+                    return weights[0]
+                _refuse(weights[0], func, "copies its float32 values")
+        if key is not None:
+            if len(_REMEMBERED) >= _MOST_CALLS:
+                _REMEMBERED.clear()
+            _REMEMBERED[key] = is_view
     if is_view:
         return _views(func(*args, **kwargs), weights)
     result = func(*map_tensors(args, _cast), **map_tensors(kwargs, _cast))
     return map_tensors(result, _cast_copy)
+
+
+def _check_uses(weight: StoredWeight, func: Any, uses: WeightUses | None) -> None:
+    other = uses.dtypes - {weight.stored_dtype} if uses is not None else ()
+    if other:
+        _refuse(weight, func, f"casts it to {min(map(str, other))}")
+    if uses is not None and uses.computed:
+        _refuse(weight, func, f"computes with it in float32 ({uses.computed[0]})")
 
 
 def _cast_copy(tensor: Tensor) -> Tensor:
@@ -380,44 +337,34 @@ def _views(result: Any, weights: list[StoredWeight]) -> Any:
     by_address = {address(weight): weight for weight in weights}
 
     def view(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, StoredWeight):
+        owner = None if isinstance(tensor, StoredWeight) else by_address.get(address(tensor))
+        if owner is None:
             return tensor
-        owner = by_address.get(address(tensor))
-        return tensor if owner is None else owner.as_stored(tensor)
+        stored = tensor.as_subclass(StoredView)
+        return _described(stored, owner.weight_name, tensor.dtype, owner.device_type)  # type: ignore[no-any-return]
 
     return map_tensors(result, view)
 
 
 def _kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Any:
     """Return a key for everything that a call's use of weights depends on; None if it cannot be hashed."""
-    state = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    bound = thread_state(device_type).state.bound_policy
+    policy = None if bound is None else bound.distinct_fingerprint
+    key = (func, policy, region_dtype(device_type), tuple(_parts((args, kwargs))))
     try:
-        key = (func, _torch_policy(device_type), state, tuple(_parts((args, kwargs))))
         hash(key)
     except TypeError:
         return None
     return key
 
 
-def _torch_policy(device_type: str) -> Any:
-    bound = thread_state(device_type).state.bound_policy
-    return None if bound is None else bound.distinct_fingerprint
-
-
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, Tensor):
         stored = getattr(value, "stored_dtype", None)
         yield tuple(value.shape), value.stride(), stored or value.dtype, value.device, bool(stored)
-    elif isinstance(value, dict):
-        yield "{"
-        for name, item in value.items():
-            yield name
+    elif isinstance(value, dict | list | tuple):
+        yield type(value), len(value)
+        for item in value.items() if isinstance(value, dict) else value:
             yield from _parts(item)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "("
-        for item in value:
-            yield from _parts(item)
-        yield ")"
     else:
         yield type(value), value

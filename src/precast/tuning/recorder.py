@@ -129,7 +129,7 @@ def _unable_sites(
     except Exception as error:
         failed = listener.failed_call
         if failed is None or choice.get(failed.site) is not program.low:
-            raise
+            return {}  # the program raises by itself, as its trials will
         return {failed.site: f"raises in the program: {str(error).partition(chr(10))[0]}"}
     barred = {}
     for site in program.sites:

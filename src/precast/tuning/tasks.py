@@ -257,15 +257,19 @@ class ModelTrial(ABC):
         except TuningError:
             raise
         except Exception as error:  # of the program, or of an operation in 16 bits
-            if self.setup.policy is None:
-                error.add_note(f"precast.tune: {words.place} {place + 1} failed in float32")
-                raise
-            self.failure = exception_text(error)
+            self.fail(error, f"{words.place} {place + 1}")
             return
         self.losses.append(loss)
         self.seconds.append(seconds)
         if not math.isfinite(loss):
             self.failure = f"the {words.value} of {words.place} {place + 1} is {loss}"
+
+    def fail(self, error: Exception, subject: str) -> None:
+        """Record an error in 16 bits as the failure; raise one in float32, which is the program's own."""
+        if self.setup.policy is None:
+            error.add_note(f"precast.tune: {subject} failed in float32")
+            raise error
+        self.failure = exception_text(error)
 
 
 class TuningTask(ABC):

@@ -103,9 +103,15 @@ class Training(ModelTrial):
         """Return the mean loss, or metric, of some batches; NaN after a failure."""
         if self.failure:
             return [math.nan]
-        with self.setup.region(self.workload.device_type):
-            numbers = range(min(_EVALUATED, len(self.workload.batches)))
-            return [statistics.fmean(map(self._value, numbers))]
+        numbers = range(min(_EVALUATED, len(self.workload.batches)))
+        try:
+            with self.setup.region(self.workload.device_type):
+                return [statistics.fmean(map(self._value, numbers))]
+        except TuningError:
+            raise
+        except Exception as error:  # the metric may take float32 alone
+            self.fail(error, "the metric")
+            return [math.nan]
 
     def _value(self, number: int) -> float:
         if self.workload.metric is not None:

@@ -63,7 +63,8 @@ def linear(
         held: `w` in 8 bits, if an attachment holds it.
     """
     if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        result: Tensor = _ProductFunction.apply(x, w, _ProductOptions(recipe, method, held))  # type: ignore[no-untyped-call]
+        result: Tensor
+        result, _ = _ProductFunction.apply(x, w, _ProductOptions(recipe, method, held))  # type: ignore[no-untyped-call]
         return result
     weight = quantise(w, recipe.weight) if held is None else held.forward
     return multiply(quantise(x, recipe.input), weight.t(), x.dtype, method, fast=True)
@@ -85,10 +86,13 @@ class _ProductOptions(NamedTuple):
 
 
 class _ProductFunction(torch.autograd.Function):
-    """The 8-bit product as one node of the autograd graph."""
+    """The 8-bit product as one node of the autograd graph.
+
+    The second result is empty. Gradients are connected by it to both operands, which may not exist any more.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, options: _ProductOptions) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, options: _ProductOptions) -> tuple[Tensor, Tensor]:
         recipe, method, held = options
         ctx.recipe, ctx.method, ctx.weight = recipe, method, weakref.ref(w)
         ctx.on_gradient = None if held is None else held.on_gradient
@@ -101,39 +105,37 @@ class _ProductFunction(torch.autograd.Function):
         if recipe.exact_weight_gradient:
             saved_input = None
         needs_x, needs_w = ctx.needs_input_grad[:2]
+        anchor = x.new_empty(0)
         ctx.save_for_backward(
             *(_saved_tensors(x, saved_input) if needs_w else (None, None)),
             *(_saved_tensors(w, saved_weight) if needs_x else (None, None)),
+            anchor,
         )
-        return multiply(input_, weight.t(), x.dtype, method, fast=True)
+        return multiply(input_, weight.t(), x.dtype, method, fast=True), anchor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, inverse_x, w, inverse_w = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse_x, w, inverse_w, anchor = ctx.saved_tensors
         with torch.no_grad(), _torch.AutocastOff(gradient.device.type)():
             grad_x = _grad_of_x(ctx, gradient, w, inverse_w) if ctx.needs_input_grad[0] else None
             grad_w = _grad_of_w(ctx, gradient, x, inverse_x) if ctx.needs_input_grad[1] else None
         if grad_w is not None and ctx.on_gradient is not None:
             ctx.on_gradient()
         if torch.is_grad_enabled():  # the caller may differentiate the gradients
-            grad_x, grad_w = (_underivable(ctx, each) for each in (grad_x, grad_w))
+            sources = gradient, anchor, ctx.recipe.rule, ctx.weight
+            grad_x, grad_w = (
+                None if each is None else _Underivable.apply(each, *sources)  # type: ignore[no-untyped-call]
+                for each in (grad_x, grad_w)
+            )
         return grad_x, grad_w, None
 
 
-def _underivable(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return None
-    weight, leaf = ctx.weight(), gradient.new_empty(0, requires_grad=True)
-    result: Tensor = _Underivable.apply(gradient, weight, leaf, ctx.recipe.rule, ctx.weight)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _Underivable(torch.autograd.Function):
-    """A gradient that was computed in 8 bits. It depends on the weight too, but has no derivative."""
+    """A gradient that was computed in 8 bits: it depends on the operands and on a gradient, but has no derivative."""
 
     @staticmethod
     def forward(
-        ctx: Any, gradient: Tensor, _weight: Tensor | None, _leaf: Tensor, rule: str, weight: Any
+        ctx: Any, gradient: Tensor, _above: Tensor, _anchor: Tensor, rule: str, weight: Any
     ) -> Tensor:
         ctx.rule, ctx.weight = rule, weight
         return gradient.view_as(gradient)
