@@ -129,7 +129,10 @@ class _CheckedClosure:
         self.unscale(state)
         if not checks.is_bad(state):
             return
-        if not self.was_called or not checks.is_true_anywhere(state, not _is_finite(loss)):
+        value = loss.detach() if isinstance(loss, Tensor) else loss
+        if not self.was_called or not checks.is_true_anywhere(
+            state, not math.isfinite(float(value))
+        ):
             raise _AbortError
         self.tried_too_far = True
 
@@ -183,7 +186,3 @@ def _is_sound(optimizer: Optimizer) -> bool:
     """Return True if the optimizer's parameters and state are finite; wait for the device."""
     state = tensors_in(list(optimizer.state.values()))
     return all(map(is_finite, [*parameters_of(optimizer), *state]))
-
-
-def _is_finite(loss: Any) -> bool:
-    return math.isfinite(float(loss.detach() if isinstance(loss, Tensor) else loss))

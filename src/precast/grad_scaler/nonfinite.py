@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from precast._internal.events import NonfiniteOrigin, witnesses
@@ -105,17 +105,13 @@ def _bad_buffers(optimizer: Optimizer) -> Iterator[str]:
     models = [model for model, _ in attached_models()]
     models += [model for witness in tuple(witnesses) for model in witness.models()]
     examined: set[int] = set()
-    for model in sorted(models, key=_size, reverse=True):
+    for model in sorted(models, key=lambda model: -len([*model.modules()])):
         if trained.isdisjoint(map(id, model.parameters())):
             continue
         for name, buffer in named_buffers(model):
             if id(buffer) not in examined and _has_nan(buffer):
                 yield name
             examined.add(id(buffer))
-
-
-def _size(model: nn.Module) -> int:
-    return sum(1 for _ in model.modules())
 
 
 def _has_nan(buffer: Tensor) -> bool:

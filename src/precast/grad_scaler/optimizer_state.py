@@ -7,7 +7,6 @@ Invariant: a call that comes too late raises an error that says what to do; the 
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -113,9 +112,9 @@ class BackwardWatch:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.added: Counter[int] = Counter()
         """Maps ``id`` of a parameter to the number of backward passes that added to its gradient."""
-        count = functools.partial(_count, self.added)
+        added = self.added  # not the object itself, which the hooks would keep alive
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(count)
+            parameter.register_post_accumulate_grad_hook(lambda p: added.update((id(p),)))
             for parameter in parameters
             if parameter.requires_grad and parameter.is_leaf
         ]
@@ -126,10 +125,6 @@ class BackwardWatch:
             hook.remove()
 
     __del__ = end
-
-
-def _count(added: Counter[int], parameter: Tensor) -> None:
-    added[id(parameter)] += 1
 
 
 _TOO_LATE = {

@@ -195,7 +195,7 @@ def _is_scaled(document: RunDocument) -> bool:
 
 
 def _underflow(document: RunDocument) -> Iterator[Finding]:
-    health = document.health
+    health, is_scaled = document.health, _is_scaled(document)
     for kind, what in (("parameter", "parameters"), ("gradient", "module outputs")):
         modules = [m for m in health.modules if m.kind == kind] if health else []
         lost = _underflow_share(modules)
@@ -207,7 +207,7 @@ def _underflow(document: RunDocument) -> Iterator[Finding]:
             title=f"{share(lost)} of the gradients of {what} became zero, because they are too small for "
             f"{health.format}; most in `{worst.name}` ({share(_underflow_share([worst]))}).",
             cost=FindingCost(),
-            suggestion=_advice_on_underflow(document),
+            suggestion=cures.RAISE_THE_SCALE() if is_scaled else cures.SCALE_THE_LOSS(),
             policy=None,
             where=FindingLocation(module_of(worst)),
         )
@@ -270,10 +270,6 @@ def _latest(module: HealthModule, shares: _Shares) -> tuple[float, int]:
     """Return the latest known share and its step; 0 without one."""
     pairs = zip(shares or [], module.steps, strict=False)
     return next(((part, step) for part, step in reversed([*pairs]) if part is not None), (0.0, 0))
-
-
-def _advice_on_underflow(document: RunDocument) -> str:
-    return cures.RAISE_THE_SCALE() if _is_scaled(document) else cures.SCALE_THE_LOSS()
 
 
 def _underflow_share(modules: list[HealthModule]) -> float:

@@ -29,7 +29,7 @@ from precast.autocast_mode.region import autocast
 from precast.diagnostics.tracing.tracer import trace
 from precast.errors import PrecastError
 from precast.policy.module_plan import Plan, PlannedModule, outwards, plan
-from precast.policy.policy import ModuleRule, Policy, Precision
+from precast.policy.policy import Policy, Precision
 from precast.report.schema import OperationRow
 
 __all__ = ["ModelReport", "arguments", "explain_model"]
@@ -160,7 +160,8 @@ def _line(module: PlannedModule, ran: dict[str, list[str]]) -> Text:
     if module.rule is None:
         precision = module.inside.precision
         return line if precision == "lower" else line.append(f" {precision}", "dim")
-    line.append(f" {_rule_text(module.rule)}", "green")
+    is_lower, text = module.rule.dtype is Precision.LOWER, str(module.rule)
+    line.append(f" {text.replace('lower', _LOWER, 1) if is_lower else text}", "green")
     reason = f": {module.rule.reason}" if module.rule.reason else ""
     return line.append(f" by {module.pattern!r}{reason}")
 
@@ -173,10 +174,6 @@ def _operations_text(ran: dict[str, list[str]]) -> str:
 def _operation_names(ops: list[str]) -> str:
     more = f" and {len(ops) - _MOST_NAMES} more" if len(ops) > _MOST_NAMES else ""
     return ", ".join(ops[:_MOST_NAMES]) + more
-
-
-def _rule_text(rule: ModuleRule) -> str:
-    return str(rule).replace("lower", _LOWER, 1) if rule.dtype is Precision.LOWER else str(rule)
 
 
 def _match_line(pattern: str, names: tuple[str, ...]) -> str:

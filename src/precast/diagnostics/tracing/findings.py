@@ -125,7 +125,7 @@ class _FindingSearch:
         op, at = cast.op, cast.where
         places = [(r.device_type, r.source) for r in self.rows if r.op == op and r.rule]
         device = next((device for device, source in places if source == at.source), "cpu")
-        key = _key(op)
+        key = op if op.isidentifier() else f'"{op}"'
         if not self._may_change(device):
             return "", None
         if at.module:
@@ -229,7 +229,8 @@ class _FindingSearch:
                 cost = self._saved(saving, some)
                 do = cures.REGION_AROUND(device=device, saved=_range(saving))
             elif saving is not None and row.rule is None and self._may_change(device):
-                policy = self._policy(op, "lower", device) if _has_no_row(row) else None
+                has_no_row = (row.reason or "").lower().startswith(("no row", "no rule"))
+                policy = self._policy(op, "lower", device) if has_no_row else None
                 if policy is not None:
                     cost = self._saved(saving, some)
                     do = cures.RULE_FOR_IT(op=op, device=device, saved=_range(saving))
@@ -351,14 +352,6 @@ def _file(policy: Policy, op: str, rule: str, device: str) -> str | None:
 def _ruled_name(op: str) -> str:
     """Return the name in a policy's row: `pow_.Scalar` -> `pow`, `_log_softmax` -> `log_softmax`."""
     return op.partition(".")[0].strip("_").removesuffix("_forward")
-
-
-def _key(op: str) -> str:
-    return op if op.isidentifier() else f'"{op}"'
-
-
-def _has_no_row(row: OperationRow) -> bool:
-    return (row.reason or "").lower().startswith(("no row", "no rule"))
 
 
 def _range(saving: TrialSaving) -> str:
