@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.importing import PAGE
 from benchmarks.machine import about
 from benchmarks.sections import put
-from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialPlan
+from precast.running.trial.process import Launcher
 
 BEGIN = "<!-- figures: python -m benchmarks.trials -->\n"
 END = "<!-- end of the overhead of a trial -->"

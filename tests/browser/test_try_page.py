@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from precast.running.trial.answer import answer_of
-from precast.running.trial.answer_text import page
 from tests.browser.conftest import go, leave, resize
 from tests.running.trial.test_comparison import bfloat16, outcome, result_of
 
@@ -19,7 +18,7 @@ def test_it_loads_in_silence_draws_the_losses_and_fits(
 ) -> None:
     result = result_of(bfloat16(outcome(0.05, 1.001)))
     path = tmp_path / "try.html"
-    path.write_text(page(answer_of(result), result, ["train.py"]), encoding="utf-8")
+    path.write_text(answer_of(result).page(["train.py"]), encoding="utf-8")
     leave(browser)
     resize(browser, width)
     go(browser, path)

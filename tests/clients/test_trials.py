@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from precast.running.trial.experiment import Experiment
-from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialPlan
+from precast.running.trial.process import Launcher
 
 HEAD = """
 import torch
@@ -104,7 +104,8 @@ def test_a_trainer_is_measured_without_being_named(
     program.write_text(HEAD + textwrap.dedent(PROGRAMS[library]))
     monkeypatch.chdir(program.parent)
     plan = TrialPlan(str(program), steps=6, warm_up=2, seconds=900.0)
-    result = Experiment(plan, Launcher(tmp_path / "trials"), dtype="bfloat16", seeds=0).run()
+    result = Experiment(plan, Launcher(tmp_path / "trials"), "bfloat16", 0)
+    result.run()
     [comparison] = result.comparisons()
     assert (result.base.error, comparison.setting.error) == (None, None)
     assert [each.ended for each in result.base.outcomes] == ["steps"]

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def _try(until: ExitStack, _: nn.Linear) -> None:
         _torch.disable_scalers(OwnScaler),
         _torch.multiply_batches(2),
         _torch.change_seeds(lambda seed: seed),
-        _torch.redirect_files(lambda _use, file: file),
+        _torch.redirect_files(lambda function, _uses, _names: partial(function)),
     ):
         until.callback(stop)
 

@@ -38,7 +38,6 @@ MAY_SHIP = (
     "precast/report/assets/*.jinja",
     "precast/report/assets/*.css",
     "precast/report/assets/*.js",
-    "precast/running/trial/*.jinja",
     "precast/tuning/assets/*.jinja",
     "precast/tuning/assets/*.css",
     "precast/tuning/assets/*.js",

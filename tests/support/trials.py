@@ -19,9 +19,9 @@ from unittest.mock import patch
 
 from precast._internal.records import as_json, from_json
 from precast.running.trial.answer import TryAnswer, answer_of
-from precast.running.trial.experiment import Experiment, ExperimentResult
-from precast.running.trial.launcher import Launcher
+from precast.running.trial.experiment import Experiment
 from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.process import Launcher
 
 
 class ForkedTrials(Launcher):
@@ -34,7 +34,7 @@ class ForkedTrials(Launcher):
 
     def run(self, plan: TrialPlan, limit: float) -> TrialOutcome:
         self.plans.append(plan)
-        self._environment(plan)  # makes the folders
+        self.environment(plan)  # makes the folders
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         self.server.stdin.write(f"{json.dumps(as_json(plan))}\n")
@@ -60,7 +60,7 @@ def trial_server() -> Iterator[subprocess.Popen[str]]:
 
 def try_program(
     folder: Path, server: subprocess.Popen[str], text: str, **options: Any
-) -> tuple[TryAnswer, ExperimentResult, ForkedTrials]:
+) -> tuple[TryAnswer, Experiment, ForkedTrials]:
     """Run the trials of a program, and return the answer."""
     work, trials = folder / "work", folder / "trials"
     for each in (work, trials):
@@ -76,8 +76,8 @@ def try_program(
     experiment = Experiment(plan, launcher, **ways)
     with patch("precast.running.trial.experiment._MOST_ROUNDS", 2):
         with nullcontext() if explains else patch.object(experiment, "_find_reasons"):
-            result = experiment.run()
-    return answer_of(result), result, launcher
+            experiment.run()
+    return answer_of(experiment), experiment, launcher
 
 
 def _serve() -> None:

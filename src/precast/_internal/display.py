@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import textwrap
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from html import escape
+from pathlib import Path
 from typing import Any, Final, TextIO
 
 __all__ = ["Card", "Displayed", "aligned", "dtype_name", "milliseconds", "plural"]
-__all__ += ["terminal_width", "wrapped"]
+__all__ += ["shown_path", "terminal_width", "wrapped"]
 
 _MOST_ROWS: Final = 10
 
@@ -83,6 +85,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def shown_path(path: str | Path, folder: Path) -> Path:
+    """Return a path relative to a folder, if it is below that."""
+    path = Path(path)
+    return path.relative_to(folder) if path.is_relative_to(folder) else path
+
+
 def terminal_width(stream: TextIO | None) -> int:
     """Return the number of columns of the terminal at `stream`, from 40 to 200; 80 where there is none.
 
@@ -103,10 +111,18 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]
     return wrapper.wrap(text)
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines."""
+def aligned(rows: Sequence[Sequence[str]], width: int = sys.maxsize) -> list[str]:
+    """Return the rows of a table as lines; if one is longer than `width`, a block of lines for each row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if max(map(len, lines)) <= width:
+        return lines
+    blocks: list[str] = []
+    for row in rows[1:]:
+        blocks += wrapped(row[0], width)
+        for name, cell in zip(rows[0][1:], row[1:], strict=True):
+            blocks += wrapped(f"{name}: {cell}", width, "    ", "        ")
+    return blocks
 
 
 def _row(cell: str, values: Iterable[Any]) -> str:

@@ -220,17 +220,20 @@ class Counters:
     """Times the scale was lowered, or would have been if not for `min_scale`."""
 
 
-class Witness(Protocol):
+class Witness:
     """A monitor, as the gradient scalers of all threads see it: they report steps, and query it about skipped ones."""
 
-    def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:
+    def names_of(self, parameters: Iterable[Tensor]) -> dict[int, str]:  # noqa: ARG002
         """Return the names of those of `parameters` that it watches, by ``id``."""
+        return {}
 
     def models(self) -> list[nn.Module]:
         """Return the models that it watches."""
+        return []
 
-    def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:
+    def first_of_step(self, optimizer: Optimizer) -> NonfiniteOrigin | None:  # noqa: ARG002
         """Return the first tensor of the current step that was not finite; None if there was none."""
+        return None
 
     def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:
         """Handle the end of a step, skipped or not."""

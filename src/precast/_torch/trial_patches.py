@@ -131,16 +131,8 @@ def change_seeds(change: Callable[[int], int]) -> Stop:
     return lambda: [stop() for stop in stops]
 
 
-def redirect_files(place: Callable[[Any, Any], Any]) -> Stop:
-    """Replace the paths of `torch.save` and `torch.load`, which PyTorch opens in C++, by ``place(use, path)``."""
-    save, load = torch.save, torch.load
-
-    @wraps(save)
-    def save_elsewhere(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        save(obj, place("replace", f), *args, **kwargs)
-
-    @wraps(load)
-    def load_from_there(f: Any, *args: Any, **kwargs: Any) -> Any:
-        return load(place("read", f), *args, **kwargs)
-
-    return replace_names("torch", save=save_elsewhere, load=load_from_there)
+def redirect_files(redirected: Callable[..., Callable[..., Any]]) -> Stop:
+    """Replace `torch.save` and `torch.load`, which open paths in C++, by ``redirected(function, uses, names)``."""
+    save = redirected(torch.save, (None, "replace"), ("obj", "f"))
+    load = redirected(torch.load, ("read",), ("f",))
+    return replace_names("torch", save=save, load=load)

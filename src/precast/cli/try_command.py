@@ -134,11 +134,9 @@ def try_(
     """
     from precast.running.target import Target
     from precast.running.trial.answer import answer_of
-    from precast.running.trial.answer_text import page as page_of
-    from precast.running.trial.answer_text import render
     from precast.running.trial.experiment import Experiment
-    from precast.running.trial.launcher import Launcher
     from precast.running.trial.plan import TrialPlan
+    from precast.running.trial.process import Launcher
 
     if program is None:
         raise click.UsageError("expected a script, as in `precast try train.py`")
@@ -174,18 +172,21 @@ def try_(
         signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="precast-try-") as folder:
         launcher = Launcher(Path(folder), nproc, _Progress())
-        result = Experiment(plan, launcher, dtype=dtype, seeds=seeds).run()
-    answer = answer_of(result)
+        experiment = Experiment(plan, launcher, dtype, seeds)
+        experiment.run()
+    answer = answer_of(experiment)
     if as_json:
         import json
 
-        click.echo(json.dumps(answer.to_dict(result), indent=2, allow_nan=False))
+        click.echo(json.dumps(answer.to_dict(), indent=2, allow_nan=False))
     else:
-        click.echo(render(answer, result), nl=False, err=prints_patch)
-        if prints_patch:
-            click.echo(answer.edit.patch, nl=False)
+        click.echo(answer.text(), nl=False, err=prints_patch)
+    if prints_patch:
+        patch, note = answer.patch()
+        click.echo(patch, nl=False)
+        click.echo(note, err=True, nl=bool(note))
     if page is not None:
-        atomic_write.replace_own(page, page_of(answer, result, target.command).encode())
+        atomic_write.replace_own(page, answer.page(target.command).encode())
         click.echo(f"written: {page}", err=True)
     sys.exit(_CODES[answer.verdict])
 

@@ -7,6 +7,7 @@ no script.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -26,8 +27,11 @@ from precast.report.schema import MergedDocument, RunDocument
 from precast.report.tree import tree
 from precast.report.words import count, duration, share, with_code
 
-__all__ = ["html", "needed", "page_of", "write"]
+__all__ = ["PagePart", "html", "needed", "page_of", "page_of_parts", "write"]
 
+PagePart = tuple[str, str, Any]
+"""A heading, a kind and the content: a "table" of rows, a "list" of sentences, "code", a "text", or a "chart", whose
+content is the curves and the layout for Plotly."""
 _SCRIPTS = ("words.js", "table.js", "tree.js", "charts.js")
 
 
@@ -100,6 +104,23 @@ def page_of(template: str, data: object, *, script: str, style: str = "", **valu
         **values,
     )
     return page
+
+
+def page_of_parts(title: str, headline: str, parts: Iterable[PagePart]) -> str:
+    """Return a page of parts, each with its heading; those without content are left out."""
+    filled = [each for each in parts if each[2]]
+    numbered = enumerate(filled, 1)
+    charts = [(f"chart{n}", content) for n, (_, kind, content) in numbered if kind == "chart"]
+    return page_of(
+        _asset("parts.html.jinja"),
+        charts,
+        script=_asset("parts.js"),
+        style=_asset("parts.css"),
+        title=title,
+        headline=headline,
+        parts=filled,
+        version=version.__version__,
+    )
 
 
 def needed() -> tuple[Any, str]:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from precast import _torch
 from precast._internal.display import plural
-from precast._internal.events import ScalerDiagnosis, StepEvent, witnesses
+from precast._internal.events import ScalerDiagnosis, StepEvent, Witness, witnesses
 from precast._internal.records import from_json
 from precast.comparison.recording import Recording, record
 from precast.diagnostics.numerics.monitoring import Monitor, monitor
@@ -46,7 +46,7 @@ __all__ = ["RunObserver"]
 _MOST_DIAGNOSES = 16
 
 
-class RunObserver:
+class RunObserver(Witness):
     """Runs the program's regions on precast's engine, and observes its steps, operations and scalers.
 
     `traced` is the first step that is traced in full, and the step after the last one. `begins` is called when a step
@@ -143,7 +143,7 @@ class RunObserver:
             if failures.total
         ]
 
-    # The next five methods are the interface for gradient scalers (`events.Witness`).
+    # The next four methods are the interface for gradient scalers (`events.Witness`).
 
     def names_of(self, parameters: Iterable[torch.Tensor]) -> dict[int, str]:
         """Return ``id`` -> name for each of `parameters` that belongs to a model."""
@@ -157,9 +157,6 @@ class RunObserver:
         """Return the models of the program, the largest last."""
         with self.steps.mutex.lock:
             return sorted(self._models, key=_size)
-
-    def first_of_step(self, optimizer: Optimizer) -> None:
-        """Do nothing: a monitor is a witness itself."""
 
     def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
         """Record a scaler's step, skipped or not."""

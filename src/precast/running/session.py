@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from precast._internal.display import shown_path
 from precast.errors import OutputError, PrecastError
 from precast.running.exit_status import ExitStatus, ExitWatcher
 from precast.running.import_hook import when_torch_is_loaded
@@ -117,7 +118,7 @@ class Session:
         from precast.report.evidence import ran_lower, rules_ran
 
         if self._observer is not None and self._observer.recording is not None:
-            path = _shown(self._observer.recording.path, self._folder)
+            path = shown_path(self._observer.recording.path, self._folder)
             yield f"recorded: {path}. To compare it with another run: precast compare {path} OTHER"
         run = document.run
         is_float32 = ran_lower(document) == "no" and not rules_ran(document)
@@ -139,11 +140,6 @@ class Session:
         return document
 
 
-def _shown(path: Path, folder: Path) -> Path:
-    """Return a path relative to a folder, if it is below that."""
-    return path.relative_to(folder) if path.is_relative_to(folder) else path
-
-
 def _write(document: RunDocument, files: OutputFiles, folder: Path) -> list[str]:
     """Write the files, or the same in a temporary folder. Return sentences with their paths."""
     try:
@@ -160,7 +156,7 @@ def _write_to(document: RunDocument, files: OutputFiles, folder: Path) -> list[s
     saved = _save(document, files.own_json, files.own_report)
     if files.rank.of > 1:
         saved += _merge(files)
-    return ["written: " + ", ".join(str(_shown(path, folder)) for path in saved)]
+    return ["written: " + ", ".join(str(shown_path(path, folder)) for path in saved)]
 
 
 def _merge(files: OutputFiles) -> list[Path]:

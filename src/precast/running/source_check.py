@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from precast._internal.display import shown_path
 from precast.report.schema import Finding, FindingCost, FindingLocation
 
 __all__ = ["SourceCheck", "installed_folders"]
@@ -86,9 +87,8 @@ class SourceCheck:
         return answer
 
     def _read(self, plain: Any) -> Finding:
-        file, code = Path(plain["filename"]), str(plain["code"])
-        shown = file.relative_to(self._folder) if file.is_relative_to(self._folder) else file
-        place = f"{shown}:{plain['location']['row']}"
+        file, code = shown_path(plain["filename"], self._folder), str(plain["code"])
+        place = f"{file}:{plain['location']['row']}"
         fix = plain["fix"]
         advice = f"{fix['message']}: `precast check --fix` shows and applies it. " if fix else ""
         return Finding(

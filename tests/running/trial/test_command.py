@@ -14,8 +14,8 @@ import pytest
 
 from precast.cli.try_command import _name_unseen_writers
 from precast.running.trial.experiment import Experiment
-from precast.running.trial.launcher import Launcher
 from precast.running.trial.plan import TrialPlan
+from precast.running.trial.process import Launcher
 from tests.running.test_run import hear_interrupts
 
 TRY = [str(Path(sys.executable).with_name("precast")), "try"]
@@ -119,7 +119,10 @@ def test_libraries_that_write_by_other_means_are_named(
 def test_a_program_that_catches_everything_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("precast.running.trial.launcher._GRACE", 0.5)
+    monkeypatch.setattr("precast.running.trial.process._GRACE", 0.5)
+    monkeypatch.setattr("precast.running.trial.experiment._ROUNDS", 1)
+    monkeypatch.setattr("precast.running.trial.experiment._MOST_ROUNDS", 1)
+    monkeypatch.setattr(Experiment, "_find_reasons", lambda _: None)
     program = tmp_path / "train.py"
     program.write_text(
         PROGRAM.replace(
@@ -129,8 +132,9 @@ def test_a_program_that_catches_everything_is_ended(
     launcher = Launcher(tmp_path / "trials")
     launcher.folder.mkdir()
     plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
-    result = Experiment(plan, launcher, dtype="bfloat16").run()
-    assert [each.ended for each in result.base.outcomes] == ["steps", "steps"]
+    result = Experiment(plan, launcher, "bfloat16", 0)
+    result.run()
+    assert [each.ended for each in result.base.outcomes] == ["steps"]
     assert result.comparisons()[0].speedup is not None
 
 
@@ -166,7 +170,8 @@ def test_processes_of_torchrun_are_one_trial(
     launcher = Launcher(tmp_path / "trials", 2)
     plan = TrialPlan(str(program), steps=3, warm_up=1, seconds=300)
     monkeypatch.chdir(program.parent)
-    result = Experiment(plan, launcher, dtype="bfloat16", seeds=0).run()
+    result = Experiment(plan, launcher, "bfloat16", 0)
+    result.run()
     [comparison] = result.comparisons()
     assert [len(each.seconds) for each in result.base.outcomes] == [4]
     assert comparison.is_equal

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from precast.running.trial.answer import answer_of
-from precast.running.trial.answer_text import page, render
 from precast.running.trial.comparison import TrialSetting, compare
-from precast.running.trial.experiment import ExperimentResult
+from precast.running.trial.experiment import Experiment
 from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.process import Launcher
+from precast.running.trial.program_edit import ProgramEdit
 
 WARM_UP = 2
 
@@ -24,6 +27,7 @@ def outcome(
 ) -> TrialOutcome:
     values = {"ended": "steps", "trains": True} | more
     return TrialOutcome(
+        warm_up=WARM_UP,
         seconds=[9.0] * WARM_UP + [seconds] * (steps - WARM_UP),
         losses=[loss] * steps,
         peak_memory=memory,
@@ -31,10 +35,12 @@ def outcome(
     )
 
 
-def result_of(*settings: TrialSetting, others: tuple[TrialOutcome, ...] = ()) -> ExperimentResult:
+def result_of(*settings: TrialSetting, others: tuple[TrialOutcome, ...] = ()) -> Experiment:
     base = TrialSetting("float32 (as is)", "float32", {}, [outcome(), outcome()])
     plan = TrialPlan("train.py", steps=10, warm_up=WARM_UP)
-    return ExperimentResult(plan, base, list(settings), list(others))
+    result = Experiment(plan, Launcher(Path()), base=base)
+    result.settings, result.others = list(settings), list(others)
+    return result
 
 
 def bfloat16(*outcomes: TrialOutcome) -> TrialSetting:
@@ -44,7 +50,8 @@ def bfloat16(*outcomes: TrialOutcome) -> TrialSetting:
 def test_a_faster_setting_that_learns_is_used() -> None:
     result = result_of(bfloat16(outcome(0.05, 1.001, 600), outcome(0.052, 1.001, 600)))
     answer = answer_of(result)
-    assert (answer.verdict, answer.chosen) == ("use", "bfloat16")
+    assert answer.to_dict()["chosen"] == "bfloat16"
+    assert answer.verdict == "use"
     assert answer.sentence == (
         "In 10 steps bfloat16 was 2.00 times as fast and needed 0.60 of the memory; its loss was that of float32."
     )
@@ -105,13 +112,13 @@ def test_a_step_counts_with_its_least_time() -> None:
     slow_once = outcome(0.1)
     slow_once.seconds[5] = 5.0
     setting = bfloat16(slow_once, outcome(0.1))
-    assert setting.seconds(WARM_UP) == pytest.approx((0.1, 0.245))
+    assert setting.seconds(12) == pytest.approx((0.1, 0.245))
 
 
 def test_a_setting_that_made_fewer_steps_is_compared_over_them() -> None:
     base = TrialSetting("float32", "float32", {}, [outcome(steps=12)])
     base.outcomes[0].seconds[9:] = [7.0] * 3
-    comparison = compare(bfloat16(outcome(0.2, steps=8)), base, WARM_UP, [])
+    comparison = compare(bfloat16(outcome(0.2, steps=8)), base)
     assert comparison.speedup == pytest.approx(0.5)
 
 
@@ -137,13 +144,35 @@ def test_a_setting_without_a_loss_is_not_used() -> None:
 
 def test_bfloat16_is_preferred_where_float16_is_as_fast() -> None:
     half = TrialSetting("float16 + scaler", "float16", {}, [outcome(0.05), outcome(0.05)])
-    assert answer_of(result_of(half, bfloat16(outcome(0.051)))).chosen == "bfloat16"
-    assert answer_of(result_of(half, bfloat16(outcome(0.08)))).chosen == "float16 + scaler"
+    assert answer_of(result_of(half, bfloat16(outcome(0.051)))).to_dict()["chosen"] == "bfloat16"
+    assert (
+        answer_of(result_of(half, bfloat16(outcome(0.08)))).to_dict()["chosen"]
+        == "float16 + scaler"
+    )
+
+
+def test_a_patch_is_printed_also_for_a_setting_that_is_not_better() -> None:
+    edit = ProgramEdit(["a line"], "train.py", "", "the patch")
+    faster = TrialSetting("bfloat16", "bfloat16", {}, [outcome(0.05), outcome(0.05)], edit)
+    slower = TrialSetting("bfloat16", "bfloat16", {}, [outcome(0.2), outcome(0.2)], edit)
+    assert answer_of(result_of(faster)).patch() == ("the patch", "")
+    patch, note = answer_of(result_of(slower)).patch()
+    assert patch == "the patch"
+    assert note == "The patch is for bfloat16, which was not better here."
+    for setting, reason in [
+        (bfloat16(outcome(0.05, None, nonfinite=[11])), "no setting learned as float32"),
+        (
+            replace(slower, edit=ProgramEdit(["a line"])),
+            "the loop is not plain. Lines for it:\n    a line",
+        ),
+    ]:
+        patch, note = answer_of(result_of(setting)).patch()
+        assert (patch, reason in note) == ("", True)
 
 
 def test_the_json_has_the_documented_keys() -> None:
     result = result_of(bfloat16(outcome(0.05)))
-    data = json.loads(json.dumps(answer_of(result).to_dict(result), allow_nan=False))
+    data = json.loads(json.dumps(answer_of(result).to_dict(), allow_nan=False))
     assert list(data) == ["settings", "verdict", "chosen", "reasons", "lines", "withheld_writes"]
     assert list(data["settings"][1]) == [
         *("name", "dtype", "seconds_per_step", "spread", "speedup", "peak_memory_bytes", "loss"),
@@ -156,7 +185,7 @@ def test_the_json_has_the_documented_keys() -> None:
 def test_a_table_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     result = result_of(bfloat16(outcome(0.05, 1.001, skipped=1)))
-    text = render(answer_of(result), result)
+    text = answer_of(result).text()
     assert max(map(len, text.splitlines())) <= columns
     assert ("    step: 50.0 ms" in text) == (columns < 100)
     for part in ("float32 (as is)", "(equal", "1 of 12 steps skipped"):
@@ -167,9 +196,9 @@ def test_the_page_shows_the_answer_and_escapes_the_program() -> None:
     pytest.importorskip("plotly")
     result = result_of(bfloat16(outcome(0.05, 1.001, withheld=["/a/<b>.pt"])))
     answer = answer_of(result)
-    text = page(answer, result, ["train.py", "<script>"])
+    text = answer.page(["train.py", "<script>"])
     assert text.startswith("<!doctype html>")
     assert f"<h1>{answer.sentence}</h1>" in text
     assert "&lt;script&gt;" in text
-    assert "<code>/a/&lt;b&gt;.pt</code>" in text
-    assert "<td>1.001 (equal within noise)</td>" in text
+    assert "/a/&lt;b&gt;.pt" in text
+    assert "<td>1.001 (equal)</td>" in text

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from precast.running.trial.answer import answer_of
-from precast.running.trial.experiment import Experiment, ExperimentResult
-from precast.running.trial.launcher import Launcher
+from precast.running.trial.experiment import Experiment
 from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.process import Launcher
 from tests.running.trial.test_comparison import outcome
 
 
@@ -29,16 +29,18 @@ class Planted(Launcher):
 
 def experiment(
     folder: Path, seconds: dict[str, float], **more: object
-) -> tuple[ExperimentResult, list[str]]:
+) -> tuple[Experiment, list[str]]:
     launcher = Planted(folder, seconds, **more)
     plan = TrialPlan("train.py", steps=10, warm_up=2)
-    return Experiment(plan, launcher, dtype="bfloat16").run(), launcher.names
+    result = Experiment(plan, launcher, "bfloat16")
+    result.run()
+    return result, launcher.names
 
 
 def test_float32_and_mixed_precision_run_in_turns(tmp_path: Path) -> None:
     result, names = experiment(tmp_path, {"float32 (as is)": 0.1, "bfloat16": 0.05})
     assert names == ["float32 (as is)", "bfloat16"] * 2
-    assert answer_of(result).chosen == "bfloat16"
+    assert answer_of(result).to_dict()["chosen"] == "bfloat16"
 
 
 @pytest.mark.parametrize(("seconds", "is_named"), [(0.2, True), (0.4, False)])
@@ -62,7 +64,7 @@ def test_a_program_with_regions_gets_reasons_and_no_further_setting(tmp_path: Pa
         "bfloat16 (as is)",
         "bfloat16 (as is), examined",
     )
-    result, _ = experiment(tmp_path, dict.fromkeys(names, 0.1), region_dtypes=["bfloat16"])
+    result, _ = experiment(tmp_path, dict.fromkeys(names, 0.1), region_dtypes={"bfloat16": 1})
     [setting] = result.settings
     assert setting.name == "bfloat16 (as is)"
     assert "The layers are small" in " ".join(answer_of(result).reasons)

@@ -43,7 +43,7 @@ def edit(
 ) -> ProgramEdit:
     path = folder / "train.py"
     path.write_text(text)
-    places = {name: [f"{path}:{number}" for number in numbers] for name, numbers in lines.items()}
+    places = {name: {str(path): numbers} for name, numbers in lines.items()}
     return edit_of(TrialOutcome(lines=places, device="cuda", trainer=trainer), dtype, policy)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from precast.cli.try_command import _CODES
 from precast.running.trial.plan import TrialPlan
 from tests.support.trials import ForkedTrials, try_program
 
@@ -325,9 +328,12 @@ ANSWERS = {
         "undecided: the script starts processes of its own",
     ),
     "waits for its data": (
-        HEAD
-        + "import time\n"
-        + LOOP.replace("    optimizer.z", "    time.sleep(0.05)\n    optimizer.z"),
+        DIGITS.replace(
+            "loader =",
+            "import time\nclass TensorDataset(TensorDataset):\n"
+            "    def __getitem__(self, index):\n        time.sleep(0.002)\n"
+            "        return super().__getitem__(index)\nloader =",
+        ),
         "use|keep|undecided: of a step in float32 pass before the model is called, which mixed precision",
     ),
     "fails at step 12": (
@@ -354,10 +360,10 @@ ANSWERS = {
 def test_a_program_gets_its_answer(name: str, tmp_path: Path, server: Server) -> None:
     program, expected = ANSWERS[name]
     verdicts, _, text = expected.partition(": ")
-    answer, result, _ = try_program(tmp_path, server, program, steps=12)
+    answer, _, _ = try_program(tmp_path, server, program, steps=12)
     assert answer.verdict in verdicts.split("|")
     assert text in " ".join([answer.sentence, *answer.reasons])
-    errors = [row["error"] for row in answer.to_dict(result)["settings"]]
+    errors = [row["error"] for row in answer.to_dict()["settings"]]
     assert errors == ["OSError: gone"] or not any(errors)
     assert os.listdir(tmp_path / "work") == ["program.py"]
 
@@ -398,6 +404,14 @@ def test_a_program_with_few_steps_is_measured(tmp_path: Path, server: Server) ->
     assert result.comparisons()[0].speedup is not None
 
 
+def test_lines_are_recorded_in_steps_that_are_not_measured(tmp_path: Path, server: Server) -> None:
+    steps = "    if _ < 3:\n        optimizer.step()\n    else:\n        optimizer.step()\n"
+    _, result, _ = try_program(
+        tmp_path, server, HEAD + LOOP.replace("    optimizer.step()\n", steps)
+    )
+    assert [len(numbers) for numbers in result.first.lines["step"].values()] == [1]
+
+
 # --- a program with mixed precision of its own ---
 
 
@@ -419,10 +433,10 @@ for _ in range(50):
 """
     )
     answer, result, launcher = try_program(tmp_path, server, text)
-    rows = answer.to_dict(result)["settings"]
+    rows = answer.to_dict()["settings"]
     assert [row["name"] for row in rows] == ["float32 (regions off)", "float16 + scaler (as is)"]
     assert all(row["loss"] for row in rows)
-    assert not any(o.region_dtypes == [] for o in result.settings[0].outcomes)
+    assert not any(o.region_dtypes == {} for o in result.settings[0].outcomes)
     assert {plan.disables for plan in launcher.plans} == {True, False}
     assert result.comparisons()[0].is_equal
     assert result.base.outcomes[0].losses != result.settings[0].outcomes[0].losses
@@ -436,11 +450,61 @@ def test_precasts_own_regions_are_compared_with_them_off(tmp_path: Path, server:
     )
     _, result, _ = try_program(tmp_path, server, text)
     assert result.has_own_precision
-    assert result.first.region_dtypes == ["bfloat16"]
+    assert [*result.first.region_dtypes] == ["bfloat16"]
     assert result.base.outcomes[0].losses != result.settings[0].outcomes[0].losses
 
 
 # --- plants ---
+
+TIMED = """
+import os, time, torch
+from torch import nn
+class Model(nn.Linear):
+    def forward(self, x):
+        output = super().forward(x)
+        time.sleep(SECONDS[output.dtype])
+        dtypes.append(str(output.dtype))
+        return output
+SECONDS, dtypes = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}, []
+model, x = Model(16, 4), torch.ones(8, 16)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for _ in range(100):
+    now = time.perf_counter()
+    with open(f"{os.getpid()}.txt", "a") as file:
+        print(*dtypes[-1:], now, file=file)
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict", "code"), [((0.06, 0.01), "use", 0), ((0.01, 0.06), "keep", 3)]
+)
+def test_the_time_of_a_step_is_what_the_script_itself_measures(
+    seconds: tuple[float, float], verdict: str, code: int, tmp_path: Path, server: Server
+) -> None:
+    """The script sleeps by the dtype of its activation, and writes when each of its steps begins."""
+    text = TIMED.replace("BFLOAT16", str(seconds[1])).replace("FLOAT32", str(seconds[0]))
+    answer, result, _ = try_program(tmp_path, server, text, allows_writes=True)
+    assert (answer.verdict, _CODES[answer.verdict]) == (verdict, code)
+    [comparison] = result.comparisons()
+    assert comparison.is_equal
+    files = [path.read_text().splitlines() for path in (tmp_path / "work").glob("*.txt")]
+    for setting, least in zip((result.base, comparison.setting), seconds, strict=True):
+        own = [each for each in files if each[1].startswith(f"torch.{setting.dtype}")]
+        assert len(own) == len(setting.outcomes)
+        times = [[float(line.split()[-1]) for line in lines] for lines in own]
+        steps = [[b - a for a, b in itertools.pairwise(each[3:])] for each in times]
+        trials = [each.seconds[3:-1] for each in setting.outcomes]
+        assert sorted(map(sum, trials)) == pytest.approx(sorted(map(sum, steps)), rel=0.2)
+        measured = setting.seconds(9)
+        assert measured is not None
+        assert measured[0] >= least  # a sleep is never shorter
+        best = statistics.fmean(map(min, zip(*steps, strict=True)))
+        assert measured[0] == pytest.approx(best, rel=0.2)
+
 
 OVERFLOW = (
     HEAD.replace("nn.Tanh()", "Overflow()").replace(
@@ -491,9 +555,9 @@ def test_a_program_that_both_dtypes_break_keeps_float32(
     text = HEAD + PLANT.replace("FACTOR", "float('nan')").replace(
         "torch.bfloat16", f"torch.{dtype}"
     )
-    answer, result, _ = try_program(tmp_path, server, text, dtype=dtype)
+    answer, _, _ = try_program(tmp_path, server, text, dtype=dtype)
     assert answer.verdict == "keep"
-    assert answer.to_dict(result)["settings"][1]["loss_equal"] is False
+    assert answer.to_dict()["settings"][1]["loss_equal"] is False
 
 
 @pytest.mark.parametrize(("factor", "is_equal"), [(1.025, False), (1.002, True)])
@@ -539,7 +603,7 @@ for _ in range(100):
     )
     answer, result, _ = try_program(tmp_path, server, text)
     assert result.base.error is None
-    assert [Path(each).name for each in answer.to_dict(result)["withheld_writes"]] == [
+    assert [Path(each).name for each in answer.to_dict()["withheld_writes"]] == [
         "out",
         "model.pt",
     ]

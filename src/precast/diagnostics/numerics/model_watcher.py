@@ -72,8 +72,8 @@ def _callback(
     return guarded
 
 
-class ModelWatcher:
-    """Records the steps of one model, which is referenced weakly; implements `events.Witness`."""
+class ModelWatcher(events.Witness):
+    """Records the steps of one model, which is referenced weakly."""
 
     def __init__(
         self, model: nn.Module, every: int | None, scaler: Any, ring: Path | None, keep: int

@@ -15,22 +15,14 @@ from typing import Any, Final, Literal
 from precast.running.trial.plan import TrialOutcome
 from precast.running.trial.program_edit import ProgramEdit
 
-__all__ = ["Comparison", "TrialSetting", "compare", "unmeasured"]
+__all__ = ["Comparison", "TrialSetting", "compare"]
 
-_TELLING: Final = 0.05
-"""A difference of time or memory below this share is none."""
-_EQUAL: Final = 0.01
-"""A loss that differs by no more than this share is that of float32."""
-_MOST_SKIPS: Final = 0.2
-"""The share of skipped steps above which a training does not learn as in float32."""
-
-
-def unmeasured(steps: int, warm_up: int) -> int:
-    """Return the number of first steps that are not measured: at most two if the program makes no more than `warm_up`.
-
-    On a CPU the second step is slow, as memory is counted in it.
-    """
-    return warm_up if steps > warm_up else min(2, max(0, steps - 1))
+_TELLING: Final = 0.05  # a difference of time or memory below this share is none
+_HOPELESS: Final = 0.8  # a setting with a lower speedup is not measured again
+_EQUAL: Final = 0.01  # a loss that differs by no more than this share is that of float32
+_MOST_SKIPS: Final = (
+    0.2  # above this share of skipped steps, a training does not learn as in float32
+)
 
 
 @dataclass
@@ -38,13 +30,16 @@ class TrialSetting:
     """One way to run the program, and its trials with the program's first seed."""
 
     name: str
-    dtype: str
-    """"float32", or the 16-bit dtype of its regions."""
-    changes: dict[str, Any] = field(default_factory=dict)
-    """The fields of its plans that differ from those of float32."""
+    dtype: str  # "float32", or the 16-bit dtype of its regions
+    changes: dict[str, Any] = field(default_factory=dict)  # of the plan of float32
     outcomes: list[TrialOutcome] = field(default_factory=list)
     edit: ProgramEdit = field(default_factory=ProgramEdit)
-    """The lines that it adds to the program."""
+
+    def variant(self, name: str, *lines: str, **changes: Any) -> TrialSetting:
+        """Return a setting with further changes, and lines for them. A patch is replaced by regions around models."""
+        own = {"dtype": self.dtype} if "sources" in self.changes else self.changes
+        edit = ProgramEdit([*self.edit.lines, *lines])
+        return TrialSetting(f"{self.name}, {name}", self.dtype, {**own, **changes}, edit=edit)
 
     @property
     def first(self) -> TrialOutcome:
@@ -66,18 +61,12 @@ class TrialSetting:
         """The largest memory of a trial, in bytes."""
         return max((each.peak_memory or 0 for each in self.outcomes), default=0) or None
 
-    @property
-    def loss(self) -> float | None:
-        """The mean loss of the last steps; None if it is not finite or there is none."""
-        return _loss_of(self.first, _known(self.first, self.steps))
-
-    def seconds(self, warm_up: int, steps: int | None = None) -> tuple[float, float] | None:
-        """Return the time of a step and its spread; None without a measured step.
+    def seconds(self, steps: int) -> tuple[float, float] | None:
+        """Return the time of a step and its spread, over the first steps; None if none of them was measured.
 
         Other load on the machine only adds time, so each step counts with its least time in all trials.
         """
-        steps = self.steps if steps is None else steps
-        rounds = [each.seconds[unmeasured(steps, warm_up) : steps] for each in self.outcomes]
+        rounds = [each.seconds[each.unmeasured(steps) : steps] for each in self.outcomes]
         if not rounds or not rounds[0]:
             return None
         best = statistics.fmean(map(min, zip(*rounds, strict=True)))
@@ -93,17 +82,12 @@ class Comparison:
     """A setting compared with float32."""
 
     setting: TrialSetting
-    speedup: float | None
-    """The time of a step in float32, divided by that of the setting."""
+    speedup: float | None  # the time of a step in float32, divided by that of the setting
     speed: Literal["faster", "slower", "same", "unclear"]
-    memory: float | None
-    """The memory divided by that of float32."""
-    is_equal: bool | None
-    """The loss is that of float32 within the noise; None if that is not known."""
-    difference: float | None = None
-    """The relative difference of the losses; None if a loss is missing."""
-    noise: float | None = None
-    """The relative spread of the loss over float32 trials with other seeds; None if none was needed."""
+    memory: float | None  # that of the setting, divided by that of float32
+    is_equal: bool | None  # the loss is that of float32 within the noise; None if that is not known
+    difference: float | None = None  # of the losses, relative; None if a loss is missing
+    noise: float | None = None  # of the loss in float32, relative; None if the losses are so close
 
     @property
     def learns(self) -> bool | None:
@@ -114,6 +98,11 @@ class Comparison:
     def is_better(self) -> bool:
         """True if the setting is faster, or smaller and not slower, and learns."""
         return bool(self.learns) and self._may_pay and self.speed != "unclear"
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True if no more trials are worth their time."""
+        return self.learns is False or (self.speedup or 1.0) < _HOPELESS
 
     @property
     def is_open(self) -> bool:
@@ -128,14 +117,14 @@ class Comparison:
 
 
 def compare(
-    setting: TrialSetting, base: TrialSetting, warm_up: int, others: Iterable[TrialOutcome] = ()
+    setting: TrialSetting, base: TrialSetting, others: Iterable[TrialOutcome] = ()
 ) -> Comparison:
     """Compare a setting with float32, `base`; `others` are trials of float32 with other seeds.
 
     The noise of the loss is its spread over these, and over repeated trials, which differ if nothing repeats them.
     """
     steps = min(setting.steps, base.steps)
-    ours, theirs = setting.seconds(warm_up, steps), base.seconds(warm_up, steps)
+    ours, theirs = setting.seconds(steps), base.seconds(steps)
     speedup: float | None = None
     speed: Literal["faster", "slower", "same", "unclear"] = "unclear"
     if ours and theirs and ours[0] > 0:
@@ -144,11 +133,10 @@ def compare(
             speed = "faster" if speedup > 1 else "slower"
         elif noise <= _TELLING:
             speed = "same"
-    sizes = setting.peak_memory, base.peak_memory
-    memory = sizes[0] / sizes[1] if sizes[0] and sizes[1] else None
-    seeds = [each for each in others if len(each.seconds) >= steps]
-    loss = _compare_losses(setting.first, base, steps, seeds)
-    return Comparison(setting, speedup, speed, memory, *loss)
+    size, base_size = setting.peak_memory, base.peak_memory
+    memory = size / base_size if size and base_size else None
+    losses = _compare_losses(setting.first, base, steps, [*others])
+    return Comparison(setting, speedup, speed, memory, *losses)
 
 
 def _compare_losses(
@@ -157,8 +145,7 @@ def _compare_losses(
     """Return the last three fields of a `Comparison`."""
     if steps and ours.skipped > max(1, _MOST_SKIPS * len(ours.seconds)):
         return False, None, None
-    steps = _known(ours, steps)
-    expected, actual = _loss_of(base.first, steps), _loss_of(ours, steps)
+    expected, actual = base.first.loss(steps), ours.loss(steps)
     if expected is None:  # there is no loss, or float32 does not learn either
         return None, None, None
     if actual is None:
@@ -167,20 +154,8 @@ def _compare_losses(
     difference = abs(actual - expected) / scale
     if difference <= _EQUAL:
         return True, difference, None
-    losses = [_loss_of(each, steps) for each in (*base.outcomes, *others)]
+    others = [each for each in others if len(each.seconds) >= steps]
+    losses = [each.loss(steps) for each in (*base.outcomes, *others)]
     values = [each for each in losses if each is not None]
     noise = (max(values) - min(values)) / 2 / scale
     return (difference <= noise if others else None), difference, noise
-
-
-def _known(outcome: TrialOutcome, steps: int) -> int:
-    """Return the number of steps without the last one, if the scale of its loss is not known."""
-    is_missing = steps > 1 and outcome.losses[steps - 1] is None and not outcome.nonfinite
-    return steps - is_missing
-
-
-def _loss_of(outcome: TrialOutcome, steps: int) -> float | None:
-    """Return the mean loss of the last third of the first `steps` steps; None if one is not finite."""
-    values = outcome.losses[steps - max(1, steps // 3) : steps] if steps else []
-    finite = [each for each in values if each is not None]
-    return statistics.fmean(finite) if len(finite) == len(values) > 0 else None

@@ -1,56 +1,59 @@
 """The sequence of the trials of a program: float32 and mixed precision in turns, then other seeds where they decide.
 
-Invariants: every trial of one setting is the same program on the same data with the same seed; no trial begins that the
-time left does not allow. Where no setting is better, causes are looked for, and a remedy is one more setting.
+Invariants: nothing here imports torch. Every trial of one setting is the same program on the same data with the same
+seed; no trial begins that the time left does not allow. Where no setting is better, reasons are looked for: a reason is
+a sentence on what a trial measured, and a remedy is one more setting, which is tried before it is named.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Final
 
-from precast.running.trial.comparison import Comparison, TrialSetting, compare, unmeasured
-from precast.running.trial.launcher import Launcher
+from precast.report.words import duration, share
+from precast.running.trial.comparison import Comparison, TrialSetting, compare
 from precast.running.trial.plan import TrialOutcome, TrialPlan
+from precast.running.trial.process import Launcher
 from precast.running.trial.program_edit import edit_of
-from precast.running.trial.reasons import (
-    LARGER,
-    cure_of,
-    first_difference,
-    reasons_for_speed,
-    variants_of,
-    waiting,
-)
 
-__all__ = ["Experiment", "ExperimentResult"]
+__all__ = ["Experiment"]
 
 _ROUNDS: Final = 2
 _MOST_ROUNDS: Final = 5
-_HOPELESS: Final = 0.8
-"""A setting that is slower than this is not measured again."""
+_EMULATED: Final = (
+    0.5  # a CPU whose speed in a dtype is a smaller part of float32's emulates the dtype
+)
 _EXAMINED_STEPS: Final = 5
-_EMULATED: Final = 0.5
-"""A CPU that multiplies matrices in a dtype at less than this share of its speed in float32 emulates the dtype."""
+_LARGER: Final = 4  # the factor of the batch size with which a setting is tried again
+_MOST_WAITING: Final = 0.3
+_MOST_FLOAT32: Final = 0.3
+_MOST_CASTS: Final = 0.1
+_SMALL: Final = 30e-6  # seconds of an operation; below, calls take longer than computation
+_DIFFERENT: Final = 0.05
 
 
 @dataclass
-class ExperimentResult:
+class Experiment:
     """The trials of a program. The time of the plan is that for all trials."""
 
     plan: TrialPlan
-    base: TrialSetting
-    """Float32."""
+    launcher: Launcher
+    dtype: str = "auto"
+    seeds: int = 3  # for float32, besides the program's
+    base: TrialSetting = field(default_factory=lambda: TrialSetting("float32 (as is)", "float32"))
     settings: list[TrialSetting] = field(default_factory=list)
-    """Mixed precision in each dtype, or the program's own."""
-    others: list[TrialOutcome] = field(default_factory=list)
-    """Trials of float32 with other seeds."""
-    seconds_needed: float | None = None
-    """The time with which the trials that are missing could be made."""
+    """Mixed precision in each dtype, or the program's own, and remedies."""
+    others: list[TrialOutcome] = field(default_factory=list)  # float32 with other seeds
     has_own_precision: bool = False
     reasons: list[str] = field(default_factory=list)
+    missing_seconds: float = 0.0  # of trials for which no time was left, estimated
+
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.plan.seconds
+        self._trials = 0
+        self._longest = 0.0  # seconds of a trial
 
     @property
     def first(self) -> TrialOutcome:
@@ -58,222 +61,206 @@ class ExperimentResult:
         return (self.settings[0] if self.has_own_precision else self.base).first
 
     @property
-    def is_repeatable(self) -> bool | None:
-        """True if the first loss of float32 is the same to the bit in each trial; None if that was not tried."""
+    def steps(self) -> int:
+        """The number of steps that all settings without an error made."""
+        settings = [self.base, *self.settings]
+        return min((each.steps for each in settings if each.steps and not each.error), default=0)
+
+    @property
+    def measured(self) -> int:
+        """The number of these steps that are measured."""
+        return self.steps - self.base.first.unmeasured(self.steps)
+
+    @property
+    def is_repeatable(self) -> bool:
+        """False if the first loss of float32 differed, if only by one bit, between two trials."""
         losses = ([x for x in each.losses if x is not None] for each in self.base.outcomes)
-        firsts = [each[0] for each in losses if each]
-        return None if len(firsts) < 2 else len(set(firsts)) == 1
+        return len({each[0] for each in losses if each}) < 2
 
     @property
     def withheld(self) -> list[str]:
         """The files that the program wrote, and that went to a temporary folder."""
-        outcomes = (each for x in [self.base, *self.settings] for each in x.outcomes)
-        return sorted({path for outcome in outcomes for path in outcome.withheld})
+        outcomes = [each for x in [self.base, *self.settings] for each in x.outcomes]
+        return sorted({path for each in outcomes for path in each.withheld})
 
     def comparisons(self) -> list[Comparison]:
         """Return each setting compared with float32."""
-        return [compare(each, self.base, self.plan.warm_up, self.others) for each in self.settings]
+        return [compare(each, self.base, self.others) for each in self.settings]
 
-
-class Experiment:
-    """Runs the trials of a program, with a number of other seeds for float32."""
-
-    def __init__(
-        self, plan: TrialPlan, launcher: Launcher, *, dtype: str = "auto", seeds: int = 3
-    ) -> None:
-        self._plan, self._launcher, self._dtype, self._seeds = plan, launcher, dtype, seeds
-        self._end = time.monotonic() + plan.seconds
-        self._trials = 0
-        self._steps = plan.steps
-        self._costs: dict[str, float] = {}
-        """Maps a setting to the duration of its longest trial."""
-        self._missing = 0.0
-        """The estimated seconds of trials for which no time was left."""
-        self._result = ExperimentResult(plan, TrialSetting("float32 (as is)", "float32"))
-
-    def run(self) -> ExperimentResult:
+    def run(self) -> None:
         """Run the trials."""
-        result = self._result
-        self._trial(result.base)
-        if result.first.ended != "error" and result.first.seconds:
-            if result.first.ended == "time":  # the other trials make as many steps
-                self._steps = max(1, len(result.first.seconds) - self._plan.warm_up)
-            self._compare()
-        if self._missing:
-            result.seconds_needed = self._plan.seconds + 1.2 * self._missing
-        return result
-
-    def _compare(self) -> None:
-        """Run the trials after the first one."""
-        result = self._result
-        result.settings = self._settings(result.first)
-        for _ in range(_ROUNDS):
-            self._round(result.settings)
+        first = self._trial(self.base) or TrialOutcome()
+        if first.ended == "error" or not first.seconds:
+            return
+        if first.ended == "time":  # the other trials make as many steps
+            steps = max(1, len(first.seconds) - self.plan.warm_up)
+            self.plan = replace(self.plan, steps=steps)
+        self.settings = self._settings(first)
+        for number in range(1, _ROUNDS + 1):
+            self._round(number, [x.setting for x in self.comparisons() if not x.is_hopeless])
         self._try_seeds()
-        comparisons = result.comparisons()
-        while len(result.base.outcomes) < _MOST_ROUNDS:
-            unclear, before = [each.setting for each in comparisons if each.is_open], self._trials
-            if unclear and not any(each.is_better for each in comparisons):
-                self._round(unclear)
-            comparisons = result.comparisons()
-            if self._trials == before:
+        for number in range(_ROUNDS + 1, _MOST_ROUNDS + 1):
+            comparisons = self.comparisons()
+            unclear = [each.setting for each in comparisons if each.is_open]
+            is_better = any(each.is_better for each in comparisons)
+            if is_better or not unclear or not self._round(number, unclear):
                 break
+        comparisons = self.comparisons()
         if not any(each.speed == "faster" for each in comparisons):
-            steps = unmeasured(result.base.steps, self._plan.warm_up)
-            result.reasons += waiting(result.base.first, steps)
-        is_better = any(each.is_better for each in comparisons)
-        if result.first.trains and not is_better:
+            self.reasons += _waiting(self.base.first)
+        if first.trains and not any(each.is_better for each in comparisons):
             self._find_reasons()
 
     def _settings(self, first: TrialOutcome) -> list[TrialSetting]:
         """Return the settings to compare with float32, by what the first trial showed."""
-        result = self._result
-        if first.region_dtypes:
-            *_, dtype = ["float16", *(each for each in first.region_dtypes if each != "scaler")]
-            scaler = " + scaler" if "scaler" in first.region_dtypes else ""
-            own = TrialSetting(f"{dtype}{scaler} (as is)", dtype, {}, result.base.outcomes)
-            result.base = TrialSetting("float32 (regions off)", "float32", {"disables": True})
-            result.has_own_precision = True
-            return [own]
-        if self._dtype != "auto":
-            return [self._mixed(self._dtype)]
-        is_emulated = bool(first.speeds) and first.speeds.get("float16", 0.0) < _EMULATED
-        return [self._mixed(each) for each in ("bfloat16", "float16")[: 1 if is_emulated else 2]]
+        if not first.region_dtypes:
+            is_emulated = bool(first.speeds) and first.speeds.get("float16", 0.0) < _EMULATED
+            auto = ["bfloat16"] if is_emulated else ["bfloat16", "float16"]
+            return [self._mixed(each) for each in (auto if self.dtype == "auto" else [self.dtype])]
+        *_, dtype = ["float16", *(each for each in first.region_dtypes if each != "scaler")]
+        scaler = " + scaler" if "scaler" in first.region_dtypes else ""
+        own = replace(self.base, name=f"{dtype}{scaler} (as is)", dtype=dtype)
+        self.base = TrialSetting("float32 (regions off)", "float32", {"disables": True})
+        self.has_own_precision = True
+        return [own]
 
     def _mixed(self, dtype: str) -> TrialSetting:
         """Return the setting of a dtype: the program with the lines added where it is plain enough for a patch."""
-        edit = edit_of(self._result.first, dtype, self._plan.policy)
+        edit = edit_of(self.first, dtype, self.plan.policy)
         changes = {"dtype": dtype} if edit.path is None else {"sources": {edit.path: edit.text}}
         name = f"{dtype} + scaler" if dtype == "float16" else dtype
         return TrialSetting(name, dtype, changes, edit=edit)
 
-    def _round(self, settings: list[TrialSetting]) -> None:
-        """Run one trial of float32, and of each setting that has as few and still matters."""
-        result = self._result
-        hopeless = {
-            each.setting.name
-            for each in result.comparisons()
-            if each.setting.outcomes and (each.learns is False or (each.speedup or 1) < _HOPELESS)
-        }
-        settings = [result.base, *settings]
-        rounds = min(len(each.outcomes) for each in settings if each.error is None)
-        for each in settings:
-            if not (each.error or len(each.outcomes) > rounds or each.name in hopeless):
-                self._trial(each)
+    def _round(self, number: int, settings: list[TrialSetting]) -> bool:
+        """Run float32, and each of the settings, that has had fewer trials; return False if none was run."""
+        due = [x for x in (self.base, *settings) if x.error is None and len(x.outcomes) < number]
+        outcomes = [self._trial(each) for each in due]
+        return any(outcomes)
 
     def _try_seeds(self) -> None:
         """Run float32 with other seeds, if the loss of a setting differs from that of float32."""
-        result = self._result
-        if all(x.learns is not None or x.difference is None for x in result.comparisons()):
+        if all(x.learns is not None or x.difference is None for x in self.comparisons()):
             return
-        for seed in range(1, self._seeds + 1):
-            changes = {**result.base.changes, "seed": seed}
-            setting = TrialSetting(result.base.name, "float32", changes)
+        for seed in range(1, self.seeds + 1):
+            setting = replace(self.base, changes={**self.base.changes, "seed": seed}, outcomes=[])
             if self._trial(setting) is not None and setting.error is None:
-                result.others += setting.outcomes
+                self.others += setting.outcomes
 
-    # --- causes and remedies ---
+    # --- reasons and remedies ---
 
     def _find_reasons(self) -> None:
         """Examine the settings that are not better, and try remedies."""
-        is_waiting = bool(self._result.reasons)
-        for comparison in self._result.comparisons():
-            if comparison.setting.error is None and comparison.learns is False:
-                self._cure(comparison.setting)
-            elif comparison.speed in {"slower", "same"} and not is_waiting:
-                self._explain_speed(comparison)
+        is_waiting = bool(self.reasons)
+        for comparison in self.comparisons():
+            setting, speedup = comparison.setting, comparison.speedup or 1
+            is_slow = comparison.speed in {"slower", "same"} and speedup > _EMULATED
+            if setting.error is None and comparison.learns is False:
+                self._cure(setting)
+            elif is_slow and not is_waiting and (examined := self._examine(setting)):
+                self._explain_speed(setting, examined)
 
-    def _explain_speed(self, comparison: Comparison) -> None:
+    def _explain_speed(self, setting: TrialSetting, examined: TrialOutcome) -> None:
         """Say why a setting is not faster, and try what may make it faster."""
-        setting = comparison.setting
-        examined = self._examine(setting) if (comparison.speedup or 1) > _EMULATED else None
-        if examined is not None and examined.shares:
-            self._result.reasons += reasons_for_speed(setting, examined.shares)
-            if not self._result.has_own_precision:
-                self._try_all(variants_of(setting, examined.shares))
-            if examined.has_loader:
-                self._enlarge_batches(setting)
+        shares, time = examined.shares, f"of the time of operations in {setting.name} are spent"
+        if (operation := shares.get("operation", 1.0)) < _SMALL:
+            self.reasons.append(
+                f"The layers are small: an operation takes {duration(operation)} on average in {setting.name}, so "
+                "calls take most of the time, not arithmetic."
+            )
+            self._try(setting.variant("compiled", "model.compile()", variant="compile"))
+        if (float32 := shares.get("float32", 0.0)) > _MOST_FLOAT32:
+            self.reasons.append(f"{share(float32)} {time} in operations that run in float32.")
+        if (casts := shares.get("casts", 0.0)) > _MOST_CASTS:
+            self.reasons.append(f"{share(casts)} {time} on casts.")
+            self._try(setting.variant("attached", "precast.attach(model)", variant="attach"))
+        if examined.has_loader:
+            self._enlarge_batches(setting)
 
     def _enlarge_batches(self, setting: TrialSetting) -> None:
         """Compare a setting with float32 on larger batches, and say so if it is faster there."""
-        base, larger = (
-            TrialSetting(f"{each.name}, batches x {LARGER}", each.dtype, changes)
-            for each in (self._result.base, setting)
-            for changes in [{**each.changes, "batch_factor": LARGER}]
-        )
+        name = f"batches x {_LARGER}"
+        base, larger = (x.variant(name, batch_factor=_LARGER) for x in (self.base, setting))
         for each in (base, larger) * _ROUNDS:
             self._trial(each)
-        comparison = compare(larger, base, self._plan.warm_up)
+        comparison = compare(larger, base)
         if comparison.speed == "faster" and larger.error is None:
-            self._result.reasons.append(
-                f"With batches {LARGER} times as large {setting.name} was {comparison.speedup:.2f} times as fast as "
+            self.reasons.append(
+                f"With batches {_LARGER} times as large {setting.name} was {comparison.speedup:.2f} times as fast as "
                 "float32 with these. Larger batches may need another learning rate."
             )
 
     def _cure(self, setting: TrialSetting) -> None:
         """Name the first module whose output is at fault, and run it in float32; bfloat16 in place of float16."""
-        result = self._result
-        float32, mixed = self._examine(result.base), self._examine(setting)
-        difference = first_difference(float32, mixed) if float32 and mixed else None
-        cures = []
-        if difference is not None:
-            module, how = difference
-            result.reasons.append(
-                f"In {setting.name} the first output that {how} is that of the module `{module}`."
+        float32, mixed = self._examine(self.base), self._examine(setting)
+        for module, how in _differences(float32, mixed) if float32 and mixed else ():
+            name = setting.name
+            self.reasons.append(
+                f"In {name} the first output that {how} is that of the module `{module}`."
             )
-            cures = [cure_of(setting, module)]
-        if setting.dtype == "float16" and "bfloat16" not in {s.dtype for s in result.settings}:
-            cures.append(self._mixed("bfloat16"))
-        if not result.has_own_precision:  # whose regions are in the program
-            self._try_all(cures)
+            rules = f'precast.Policy.load("torch").replace(modules={{"{module}": "fp32"}})'
+            line = f"precast.attach(model, {rules})"
+            self._try(setting.variant(f"{module} in float32", line, float32_module=module))
+            break
+        if setting.dtype == "float16" and "bfloat16" not in {s.dtype for s in self.settings}:
+            self._try(self._mixed("bfloat16"))
 
     def _examine(self, setting: TrialSetting) -> TrialOutcome | None:
         """Run an examined trial of a setting."""
-        changes = {"dtype": setting.dtype} if "sources" in setting.changes else setting.changes
-        changes = {**changes, "examines": True, "steps": _EXAMINED_STEPS, "warm_up": 0}
-        examined = TrialSetting(f"{setting.name}, examined", setting.dtype, changes)
+        examined = setting.variant("examined", examines=True, steps=_EXAMINED_STEPS, warm_up=0)
         outcome = self._trial(examined)
         return None if outcome is None or outcome.ended == "error" else outcome
 
-    def _try_all(self, settings: Iterable[TrialSetting]) -> None:
-        """Add settings that get at least one trial."""
-        for setting in settings:
-            if self._trial(setting) is not None:
-                self._trial(setting)
-                self._result.settings.append(setting)
+    def _try(self, setting: TrialSetting) -> None:
+        """Run two trials of a setting, and add it if there was time for one. A program's own regions get none."""
+        if not self.has_own_precision and self._trial(setting) is not None:
+            self._trial(setting)
+            self.settings.append(setting)
 
     # --- trials ---
 
     def _trial(self, setting: TrialSetting) -> TrialOutcome | None:
         """Run one trial of a setting and return its outcome; None if no time is left for it."""
-        name, base_name = setting.name, self._result.base.name
-        cost = self._costs.get(name, self._costs.get(base_name, 0.0))
-        total, began = self._plan.seconds, time.monotonic()
+        total, began = self.plan.seconds, time.monotonic()
         remaining, is_first = self._end - began, self._trials == 0
-        if not is_first and cost > remaining:
-            self._missing += cost
+        if self._longest > remaining:
+            self.missing_seconds += self._longest
             return None
-        folder = Path(self._launcher.folder, f"trial{self._trials}")
-        folder.mkdir()
         self._trials += 1
-        share = total / (2 * _ROUNDS) if is_first else max(remaining / 2, remaining - 30.0)
+        limit = total / (2 * _ROUNDS) if is_first else max(remaining / 2, remaining - 30.0)
         plan = replace(
-            self._plan,
-            name=name,
-            folder=str(folder),
-            steps=self._steps,
-            seconds=min(share, total / 3),
+            self.plan,
+            name=setting.name,
+            folder=str(self.launcher.folder / f"trial{self._trials}"),
+            seconds=min(limit, total / 3),
             is_first=is_first,
         )
         plan = replace(plan, **setting.changes)
-        outcome = self._launcher.run(plan, max(remaining, 1.0))
-        self._costs[name] = max(time.monotonic() - began, self._costs.get(name, 0.0))
+        outcome = self.launcher.run(plan, max(remaining, 1.0))
+        self._longest = max(time.monotonic() - began, self._longest)
         if outcome.ended == "error" and plan.sources:
             # The patch does not fit the program after all: its models run in regions without it.
             setting.changes = {"dtype": setting.dtype}
-            setting.edit = edit_of(
-                self._result.first, setting.dtype, self._plan.policy, patches=False
-            )
+            setting.edit = edit_of(self.first, setting.dtype, self.plan.policy, patches=False)
             return self._trial(setting)
         setting.outcomes.append(outcome)
         return outcome
+
+
+def _waiting(outcome: TrialOutcome) -> Iterator[str]:
+    """Yield a sentence on the time before the call of a model, unless that is short."""
+    first = outcome.unmeasured(len(outcome.seconds))
+    waiting = sum(outcome.input_seconds[first:]) / (sum(outcome.seconds[first:]) or 1.0)
+    if waiting > _MOST_WAITING:
+        yield (
+            f"{share(waiting)} of a step in float32 pass before the model is called, which mixed precision does not "
+            "make faster: in the input pipeline, and in what the script does between two steps."
+        )
+
+
+def _differences(float32: TrialOutcome, mixed: TrialOutcome) -> Iterator[tuple[str, str]]:
+    """Yield the modules whose output differs from that of float32 in the order of the calls, and how it differs."""
+    for name, value in mixed.modules.items():
+        expected = float32.modules.get(name, -1.0)
+        difference = abs(value - expected) / (expected or 1.0)
+        if expected >= 0 and (value < 0 or difference > _DIFFERENT):
+            yield name, "is not finite" if value < 0 else f"differs by {difference:.0%}"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,13 @@ from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.autocast_mode.region import autocast
 from precast.optim.partial_steps import parameters_of
 from precast.policy.policy import Policy
+from precast.running.trial.plan import TrialOutcome
 
 __all__ = ["LossScaling", "ModelRegions"]
 
-_FIRST_SCALE: Final = 2.0**16
-
 
 class ModelRegions:
-    """Runs models in regions, from `start` until the process ends; `prepare` gets each before its first call."""
+    """Runs models in regions until the process ends; `prepare` gets each before its first call."""
 
     def __init__(
         self, policy: Policy, dtype: torch.dtype, prepare: Callable[[nn.Module], None]
@@ -43,9 +42,6 @@ class ModelRegions:
         self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._stepped: set[int] = set()
         """The ids of parameters that an optimizer has stepped."""
-
-    def start(self) -> None:
-        """Start to open regions."""
         _torch.on_module_call(self._call)
         on_optimizer_step(after=lambda each: self._stepped.update(map(id, parameters_of(each))))
 
@@ -72,11 +68,11 @@ class ModelRegions:
 
 
 class LossScaling:
-    """Scales the loss of each backward pass, as float16 needs it, from `start` until the process ends."""
+    """Scales the loss of each backward pass, as float16 needs it, until the process ends; counts skipped steps."""
 
-    def __init__(self, on_skip: Callable[[], None]) -> None:
-        self._on_skip = on_skip
-        self._scale = _FIRST_SCALE
+    def __init__(self, outcome: TrialOutcome) -> None:
+        self._outcome = outcome
+        self._scale = 2.0**16
         self._is_scaled = False
         """True while a backward pass runs whose roots were multiplied by the scale."""
         self._hooked = WeakTensorKeyDictionary()
@@ -86,9 +82,6 @@ class LossScaling:
         self._stepping: Optimizer | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
         """Parameters and their gradients, while an optimizer steps without them."""
-
-    def start(self) -> None:
-        """Start to scale."""
         _torch.around_backward(self._backward)
         on_optimizer_step(before=self._before_step, after=self._after_step)
 
@@ -100,11 +93,15 @@ class LossScaling:
             self._finite = weakref.WeakKeyDictionary()
             for optimizer in _torch.instances_of(Optimizer):
                 self._add(optimizer)
-        several = list(roots) if isinstance(roots, list | tuple) else [roots]
-        values = [gradients] * len(several) if isinstance(gradients, Tensor | None) else gradients
+        roots = [roots] if isinstance(roots, Tensor) else [*roots]
+        several = isinstance(gradients, list | tuple)
+        values = gradients if several else [gradients] * len(roots)
+        values = [
+            torch.ones_like(x) if y is None else y for x, y in zip(roots, values, strict=True)
+        ]
         self._is_scaled = True
         try:
-            run([self._scaled(root, value) for root, value in zip(several, values, strict=True)])
+            run([each * self._scale for each in values])
         finally:
             self._is_scaled = False
         for optimizer in self._finite:
@@ -113,14 +110,8 @@ class LossScaling:
             self._gradients = []
             self._check(self._stepping)
 
-    def _scaled(self, root: Tensor, value: Tensor | None) -> Tensor:
-        return torch.full_like(root, self._scale) if value is None else value * self._scale
-
     def _add(self, optimizer: Optimizer) -> list[Tensor]:
-        """Divide the gradients of an optimizer's parameters by the scale, before they are added up.
-
-        Returns the parameters that are new.
-        """
+        """Divide the gradients of an optimizer's parameters by the scale; return the parameters that are new."""
         parameters = (each for each in parameters_of(optimizer) if each.requires_grad)
         new = [each for each in parameters if each not in self._hooked]
         for each in new:
@@ -139,10 +130,9 @@ class LossScaling:
 
     def _check(self, optimizer: Optimizer) -> None:
         """Take the gradients away from an optimizer for this step, if one of them is not finite."""
-        if self._finite is None:
-            return
+        finite = {} if self._finite is None else self._finite
         # The optimizer may step as soon as a gradient is complete.
-        if _is_finite(optimizer) if self._is_scaled else self._finite.get(optimizer, True):
+        if _is_finite(optimizer) if self._is_scaled else finite.get(optimizer, True):
             return
         parameters = parameters_of(optimizer)
         self._gradients = [(each, each.grad) for each in parameters if each.grad is not None]
@@ -153,7 +143,7 @@ class LossScaling:
         self._stepping = None
         if self._gradients:
             self._scale /= 2
-            self._on_skip()
+            self._outcome.skipped += 1
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         self._gradients = []

@@ -9,37 +9,30 @@ Invariants: nothing here imports torch; a patch only adds lines, indents lines, 
 
 from __future__ import annotations
 
+import ast
 import difflib
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from precast._internal.display import shown_path
 from precast.running.trial.plan import TrialOutcome
 
 __all__ = ["ProgramEdit", "edit_of"]
 
 _RECIPES: Final = {
-    "lightning": ('Trainer(precision="bf16-mixed")', 'Trainer(precision="16-mixed")'),
-    "fabric": ('Fabric(precision="bf16-mixed")', 'Fabric(precision="16-mixed")'),
-    "accelerate": ('Accelerator(mixed_precision="bf16")', 'Accelerator(mixed_precision="fp16")'),
-    "transformers": ("TrainingArguments(bf16=True)", "TrainingArguments(fp16=True)"),
-    "ignite": (
-        'create_supervised_trainer(..., amp_mode="amp")',
-        'create_supervised_trainer(..., amp_mode="amp", scaler=True)',
-    ),
+    "lightning": 'Trainer(precision="{0}-mixed")',
+    "fabric": 'Fabric(precision="{0}-mixed")',
+    "accelerate": 'Accelerator(mixed_precision="{1}")',
+    "transformers": "TrainingArguments({1}=True)",
+    "ignite": 'create_supervised_trainer(..., amp_mode="amp"{2})',
 }
-"""Maps a library to its argument for bfloat16 and for float16."""
 _BY_HAND: Final = {
     "backward": "scaler.scale(loss).backward()",
     "clip": "scaler.unscale_(optimizer)  # before this line",
-    "step": "scaler.step(optimizer); scaler.update()",
+    "step": "scaler.step(optimizer); scaler.update()  # without a closure",
 }
-_IMPORT: Final = re.compile(r"import (\w+, *)*torch *(,|#|$)")
-_BLANK: Final = re.compile(r"\s*(#|$)")
-_CONTINUED: Final = re.compile(r"\s*([)\]}#]|(else|elif|except|finally)\b)")
-"""A line that does not begin a statement."""
 
 
 @dataclass(frozen=True)
@@ -56,68 +49,54 @@ def edit_of(outcome: TrialOutcome, dtype: str, policy: str, *, patches: bool = T
     """Return the lines that a region needs in the program of a trial, with a patch if the program is plain enough."""
     scales, device = dtype == "float16", outcome.device
     if outcome.trainer is not None:
-        return ProgramEdit([_RECIPES[outcome.trainer][scales]])
+        names = ("16", "fp16", ", scaler=True") if scales else ("bf16", "bf16", "")
+        return ProgramEdit([_RECIPES[outcome.trainer].format(*names)])
     owner, more = ("torch", "") if policy == "torch" else ("precast", f', policy="{policy}"')
     region = f'with {owner}.autocast("{device}", dtype=torch.{dtype}{more}):'
     scaler = f'scaler = torch.amp.GradScaler("{device}")' if scales else ""
     try:
         if patches:
             return _Patch(outcome).edit(region, scaler)
-    except (LookupError, OSError, SyntaxError, ValueError):  # the program is not plain
+    except (LookupError, OSError, SyntaxError, ValueError):  # the loop is not plain
         pass
     lines = {"model": f"{region}  # around the call of the model and the loss"}
     if scales:
         lines |= _BY_HAND
     placed = [
-        f"{_short(place)}: {line}"
+        f"{shown_path(path, Path.cwd())}:{number}: {line}"
         for event, line in lines.items()
-        for place in outcome.lines.get(event, [])[:3]
+        for path, numbers in outcome.lines.get(event, {}).items()
+        for number in numbers[:3]
     ]
     return ProgramEdit([*([f"{scaler}  # before the loop"] if scales else []), *placed])
 
 
-def _short(place: str) -> str:
-    """Return "path:number" with a path relative to the current folder, if it is below that."""
-    path, _, number = place.rpartition(":")
-    relative = os.path.relpath(path)
-    return f"{path if relative.startswith('..') else relative}:{number}"
-
-
 class _Patch:
-    """The changes of a file with a training loop in one function, found by the indents of its lines.
-
-    Its methods raise a `ValueError` or `LookupError` if the loop is not plain. Line numbers begin at 1.
-    """
+    """The changes of a file with a plain loop; a `ValueError` or `LookupError` for another. Lines begin at 1."""
 
     def __init__(self, outcome: TrialOutcome) -> None:
-        events = {
-            event: [(path, int(number)) for path, _, number in (x.rpartition(":") for x in places)]
-            for event, places in outcome.lines.items()
-        }
-        [(self._path, self._backward)], [(_, self._step)] = events["backward"], events["step"]
-        if any(path != self._path for path, _ in [*events["step"], *events.get("clip", [])]):
+        lines, calls, clips = outcome.lines, ("model", "callers"), outcome.lines.get("clip", {})
+        [(self._path, [self._backward])] = lines["backward"].items()
+        [self._step] = lines["step"][self._path]
+        if {*lines["step"], *clips} != {self._path}:
             raise ValueError("several files")
-        calls = [*events.get("model", []), *events.get("callers", [])]
-        self._calls = [number for path, number in calls if path == self._path]
-        self._clips = [number for _, number in events.get("clip", [])]
-        self._old = ["", *Path(self._path).read_text(encoding="utf-8").splitlines()]
-        self._added: dict[int, list[str]] = {}
-        """Maps a line to the lines that are added before it."""
-        self._replaced: dict[int, list[str]] = {}
-        """Maps a line to those in its place."""
+        self._calls = {x for event in calls for x in lines.get(event, {}).get(self._path, [])}
+        self._clips = clips.get(self._path, [])
+        text = Path(self._path).read_text(encoding="utf-8")
+        self._tree, self._old = ast.parse(text), ["", *text.splitlines()]
+        self._added: dict[int, list[str]] = {}  # before lines
+        self._removed: set[int] = set()
 
     def edit(self, region: str, scaler: str) -> ProgramEdit:
         """Return the edit. Without a scaler, `scaler` is empty."""
-        first = next((n for n, line in enumerate(self._old) if _IMPORT.match(line)), None)
-        if first is None:
-            raise ValueError("the program does not name torch")
+        imports = [each for each in self._tree.body if isinstance(each, ast.Import)]
+        plain, *_ = (each for each in imports if "torch" in ast.unparse(each)[7:].split(", "))
         if "precast." in region:
-            self._add(first, "import precast")
+            self._add(plain.lineno, "import precast")
         inside = self._lines_of_region()
         self._add(inside.start, region)
         if scaler:
-            loop = self._loop_around(self._backward)
-            if self._loop_around(self._step) != loop:
+            if self._loop_around(self._step) != (loop := self._loop_around(self._backward)):
                 raise ValueError("several loops")
             self._add(loop, scaler)
             self._replace(self._backward, "backward", "scaler.scale({}).backward()")
@@ -128,15 +107,15 @@ class _Patch:
 
     def _edited(self, inside: range) -> ProgramEdit:
         """Return the edit with all changes; lines in `inside` are indented."""
-        name = _short(f"{self._path}:0").rpartition(":")[0]
+        name = str(shown_path(self._path, Path.cwd()))
         unit = "\t" if self._old[inside.start].startswith("\t") else "    "
         new: list[str] = []
         described = []
         for number, line in enumerate(self._old[1:], 1):
-            for each in [*self._added.get(number, []), *self._replaced.get(number, [])]:
+            for each in self._added.get(number, []):
                 new.append(each)
                 described.append(f"{name}:{len(new)}: {each.strip()}")
-            if number not in self._replaced:
+            if number not in self._removed:
                 new.append(f"{unit}{line}" if number in inside and line.strip() else line)
         text = "\n".join(new) + "\n"
         compile(text, name, "exec", dont_inherit=True)
@@ -145,46 +124,47 @@ class _Patch:
 
     def _lines_of_region(self) -> range:
         """Return the lines of the statements from the call of the model up to the backward pass."""
-        indent, first = self._indent(self._backward), self._backward
-        while _BLANK.match(self._old[first - 1]) or self._indent(first - 1) >= indent:
-            first -= 1  # to the beginning of the block
-        block = range(first, self._backward)
-        call = min(number for number in self._calls if number in block)
-        begins = [n for n in range(first, call + 1) if self._indent(n) == indent and self._old[n]]
-        start = [n for n in begins if not _CONTINUED.match(self._old[n])][-1]
-        end = self._backward
-        while _BLANK.match(self._old[end - 1]) or ".zero_grad(" in self._old[end - 1]:
-            end -= 1
-        if any(quotes in line for line in self._old[start:end] for quotes in ('"""', "'''")):
-            raise ValueError("a text of several lines, which an indent would change")
-        return range(start, end)
+        *_, parent, statement = [self._tree, *self._around(self._backward)]
+        siblings = [each for each in ast.iter_child_nodes(parent) if isinstance(each, ast.stmt)]
+        before = [each for each in siblings if _lines(each).stop <= self._backward]
+        while ".zero_grad(" in ast.unparse(before[-1]):
+            before.pop()
+        first, *_ = (each for each in before if self._calls & set(_lines(each)))
+        region = range(first.lineno, _lines(before[-1]).stop)
+        texts = (mark in self._old[n] for n in region for mark in ('"""', "'''"))
+        if any(texts) or not isinstance(statement, ast.Expr):
+            raise ValueError("a text of several lines, or a backward pass in another statement")
+        return region
 
     def _loop_around(self, number: int) -> int:
         """Return the outermost loop around a line, in its function."""
-        loop, indent = 0, self._indent(number)
-        for each in range(number - 1, 0, -1):
-            line = self._old[each]
-            if not _BLANK.match(line) and self._indent(each) < indent:
-                indent = self._indent(each)
-                loop = each if re.match(r"(for|while)\b", line.strip()) else loop
-                if re.match(r"(async )?def\b", line.strip()):
-                    break
-        if not loop:
-            raise ValueError("no loop")
-        return loop
+        loops: list[int] = []
+        for each in self._around(number):
+            if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
+                loops.clear()
+            elif isinstance(each, ast.For | ast.While):
+                loops.append(each.lineno)
+        return loops[0]
 
-    def _indent(self, number: int) -> str:
-        line = self._old[number]
-        return line[: len(line) - len(line.lstrip())]
+    def _around(self, number: int) -> list[ast.stmt]:
+        """Return the statements around a line, the outermost first."""
+        statements = (each for each in ast.walk(self._tree) if isinstance(each, ast.stmt))
+        return [each for each in statements if number in _lines(each)]
 
-    def _add(self, number: int, line: str) -> None:
-        """Add a line before the one with a number, with its indent."""
-        self._added.setdefault(number, []).append(self._indent(number) + line)
+    def _add(self, number: int, *lines: str) -> None:
+        """Add lines before the one with a number, with its indent."""
+        indent = self._old[number][: -len(self._old[number].lstrip())]
+        self._added.setdefault(number, []).extend(f"{indent}{each}" for each in lines)
 
     def _replace(self, number: int, method: str, *lines: str) -> str:
         """Replace the statement ``x.method()``, which has a line of its own, by lines with `x`; return `x`."""
-        line = re.fullmatch(rf"(\s*)([^;:=#]+)\.{method}\(\)\s*(#.*)?", self._old[number])
+        line = re.fullmatch(rf"\s*([^;:=#]+)\.{method}\(\)\s*(#.*)?", self._old[number])
         if line is None:
             raise ValueError(f"no statement {method}()")
-        self._replaced[number] = [f"{line[1]}{each.format(line[2])}" for each in lines]
-        return line[2]
+        self._removed.add(number)
+        self._add(number, *(each.format(line[1]) for each in lines))
+        return line[1]
+
+
+def _lines(statement: ast.stmt) -> range:
+    return range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)

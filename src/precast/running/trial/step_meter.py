@@ -1,16 +1,21 @@
 """The measurement of a trial in its process: the duration, loss and memory of each step, and the end after the last.
 
-Invariants: measured steps are watched by the step tracker alone; memory on a CPU is counted, and operations are traced,
-in steps that are not measured; `TrialEnd` is raised between two steps, after the outcome has been written.
+Invariants: measured steps are watched by the step tracker alone; memory on a CPU is counted, operations are traced, and
+lines and outputs of modules are recorded, in steps that are not measured; `TrialEnd` is raised between two steps, after
+the outcome has been written.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import math
+import os
 import time
+import traceback
+import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -20,29 +25,44 @@ from torch.utils.data import DataLoader
 
 from precast import _torch
 from precast._internal.display import dtype_name
-from precast._internal.events import StepEvent, witnesses
+from precast._internal.events import StepEvent, Witness, witnesses
 from precast._internal.pytree import tensors_in
 from precast._torch import ResultMemory, storage_sizes
+from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.attachment.attachment import attach
 from precast.autocast_mode.region import autocast
 from precast.grad_scaler.scaler import GradScaler
 from precast.policy.module_names import named_modules
 from precast.policy.policy import Policy
+from precast.report.tree import seconds_by_dtype
 from precast.running.exit_status import exit_now
 from precast.running.machine_speed import cpu_speeds
 from precast.running.scaler_observer import ScalerObserver
+from precast.running.source_check import installed_folders
 from precast.running.step_tracker import StepTracker
+from precast.running.trace_window import TraceWindow
 from precast.running.trial.mixed_precision import LossScaling, ModelRegions
 from precast.running.trial.plan import TrialEnd, TrialEnding, TrialOutcome, TrialPlan
-from precast.running.trial.program_reader import ModelExaminer, ProgramLines
 
 __all__ = ["StepMeter"]
 
-_DTYPES: Final = ("bfloat16", "float16")
+_TRAINERS: Final = {
+    "lightning.pytorch.": "lightning",
+    "pytorch_lightning.": "lightning",
+    "transformers.trainer.": "transformers",
+    "lightning.fabric.": "fabric",
+    "lightning_fabric.": "fabric",
+    "accelerate.": "accelerate",
+    "ignite.": "ignite",
+}
+"""Maps the beginning of a module's name to the library; the first of these on the stack counts."""
+_INSTALLED: Final = installed_folders()
+_READ_STEPS: Final = 2
+_TRACED: Final = (2, 4)
 
 
-class StepMeter:
-    """Runs one trial's program in its precision, and measures its steps.
+class StepMeter(Witness):
+    """Runs one trial's program in its precision, and measures its steps, until the process ends.
 
     It calls `progress` with the number of steps that have ended, and `write` before it raises `TrialEnd`.
     """
@@ -51,68 +71,78 @@ class StepMeter:
         self, plan: TrialPlan, progress: Callable[[int], None], write: Callable[[], None]
     ) -> None:
         self._plan, self._progress, self._write = plan, progress, write
-        self._outcome = TrialOutcome()
+        self._outcome = TrialOutcome(warm_up=plan.warm_up)
         self._is_complete = False
         self._policy = Policy.load(plan.policy)
         self._tracker = StepTracker(self._on_boundary, self._on_call, self._on_output)
-        self._scalers = ScalerObserver(self._on_scaler_step, lambda _diagnosis: None)
-        self._lines = ProgramLines(self._outcome)
-        self._examiner = ModelExaminer(self._outcome) if plan.examines else None
-        self._moments: list[Any] = []
-        """The beginning of the first step, and the end of each step: times, or events on a GPU."""
+        self._scalers = ScalerObserver(self.on_step, self.on_diagnosis)
+        self._window = TraceWindow(*_TRACED, model=lambda: None)
+        self._examined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._moments: list[Any] = []  # times, or events on a GPU: of the first begin and each end
         self._started_at = self._boundary_at = 0.0
         self._is_waiting = False
-        self._outputs: dict[int, float | Tensor | None] = {}
-        """The results of a step function, or the mean squares of the outputs of a model that is not trained."""
+        self._outputs: dict[int, float | Tensor | None] = {}  # of a step function, or mean squares
         self._memory: ResultMemory | None = None
         self._has_optimizer = False
-
-    def start(self) -> None:
-        """Start to measure, and to run the program in the precision of the plan."""
-        plan = self._plan
+        self._set_precision(plan)
         _torch.seed_all(plan.seed)
         if plan.seed:
             _torch.change_seeds(lambda seed: seed + 7919 * plan.seed)
         if plan.batch_factor > 1:
             _torch.multiply_batches(plan.batch_factor)
+        _torch.on_backward(lambda _roots, _gradients: self._record("backward"))
+        on_optimizer_step(before=lambda _optimizer: self._record("step"))
+        _torch.on_gradient_clipping(self._clip)
+        self._scalers.start()
+        witnesses.append(self)
+        if plan.examines:
+            self._window.start()
+        if plan.step_function is None:
+            self._tracker.start()
+
+    # --- the program ---
+
+    def _set_precision(self, plan: TrialPlan) -> None:
         if plan.disables:
             _torch.disable_scalers(GradScaler)
         if plan.dtype is None:
             _torch.on_region_entry(self._enters_region, autocast)
         else:
-            ModelRegions(self._policy, getattr(torch, plan.dtype), self._prepare).start()
+            ModelRegions(self._policy, getattr(torch, plan.dtype), self._prepare)
         if plan.dtype == "float16":
-            LossScaling(self._skips).start()
-        self._lines.start()
-        self._scalers.start()
-        own_scalers: Any = SimpleNamespace(
-            on_step=self._on_scaler_step,
-            on_diagnosis=lambda _diagnosis: None,
-            first_of_step=lambda _optimizer: None,
-            names_of=lambda _parameters: {},
-            models=list,
-        )
-        witnesses.append(own_scalers)
-        if self._examiner is not None:
-            self._examiner.window.start()
-        if plan.step_function is None:
-            self._tracker.start()
+            LossScaling(self._outcome)
 
     def _enters_region(self, dtype: torch.dtype) -> bool:
         """Record a region of the program. False disables it."""
-        self._add_dtype(dtype_name(dtype))
+        self._outcome.region_dtypes[dtype_name(dtype)] += 1
         return not self._plan.disables
 
-    def _on_scaler_step(self, _optimizer: Any, event: StepEvent) -> None:
-        self._add_dtype("scaler")
+    def on_step(self, optimizer: Optimizer, event: StepEvent) -> None:  # noqa: ARG002 -- a witness's
+        """Record a step of a scaler of the program."""
+        self._outcome.region_dtypes["scaler"] += 1
         self._tracker.failures.call_unseen("step of a scaler", self._tracker.scaled, event)
 
-    def _add_dtype(self, name: str) -> None:
-        dtypes = self._outcome.region_dtypes
-        dtypes += [name] if name not in dtypes else []
+    def _clip(self, _name: str, run: Callable[..., Any], parameters: Any, *_limit: Any) -> Any:
+        self._record("clip")
+        return run(parameters)
 
-    def _skips(self) -> None:
-        self._outcome.skipped += 1
+    def _record(self, event: str) -> None:
+        """Record the line of the program that runs now, and in a step the trainer that runs it."""
+        if len(self._moments) > max(1, self._plan.warm_up):
+            return  # a measured step
+        frames = [frame for frame, _ in traceback.walk_stack(inspect.currentframe())]
+        if event == "step" and self._outcome.trainer is None:
+            names = [f"{frame.f_globals.get('__name__')}." for frame in frames]
+            starts = (x for x in _TRAINERS if any(name.startswith(x) for name in names))
+            self._outcome.trainer = next((_TRAINERS[each] for each in starts), None)
+        for frame in frames:
+            path = frame.f_code.co_filename
+            if not path.startswith(("<", *_INSTALLED)) and os.path.isabs(path):
+                numbers = self._outcome.lines.setdefault(event, {}).setdefault(path, [])
+                numbers += [frame.f_lineno] if frame.f_lineno not in numbers else []
+                if event not in {"model", "callers"}:
+                    return
+                event = "callers"  # of the model: also the lines that lead to the call
 
     # --- models ---
 
@@ -134,18 +164,35 @@ class StepMeter:
         if first is None:
             return
         self._begin(first.device.type)
-        self._lines.record("model")
-        if self._examiner is not None:
-            self._examiner.watch(module)
+        self._record("model")
+        if self._plan.examines and module not in self._examined:
+            self._examined.add(module)
+            self._examine(module)
         if len(self._moments) < 2:
-            dtypes = {dtype_name(each.dtype) for each in module.parameters()} & {*_DTYPES}
+            dtypes = {dtype_name(each.dtype) for each in module.parameters() if each.itemsize == 2}
             self._outcome.stored_dtypes = sorted({*self._outcome.stored_dtypes, *dtypes})
 
     def _on_output(self, _module: nn.Module, output: Any) -> None:
-        floats = [each for each in tensors_in(output) if each.is_floating_point() and each.numel()]
-        if floats and not self._tracker.trains:
-            with torch.no_grad():
-                self._outputs[self._tracker.number] = floats[0].detach().float().square().mean()
+        if not self._tracker.trains:
+            for each in _floats(output)[:1]:
+                self._outputs[self._tracker.number] = each.float().square().mean()
+
+    def _examine(self, model: nn.Module) -> None:
+        """Record the root mean square of the outputs of a model's innermost modules."""
+        modules = self._outcome.modules
+
+        def read(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+            if len(self._moments) > _READ_STEPS:
+                return
+            for each in _floats(output):
+                value = float(each.double().square().mean().sqrt())
+                previous = modules.get(name, 0.0)
+                is_finite = math.isfinite(value) and previous >= 0
+                modules[name] = max(value, previous) if is_finite else -1.0
+
+        for name, module in named_modules(model):
+            if not any(module.children()):
+                module.register_forward_hook(functools.partial(read, name or type(model).__name__))
 
     # --- steps ---
 
@@ -176,22 +223,24 @@ class StepMeter:
 
     def _ends(self, number: int) -> None:
         """Handle the end of a step; `number` steps have ended."""
-        plan, is_on_gpu = self._plan, self._outcome.device == "cuda"
-        self._begin(self._outcome.device)  # an optimizer without a model
+        plan, outcome, is_on_gpu = self._plan, self._outcome, self._outcome.device == "cuda"
+        self._begin(outcome.device)  # an optimizer without a model
         self._moments.append(self._moment())
         self._boundary_at, self._is_waiting = time.perf_counter(), True
         self._progress(number)
-        if self._examiner is not None:
-            self._examiner.begins(number)
+        if plan.examines:
+            self._window.begins(number)
         elif is_on_gpu and number == plan.warm_up:
             torch.cuda.reset_peak_memory_stats()
         elif number == 1 and not is_on_gpu:
-            self._outcome.peak_memory = sum(storage_sizes(_torch.instances_of(Tensor)).values())
+            outcome.peak_memory = sum(storage_sizes(_torch.instances_of(Tensor)).values())
             self._memory = ResultMemory()
             self._memory.__enter__()  # type: ignore[no-untyped-call]
         else:
             self._end_memory()
-        is_last = number >= plan.warm_up + plan.steps and not self._will_train()
+        # The scale of the last step's loss is not known before the scaler's step has ended: one step more.
+        is_last = number >= plan.warm_up + plan.steps + ("scaler" in outcome.region_dtypes)
+        is_last = is_last and not self._will_train()
         if is_last or self._boundary_at - self._started_at > plan.seconds:
             if self._is_complete:
                 exit_now(0)  # the program has caught the exception
@@ -201,10 +250,10 @@ class StepMeter:
 
     def _will_train(self) -> bool:
         """Return True if the calls so far are an evaluation before the training: an optimizer exists."""
-        if self._tracker.trains or self._plan.step_function is not None:
-            return False
-        self._has_optimizer = self._has_optimizer or bool(_torch.instances_of(Optimizer))
-        return self._has_optimizer
+        is_open = not self._tracker.trains and self._plan.step_function is None
+        if is_open and not self._has_optimizer:
+            self._has_optimizer = bool(_torch.instances_of(Optimizer))
+        return is_open and self._has_optimizer
 
     def _moment(self) -> Any:
         if self._outcome.device != "cuda":
@@ -223,12 +272,12 @@ class StepMeter:
 
     def outcome(self, ended: TrialEnding) -> TrialOutcome:
         """Return the outcome; waits for the device. A second call returns the same."""
-        outcome = self._outcome
+        outcome, plan = self._outcome, self._plan
         if self._is_complete:
             return outcome
         self._is_complete = True
         self._scalers.stop()
-        if self._plan.step_function is None:
+        if plan.step_function is None:
             self._tracker.stop()
         self._end_memory()
         outcome.ended, outcome.trains = ended, self._tracker.trains
@@ -236,26 +285,40 @@ class StepMeter:
         if outcome.device == "cuda":
             torch.cuda.synchronize()
             outcome.peak_memory = torch.cuda.max_memory_allocated()
+        if ended in {"steps", "time"} and "scaler" in outcome.region_dtypes:
+            del self._moments[-1], outcome.input_seconds[len(self._moments) - 1 :]
         outcome.seconds = [
             b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
             for a, b in itertools.pairwise(self._moments)
         ]
-        losses = self._losses(len(outcome.seconds))
-        if ended in {"steps", "time"} and "scaler" in outcome.region_dtypes and len(losses) > 1:
-            losses[-1] = None  # its scale is not known before the scaler's step has ended
-        outcome.losses = [x if x is not None and math.isfinite(x) else None for x in losses]
-        outcome.nonfinite = [n for n, x in enumerate(losses) if x != outcome.losses[n]]
-        if self._examiner is not None:
-            outcome.shares = self._examiner.shares()
-            outcome.has_loader = bool(_torch.instances_of(DataLoader))
-        elif self._plan.is_first and outcome.device == "cpu":
-            outcome.speeds = cpu_speeds()
-        return outcome
-
-    def _losses(self, steps: int) -> list[float | None]:
         values: dict[int, Any] = self._outputs
         if self._tracker.trains:
             values = self._tracker.history.losses()
-        elif self._plan.step_function is None:
+        elif plan.step_function is None:
             values = {step: math.sqrt(float(each)) for step, each in values.items()}
-        return [values.get(step) for step in range(steps)]
+        losses = [values.get(step) for step in range(len(outcome.seconds))]
+        outcome.losses = [x if x is not None and math.isfinite(x) else None for x in losses]
+        outcome.nonfinite = [n for n, x in enumerate(losses) if x != outcome.losses[n]]
+        if plan.examines:
+            outcome.has_loader = bool(_torch.instances_of(DataLoader))
+            outcome.shares = self._shares()
+        elif plan.is_first and outcome.device == "cpu":
+            outcome.speeds = cpu_speeds()
+        return outcome
+
+    def _shares(self) -> dict[str, float]:
+        """Return the shares of the traced time by dtype and of casts, and the mean seconds of an operation."""
+        self._window.stop()
+        trace = self._window.data()
+        if trace is None or not trace.totals.seconds:
+            return {}
+        totals, seconds = trace.totals, seconds_by_dtype(trace.rows)
+        shares = {dtype: each / totals.seconds for dtype, each in seconds.items()}
+        shares["casts"] = totals.cast_seconds / totals.seconds
+        return {**shares, "operation": totals.seconds / max(1, totals.calls)}
+
+
+def _floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output, detached."""
+    tensors = tensors_in(output)
+    return [each.detach() for each in tensors if each.is_floating_point() and each.numel()]

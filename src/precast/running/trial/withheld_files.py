@@ -24,29 +24,32 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any, Final, Literal
 
 __all__ = ["WithheldFiles"]
 
 _SYSTEM: Final = ("/dev/", "/proc/", "/sys/")
-_WRITE_FLAGS: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_FLAGS: Final = {"w": os.O_TRUNC, "x": os.O_EXCL, "a": os.O_APPEND, "+": os.O_RDWR}
+_WRITE_FLAGS: Final = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND
 
 Use = Literal["read", "look", "target", "change", "create", "replace", "remove", "empty"]
 """A function's use of a path: "look": read the entry itself, not the target of a link; "target": write it into a link;
 "change": change a part of the file; "create": add an entry; "replace": write a file anew; "empty": remove a folder."""
-_USES: Final[dict[str, tuple[Use, ...]]] = {
-    **dict.fromkeys(("access", "chdir", "listdir", "scandir", "stat"), ("read",)),
-    **dict.fromkeys(("lstat", "readlink"), ("look",)),
-    **dict.fromkeys(("chmod", "chown", "setxattr", "truncate", "utime"), ("change",)),
-    **dict.fromkeys(("remove", "unlink"), ("remove",)),
-    **dict.fromkeys(("rename", "replace"), ("remove", "replace")),
-    "rmdir": ("empty",),
-    "mkdir": ("create",),
-    "link": ("change", "create"),
-    "symlink": ("target", "create"),
+Uses = tuple[Use | None, ...]
+"""The uses of a function's first arguments; None for one that is no path."""
+_FUNCTIONS: Final[dict[Uses, str]] = {
+    ("read",): "access chdir listdir scandir stat",
+    ("look",): "lstat readlink",
+    ("change",): "chmod chown setxattr truncate utime",
+    ("create",): "mkdir",
+    ("remove",): "remove unlink",
+    ("empty",): "rmdir",
+    ("remove", "replace"): "rename replace",
+    ("change", "create"): "link",
+    ("target", "create"): "symlink",
 }
-"""Maps functions of `os` to the uses of their first arguments."""
+"""Functions of `os` by their uses of paths."""
 
 
 class WithheldFiles:
@@ -73,38 +76,65 @@ class WithheldFiles:
 
     def start(self) -> None:
         """Start to redirect."""
-        pairs = [(getattr(os, name), uses) for name, uses in _USES.items() if hasattr(os, name)]
-        redirected: list[tuple[Any, Any]] = [
-            (io.open, self._opening(io.open)),
-            (os.open, self._opening_by_flags(os.open)),
-            *((each, self._redirected(each, uses)) for each, uses in pairs),
-            (shutil.rmtree, self._redirected(shutil.rmtree, ("empty",))),
-        ]
-        for plain, function in redirected:
-            for module in [builtins, *sys.modules.values()]:  # others may have taken it by name
-                names = getattr(module, "__dict__", {})  # an entry may be None
-                for name in [name for name, value in names.items() if value is plain]:
-                    setattr(module, name, function)
+        table: dict[Any, tuple[Any, tuple[str, ...]]] = {
+            io.open: (_uses_of_opening, ("file", "mode")),
+            os.open: (_uses_of_opening, ("path", "flags")),
+            shutil.rmtree: (("empty",), ("path",)),
+        }
+        for uses, functions in _FUNCTIONS.items():
+            names = ("path",) if len(uses) == 1 else ("src", "dst")
+            table |= {
+                getattr(os, each): (uses, names) for each in functions.split() if hasattr(os, each)
+            }
+        redirected = {id(plain): self.redirected(plain, *more) for plain, more in table.items()}
+        for module in [builtins, *sys.modules.values()]:  # others may have taken it by name
+            for name, value in [*getattr(module, "__dict__", {}).items()]:  # it may be None
+                if id(value) in redirected:
+                    setattr(module, name, redirected[id(value)])
         if importlib.util.find_spec("safetensors") is not None:
             # Before its modules take these functions, which open files in Rust.
             library: Any = importlib.import_module("safetensors")
-            library.safe_open = self._redirected(library.safe_open, ("read",))
-            save = library.serialize_file
-            library.serialize_file = lambda tensors, filename, *args, **kwargs: save(
-                tensors, self.place("replace", filename), *args, **kwargs
-            )
+            library.safe_open = self.redirected(library.safe_open, ("read",), ("filename",))
+            save, names = library.serialize_file, ("tensor_dict", "filename")
+            library.serialize_file = self.redirected(save, (None, "replace"), names)
 
     def shown(self, text: str) -> str:
         """Return a message with the program's paths."""
         return text.replace(self._tree, "")
 
+    def redirected(
+        self, plain: Any, uses: Uses | Callable[..., Uses], names: tuple[str, ...] = ("path",)
+    ) -> Callable[..., Any]:
+        """Return a function that is called with other paths as its first arguments, which have these names.
+
+        `uses` may depend on the second argument.
+        """
+        lists = plain.__name__ in {"listdir", "scandir"}
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(kwargs.get(name) is not None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+                return plain(*args, **kwargs)
+            args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
+            args = args or ((".",) if lists else ())
+            own = uses(*args[1:2]) if callable(uses) else uses
+            own = ("look",) if own == ("read",) and kwargs.get("follow_symlinks") is False else own
+            paths = [self._place(use, path) for use, path in zip(own, args, strict=False)]
+            result = plain(*paths, *args[len(paths) :], **kwargs)
+            if plain.__name__ != "scandir" or paths[0] is args[0]:
+                return result
+            with result:
+                entries = [each.name for each in result]
+            return _Entries(_Entry(os.fsdecode(args[0])).joinpath, entries)
+
+        return call
+
     # --- paths ---
 
-    def place(self, use: Use, path: Any) -> Any:
+    def _place(self, use: Use | None, path: Any) -> Any:
         """Return the path to use in place of the program's; the folder is prepared for a change."""
-        if getattr(self._thread, "is_busy", False) or not isinstance(
-            path, str | bytes | os.PathLike
-        ):
+        is_path = isinstance(path, str | bytes | os.PathLike)
+        if use is None or not is_path or getattr(self._thread, "is_busy", False):
             return path
         self._thread.is_busy = True  # so that the functions that are called here are Python's own
         try:
@@ -142,8 +172,7 @@ class WithheldFiles:
         with contextlib.suppress(OSError):
             return not os.path.samefile(place, folder)
         with self._locked():  # while no other process replaces a link
-            exist = os.path.exists(place), os.path.exists(folder)
-            return not os.path.samefile(place, folder) if all(exist) else any(exist)
+            return os.path.exists(place) or os.path.exists(folder)
 
     def _source(self, place: str) -> str | None:
         """Return the real file or folder to which a place in the tree is a link; None for a file of the program."""
@@ -183,87 +212,35 @@ class WithheldFiles:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    # --- the functions that the program calls ---
 
-    def _redirected(self, plain: Callable[..., Any], uses: tuple[Use, ...]) -> Callable[..., Any]:
-        """Return a function that is called with other paths as its first arguments."""
-        names = ("path",) if len(uses) == 1 else ("src", "dst")
-        lists = plain.__name__ in {"listdir", "scandir"}
-
-        @functools.wraps(plain)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if any(kwargs.get(name) is not None for name in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
-                return plain(*args, **kwargs)
-            args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
-            paths = args[: len(uses)] or ((".",) if lists else ())
-            looks = kwargs.get("follow_symlinks") is False and uses == ("read",)
-            actual = [
-                self.place("look" if looks else use, path)
-                for use, path in zip(uses, paths, strict=False)
-            ]
-            result = plain(*actual, *args[len(uses) :], **kwargs)
-            if plain.__name__ == "scandir" and actual[0] is not paths[0]:
-                return _Entries(os.fsdecode(paths[0]), result)
-            return result
-
-        return call
-
-    def _opening(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            letters = str(mode)
-            use: Use = "change" if "a" in letters or "+" in letters else "read"
-            use = "replace" if "w" in letters else "create" if "x" in letters else use
-            return plain(self.place(use, file), mode, *args, **kwargs)
-
-        return opening
-
-    def _opening_by_flags(self, plain: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(plain)
-        def opening(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-            if dir_fd is not None:
-                return plain(path, flags, mode, dir_fd=dir_fd)
-            use: Use = "change" if flags & _WRITE_FLAGS else "read"
-            use = "create" if flags & os.O_EXCL else "replace" if flags & os.O_TRUNC else use
-            return plain(self.place(use, path), flags, mode)
-
-        return opening
+def _uses_of_opening(mode: str | int = "r") -> Uses:
+    """Return the use of a path that is opened with a mode, as that of `open`, or with the flags of `os.open`."""
+    flags = mode if isinstance(mode, int) else sum(_FLAGS.get(letter, 0) for letter in str(mode))
+    if flags & (os.O_EXCL | os.O_TRUNC):
+        return ("create" if flags & os.O_EXCL else "replace",)
+    return ("change" if flags & _WRITE_FLAGS else "read",)
 
 
-class _Entry:
+class _Entry(PosixPath):
     """An entry of a folder of links, with the path that the program knows, as `os.DirEntry`."""
 
-    def __init__(self, folder: str, name: str) -> None:
-        self.name, self.path = name, os.path.join(folder, name)
-
-    def __fspath__(self) -> str:
-        return self.path
-
-    def is_symlink(self) -> bool:
-        return os.path.islink(self.path)
+    path = property(str)
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isdir(self.path) and (follow_symlinks or not self.is_symlink())
+        return os.path.isdir(self) and (follow_symlinks or not self.is_symlink())
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isfile(self.path) and (follow_symlinks or not self.is_symlink())
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self.path, follow_symlinks=follow_symlinks)
+        return os.path.isfile(self) and (follow_symlinks or not self.is_symlink())
 
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
 
 
-class _Entries(contextlib.AbstractContextManager["_Entries"], Iterator[_Entry]):
+class _Entries(map):  # type: ignore[type-arg]
     """The entries of a folder of links, as `os.scandir` returns them."""
 
-    def __init__(self, folder: str, entries: Any) -> None:
-        with entries:
-            self._entries = iter([_Entry(folder, entry.name) for entry in entries])
-
-    def __next__(self) -> _Entry:
-        return next(self._entries)
+    def __enter__(self) -> _Entries:
+        return self
 
     def __exit__(self, *_: object) -> None:
         """Do nothing: the folder is closed."""
