@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
@@ -91,7 +92,8 @@ class Row(NamedTuple):
     bits: tuple[int, ...] = ()
 
 
-class _Header(NamedTuple):
+@dataclass(frozen=True)
+class _Header:
     schema: int
     precast: str
     torch: str
@@ -123,7 +125,7 @@ class RecordingWriter:
         self.path = path
         self._process = os.getpid()
         header = _Header(schema=FORMAT, precast=__version__, torch=torch.__version__, **more)
-        atomic_write.replace_own(path, _line({**header._asdict(), "kind": "recording"}))
+        atomic_write.replace_own(path, _line({**vars(header), "kind": "recording"}))
         self._file: IO[bytes] | None = open(path, "ab")  # noqa: SIM115 -- closed by `close`
 
     def write(self, rows: Sequence[Row], measurements: Tensor, **more: Any) -> None:
@@ -180,7 +182,7 @@ class RecordingReader:
             raise ComparisonError(f"cannot read {path}: {error.strerror or error}") from error
         try:
             plain = json.loads(line)
-            self.header = _Header(*(plain[name] for name in _Header._fields))
+            self.header = _Header(**{each.name: plain[each.name] for each in fields(_Header)})
             is_later = self.header.schema > FORMAT
             if plain["kind"] != "recording":
                 raise KeyError("kind")
