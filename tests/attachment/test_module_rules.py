@@ -636,7 +636,7 @@ def test_a_plan_that_ends_leaves_no_trace() -> None:
 def test_names_see_through_wrappers() -> None:
     model = nn.Sequential(torch.compile(net(), backend="eager"))
     found = plan(model, TORCH.replace(modules={"0.head": "fp32", "*._orig_mod": "fp32"}))
-    assert [m.name for m in found.modules if m.carried_out] == ["0.head"]
+    assert [m.name for m in found.modules if m.applied_rule] == ["0.head"]
     assert found.unmatched == ("*._orig_mod",)
 
 
@@ -730,7 +730,7 @@ def test_an_exported_program_follows_the_rules(region: Region) -> None:
     model = InRegion(nn.Linear(4, 4), nn.Linear(4, 4))
     ruled(model, {"1": "fp32"})
     if region is REGIONS["precast"]:  # whose policy no exported program can say
-        with pytest.raises(RegionError, match="cannot write down a region"):
+        with pytest.raises(RegionError, match="cannot record a region"):
             torch.export.export(model, (X,))
         return
     program = torch.export.export(model, (X,)).module()
@@ -741,7 +741,7 @@ def test_an_exported_program_follows_the_rules(region: Region) -> None:
 def test_rows_that_an_exported_program_cannot_say_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     ruled(model, {"0": {"ops": {"linear": "fp32"}}})
-    with torch.autocast("cpu"), pytest.raises(RegionError, match="cannot write down a region"):
+    with torch.autocast("cpu"), pytest.raises(RegionError, match="cannot record a region"):
         torch.export.export(model, (X,))
 
 
@@ -786,7 +786,7 @@ def test_a_rule_for_a_part_of_a_scripted_module_is_refused() -> None:
     with pytest.raises(PolicyError, match=r"'0\.1' is scripted as a part of '0'"):
         plan(model, TORCH.replace(modules={"0.1": "fp32"}))
     found = plan(model, TORCH.replace(modules={"0.**": "fp32"}))
-    assert [m.name for m in found.modules if m.carried_out] == ["0"]
+    assert [m.name for m in found.modules if m.applied_rule] == ["0"]
 
 
 # --- plans ---
@@ -807,7 +807,7 @@ def test_a_module_with_two_names_follows_one_rule() -> None:
     model.alias = model.head
     for rules in ({"head": "fp32"}, {"alias": "fp32"}, {"alias": "fp32", "head": "fp32"}):
         found = plan(model, TORCH.replace(modules=rules))
-        assert [m.name for m in found.modules if m.carried_out] == ["head", "alias"]
+        assert [m.name for m in found.modules if m.applied_rule] == ["head", "alias"]
         applied = ruled(model, rules)
         assert len(model.head._forward_pre_hooks) == 1
         applied.remove()
@@ -866,7 +866,7 @@ def test_a_module_in_two_lists_follows_one_rule() -> None:
     layer = Layer()
     model = nn.ModuleDict({"a": nn.ModuleList([layer]), "b": nn.ModuleList([layer])})
     found = plan(model, TORCH.replace(modules={"a": "fp32"}))
-    assert [m.name for m in found.modules if m.carried_out] == ["a.0"]
+    assert [m.name for m in found.modules if m.applied_rule] == ["a.0"]
     with pytest.raises(PolicyError, match=r"'a\.0' and 'b\.0' are one module.*fp32.*lower"):
         plan(model, TORCH.replace(modules={"a": "fp32", "b": "lower"}))
 

@@ -158,7 +158,7 @@ def test_one_object_in_itself_is_left_once_for_each_entry() -> None:
                 inside = _in_force()
             assert _in_force() == inside
         assert _in_force() == before
-    with pytest.raises(precast.errors.RegionError, match="never entered"):
+    with pytest.raises(precast.errors.RegionError, match="was not entered in this thread"):
         KEPT.__exit__(None, None, None)
 
 
@@ -168,7 +168,7 @@ def test_regions_that_end_out_of_order_restore_what_was() -> None:
     for _ in range(3):
         outer.__enter__()
         inner.__enter__()
-        with pytest.warns(precast.errors.PrecastWarning, match="still open"):
+        with pytest.warns(precast.errors.PrecastWarning, match="ended before a region"):
             outer.__exit__(None, None, None)
         assert thread_state("cpu").state.bound_policy is registration.bind(LEAN, "cpu")
         inner.__exit__(None, None, None)

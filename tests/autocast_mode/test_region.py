@@ -268,7 +268,7 @@ def test_a_region_left_out_of_order_is_taken_out_from_under_the_others() -> None
     body = suspended()
     assert next(body) is torch.float16
     with precast.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.warns(PrecastWarning, match="suspended generator"):
+        with pytest.warns(PrecastWarning, match="a generator is suspended"):
             body.close()
         assert product_dtype() is torch.bfloat16
     assert state() == before
@@ -285,7 +285,7 @@ def test_regions_entered_as_one_and_left_out_of_order_are_each_taken_out() -> No
         body = suspended()
         assert next(body) is torch.float32
         with here:
-            with pytest.warns(PrecastWarning, match="suspended generator"):
+            with pytest.warns(PrecastWarning, match="a generator is suspended"):
                 body.close()
             assert product_dtype() is torch.bfloat16
         assert product_dtype() is torch.bfloat16

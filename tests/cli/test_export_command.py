@@ -146,7 +146,7 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
         (
             ("--model", "shipped_models:make", "--out", "a.pt2"),
             2,
-            "without an example: return both, or name an example",
+            "without an example: return both, or pass --example",
         ),
         (("--model", "shipped_models:none", "--out", "a.pt2"), 2, "none"),
         (

@@ -88,14 +88,14 @@ def tune(*arguments: str) -> Result:
 
 def interrupt_at(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Presses Ctrl-C when a search says this."""
-    tell = tuner._PolicySearch._tell
+    tell = tuner._PolicySearch._report_progress
 
     def told(search, stage, what: str) -> None:
         tell(search, stage, what)
         if what.startswith(said):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuner._PolicySearch, "_tell", told)
+    monkeypatch.setattr(tuner._PolicySearch, "_report_progress", told)
 
 
 def evidence() -> dict:
@@ -212,16 +212,16 @@ def test_a_metric_alone_asks_for_inference() -> None:
         (("tuned_models:make", "--data", "batches"), 2, "Name either a --loss"),
         ((*ASKED, "--step", "step"), 2, "Name either a --loss"),
         ((*RUN, "--optimizer", "SGD,lr=0.1"), 2, "--optimizer is for training"),
-        (("nowhere:make", *ASKED[1:]), 2, "there is no module 'nowhere'"),
-        (("tuned_models:nothing", *ASKED[1:]), 2, "there is no 'nothing' in tuned_models"),
-        (("make", *ASKED[1:]), 2, "write MODULE:FACTORY"),
+        (("nowhere:make", *ASKED[1:]), 2, "no module named 'nowhere'"),
+        (("tuned_models:nothing", *ASKED[1:]), 2, "tuned_models has no attribute 'nothing'"),
+        (("make", *ASKED[1:]), 2, "expected MODULE:FACTORY"),
         (("tuned_models:fails", *ASKED[1:]), 1, "LookupError: of the program"),
-        (("tuned_models:number", *ASKED[1:]), 2, "is of type int"),
-        ((*ASKED, "--data", "nothing"), 2, "there is no 'nothing'"),
+        (("tuned_models:number", *ASKED[1:]), 2, "got int"),
+        ((*ASKED, "--data", "nothing"), 2, "has no attribute 'nothing'"),
         ((*ASKED, "--data", "fails"), 1, "LookupError: of the program"),
         ((*ASKED, "--data", "few"), 1, "each batch of --data has to be a pair (input, target)"),
         ((*ASKED, "--loss", "number"), 2, "--loss number is of type int"),
-        ((*ASKED, "--metric", "nothing"), 2, "there is no 'nothing'"),
+        ((*ASKED, "--metric", "nothing"), 2, "has no attribute 'nothing'"),
         ((*ASKED, "--optimizer", "SDG"), 2, "--optimizer 'SDG' is not in torch.optim"),
         ((*ASKED, "--optimizer", "SGD,lr"), 2, "'lr' is not a setting"),
         ((*ASKED, "--optimizer", "SGD,lr=much"), 2, "'lr=much' is not a setting"),
@@ -237,7 +237,7 @@ def test_a_metric_alone_asks_for_inference() -> None:
         ((*ASKED, "--budget", "0s"), 2, "expected a time above 0, such as 90s, 5m or 1h, got '0s'"),
         ((*ASKED, "--budget", "5 weeks"), 2, "got '5 weeks'"),
         ((*ASKED, "--base", "nothing"), 2, "nothing"),
-        ((*ASKED, "--out", "tuned_models.py"), 2, "there is a file that precast did not write"),
+        ((*ASKED, "--out", "tuned_models.py"), 2, "the file exists and was not written by precast"),
         ((*ASKED, "--out", "a.json"), 2, "expected a TOML file"),
         ((*ASKED, "--report", "tuned_models.py"), 2, "cannot write tuned_models.py"),
         (

@@ -198,7 +198,7 @@ def test_a_trace_says_what_was_padded() -> None:
             pytest.skip(f"no scaled_mm on this CPU: {str(error).partition('. ')[0]}")
     (row,) = [row for row in trace.rows if row.op == "linear"]
     assert "by the float8 kernel (a test)" in row.reason
-    assert "padded with zeros, as 40 and 24 are no multiples of 16" in row.reason
+    assert "padded with zeros, as 40 and 24 are not multiples of 16" in row.reason
 
 
 def model() -> nn.Module:
@@ -275,5 +275,5 @@ def test_emulation_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_device_without_float8_is_one_clear_error() -> None:
-    with pytest.raises(PolicyError, match="cannot be followed on mps: it has neither float8"):
+    with pytest.raises(PolicyError, match="is not supported on mps: it has neither float8"):
         float8_kernels.check_device("mps", Rule.FLOAT8)

@@ -219,7 +219,7 @@ def test_a_generator_is_not_consumed() -> None:
 
 
 def test_leaves_can_have_a_function_of_their_own() -> None:
-    result = map_tensors([1, (torch.ones(1), 2)], double, other=lambda leaf: leaf + 1)
+    result = map_tensors([1, (torch.ones(1), 2)], double, map_other=lambda leaf: leaf + 1)
     assert result == [2, (torch.full((1,), 2.0), 3)]
 
 
@@ -250,7 +250,9 @@ def flatten(value: Any) -> list[Any]:
 @given(nested)
 def test_any_nesting_changes_in_its_tensors_only(template: Any) -> None:
     place = torch.ones(1)
-    value = map_tensors(template, double, other=lambda leaf: place if leaf == "TENSOR" else leaf)
+    value = map_tensors(
+        template, double, map_other=lambda leaf: place if leaf == "TENSOR" else leaf
+    )
     before, after = flatten(value), flatten(map_tensors(value, double))
     assert all(
         torch.equal(b, a * 2) if isinstance(a, torch.Tensor) else b == a

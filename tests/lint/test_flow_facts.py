@@ -1,11 +1,11 @@
-"""Facts that hold on several paths are joined to facts that mean the same."""
+"""Merged facts describe the same paths as before."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
-from precast_lint.training_step.flow_facts import joined
+from precast_lint.training_step.flow_facts import merge_facts
 
 
 def _meant(facts: int, tests: int) -> set[tuple[bool, ...]]:
@@ -17,19 +17,19 @@ def _meant(facts: int, tests: int) -> set[tuple[bool, ...]]:
     }
 
 
-def test_joined_facts_mean_what_they_meant_before() -> None:
+def test_merged_facts_describe_the_same_paths() -> None:
     draw = random.Random(0)
     for _ in range(500):
         sides = [
             [draw.choice((0, 1, 2)) << 2 * i for i in range(4)] for _ in range(draw.randint(1, 9))
         ]
         facts = frozenset(sum(side) for side in sides)
-        after = joined(facts)
+        after = merge_facts(facts)
         assert len(after) <= len(facts)
         before_worlds = set[tuple[bool, ...]]().union(*(_meant(one, 4) for one in facts))
         assert set[tuple[bool, ...]]().union(*(_meant(one, 4) for one in after)) == before_worlds
 
 
 def test_both_sides_of_a_test_are_one_that_knows_nothing_of_it() -> None:
-    assert joined(frozenset({0b0101, 0b1001})) == (0b0001,)
-    assert joined(frozenset({0b01, 0b0101})) == (0b01,)
+    assert merge_facts(frozenset({0b0101, 0b1001})) == (0b0001,)
+    assert merge_facts(frozenset({0b01, 0b0101})) == (0b01,)

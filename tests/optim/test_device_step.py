@@ -68,7 +68,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...
 def test_a_device_that_decides_gives_the_bits_of_a_host_that_waits(
     make: Callable[[Any], torch.optim.Optimizer], scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CompiledStep, "_is_compiled", lambda *_: False)
+    monkeypatch.setattr(CompiledStep, "_is_candidate", lambda *_: False)
     results = []
     for on_device in (False, True):
         monkeypatch.setattr(
@@ -83,7 +83,7 @@ def test_a_device_that_decides_gives_the_bits_of_a_host_that_waits(
 
 def test_a_step_that_the_device_skips_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rounding error is a tie after it was rounded itself: rounding again would move the weight."""
-    monkeypatch.setattr(CompiledStep, "_is_compiled", lambda *_: False)
+    monkeypatch.setattr(CompiledStep, "_is_candidate", lambda *_: False)
     monkeypatch.setattr(LowPrecisionWeights, "_can_skip_on_device", lambda *_: True)
     model = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16)
     optimizer = OPTIMIZERS["adamw fused"](model.parameters())

@@ -155,7 +155,7 @@ def test_parts_of_a_large_weight_have_chances_of_their_own(
     programs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = WIDTH * WIDTH // 2
-    monkeypatch.setattr(compiled_step, "_PART", half)
+    monkeypatch.setattr(compiled_step, "_PART_ELEMENTS", half)
     layer = nn.Linear(WIDTH, WIDTH, bias=False, dtype=BF16)
     with torch.no_grad():
         layer.weight.fill_(1.0)

@@ -164,7 +164,7 @@ def test_an_equal_policy_that_was_not_measured_does_not_keep_it_silent(name: str
     [
         {},
         {"seed": 3},
-        measured_.here("cpu"),
+        measured_.this_machine("cpu"),
         {"torch": str(torch.__version__).partition("+")[0]},
         {"torch": str(torch.__version__).partition("+")[0] + "+cu999"},
         {"machine": "", "torch": ""},
@@ -181,7 +181,7 @@ def test_at_home_it_does_not(name: str, measured: dict[str, object]) -> None:
 def test_another_release_of_pytorch_and_another_device_are_elsewhere(name: str) -> None:
     for number, wrong in enumerate(({"torch": "1.13.1"}, {"torch": "a fork"}, {"device": "cuda"})):
         policy = Policy.load("default").replace(
-            name=f"{name}{number}", measured={**measured_.here("cpu"), **wrong}
+            name=f"{name}{number}", measured={**measured_.this_machine("cpu"), **wrong}
         )
         with pytest.warns(PrecastWarning) as said, precast.autocast("cpu", policy=policy):
             pass
@@ -190,7 +190,7 @@ def test_another_release_of_pytorch_and_another_device_are_elsewhere(name: str) 
 
 
 def test_this_machine_has_a_name() -> None:
-    here = measured_.here("cpu")
+    here = measured_.this_machine("cpu")
     assert here["machine"]
     assert here == {
         "device": "cpu",

@@ -190,7 +190,7 @@ def test_nothing_else_names_what_is_in_a_model() -> None:
 def test_a_plan_says_them(model: nn.Module) -> None:
     policy = precast.Policy.load("torch").replace(modules={"module": "fp32", "a.*.module": "fp32"})
     found = plan(model, policy)
-    assert [m.name for m in found.modules if m.carried_out] == ["module"]
+    assert [m.name for m in found.modules if m.applied_rule] == ["module"]
     assert found.unmatched == ("a.*.module",)
 
 

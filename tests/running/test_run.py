@@ -496,16 +496,16 @@ def test_processes_that_are_spawned_find_what_is_defined_in_main(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("none.py",), "there is no script 'none.py'"),
+        (("none.py",), "no script 'none.py'"),
         ((), "expected a script"),
         (("--steps", "5:2", "program.py"), "expected A:B with A < B, as in 2:5, got '5:2'"),
         (("--steps", "five", "program.py"), "expected A:B with A < B, as in 2:5, got 'five'"),
         (("prorgam.py",), "did you mean program.py?"),
         (("program",), "did you mean program.py?"),
-        (("folder/none.py",), "there is no script 'folder/none.py' in "),
-        (("package.train", "--lr", "1"), "write -m before the name of a module"),
-        (("-m", "program.py", "a"), "a file; leave out -m"),
-        (("python3.12", "program.py", "a b"), "name the script alone"),
+        (("folder/none.py",), "no script 'folder/none.py' in "),
+        (("package.train", "--lr", "1"), "use -m for a module"),
+        (("-m", "program.py", "a"), "got the file program.py; omit -m"),
+        (("python3.12", "program.py", "a b"), "pass the script without python"),
         (("--policy", "defualt", "program.py"), "did you mean default?"),
         (("--policy", "bf16", "program.py"), "that is a dtype"),
         (("--policy", "mine.tml", "program.py"), "did you mean mine.toml?"),
@@ -664,7 +664,7 @@ def test_a_file_that_precast_did_not_write_is_left_as_it_is(
     done = ended(start([*RUN, option, name, "program.py"], tmp_path), tmp_path)
     assert (done.code, done.stdout) == (2, "")
     said = " ".join(done.stderr.split())
-    assert "there is a file that precast did not write, and precast does not overwrite it" in said
+    assert "the file exists and was not written by precast, which does not overwrite it" in said
     ended(start([*RUN, "--json", "out.json", "program.py"], tmp_path), tmp_path)
     merging = [*RUN, "--merge", option, name, "out.json"]
     assert ended(start(merging, tmp_path), tmp_path).code == 1

@@ -3,10 +3,10 @@
 import os
 import sys
 
-if not sys.flags.safe_path:  # replace the current folder by that of the command
+if not sys.flags.safe_path:  # `python -m` puts the current folder first
     sys.path[0] = os.path.dirname(sys.executable)
 
-from precast_lint.cli import main  # not a `click.py` in the current folder
+from precast_lint.cli import main  # imports click, so only now
 
 if __name__ == "__main__":
     main(prog_name="precast-lint")

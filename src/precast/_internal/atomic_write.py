@@ -1,4 +1,4 @@
-"""Atomic writes of files: a reader never sees half of one.
+"""Atomic writes of files: a reader never sees a part of the new content.
 
 Invariants: the old file stays until the new one is complete and on the disk. Every failure is an `OutputError`, and
 leaves no temporary file. A process that is killed while it writes leaves the old file and a hidden temporary one.
@@ -14,54 +14,53 @@ from pathlib import Path
 
 from precast.errors import OutputError
 
-__all__ = ["is_no_file", "is_not_ours", "refusal", "replace", "replace_own"]
+__all__ = ["foreign_file_error", "is_foreign", "is_no_file", "replace", "replace_own"]
 
-_HEAD = 4096  # bytes
-_MARKS = (
+_HEAD_BYTES = 4096
+_SIGNATURES = (
     (b'{"schema":', b'"precast":'),
     (b"<!doctype html>", b'<meta name="generator" content="precast'),
     (b"\x89PNG", b"precast"),
     (b"# Found by precast.tune for ", b""),
     (b"{", b'"schema": "precast.tuning/'),
 )
-"""The first bytes of files that precast writes, and a text near their beginning."""
+"""The first bytes of each kind of file that precast writes, and a text within its first `_HEAD_BYTES`."""
+
+_FOREIGN_FILE = "the file exists and was not written by precast, which does not overwrite it"
 
 
-_NOT_OURS = "there is a file that precast did not write, and precast does not overwrite it"
-
-
-def is_not_ours(path: Path) -> bool:
-    """Return True for a file that is not empty and that precast did not write, such as a script or other results."""
+def is_foreign(path: Path) -> bool:
+    """Return True for a file, other than an empty one, that precast did not write."""
     if not path.is_file():
         return False
     with open(path, "rb") as file:
-        head = file.read(_HEAD)
-    return bool(head) and not any(head.startswith(a) and b in head for a, b in _MARKS)
+        head = file.read(_HEAD_BYTES)
+    return bool(head) and not any(head.startswith(a) and b in head for a, b in _SIGNATURES)
 
 
 def replace_own(path: Path, content: bytes) -> None:
     """Replace a file as `replace` does, but only one that precast wrote."""
     try:
-        foreign = is_not_ours(path)
-    except OSError as unread:
-        raise OutputError(unread.errno, unread.strerror or str(unread), str(path)) from unread
-    if foreign:
-        raise OutputError(errno.EEXIST, _NOT_OURS, str(path))
+        is_other = is_foreign(path)
+    except OSError as error:
+        raise OutputError(error.errno, error.strerror or str(error), str(path)) from error
+    if is_other:
+        raise OutputError(errno.EEXIST, _FOREIGN_FILE, str(path))
     replace(path, content)
 
 
-def refusal(path: Path, option: str) -> str:
-    """Return the error of a command whose option names a file that precast did not write; empty for other files."""
-    if not is_not_ours(path):
+def foreign_file_error(path: Path, option: str) -> str:
+    """Return the message of a command if its option names a file that precast did not write, else an empty text."""
+    if not is_foreign(path):
         return ""
-    return f"cannot write {path}: {_NOT_OURS}. Nothing was run; name another file with {option}"
+    return f"cannot write {path}: {_FOREIGN_FILE}. Nothing was run; pass another file to {option}"
 
 
 def replace(path: Path, content: bytes, mode: int = 0o644, *, make_folders: bool = True) -> None:
     """Write `content` to `path` in one step. Links are followed; devices and pipes are written to.
 
     Raises:
-        OutputError: it could not be written: a full disk, a folder that is read-only or a file, an invalid path.
+        OutputError: the file cannot be written: the disk is full, the folder is read-only, the path is invalid.
     """
     try:
         target = Path(os.path.realpath(path))
@@ -81,7 +80,7 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is no folder") from error
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} is not a folder") from error
 
 
 def is_no_file(path: Path) -> bool:

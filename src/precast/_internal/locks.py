@@ -1,8 +1,8 @@
 """Locks that are free in a forked process.
 
 Only the thread that called `fork` exists in the child. A lock that another thread held would stay locked there, and the
-data it protects could be half written. Both kinds of locks here are free in the child; `survives_fork` also prevents
-half-written data.
+data that it protects could be half written. A `ForkSafeLock` is free in the child. With `make_fork_safe`, the data is
+complete too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-__all__ = ["ForkSafeLock", "survives_fork", "synchronized"]
+__all__ = ["ForkSafeLock", "make_fork_safe", "synchronized"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,7 +31,7 @@ class _Lock(Protocol):
 LockType = TypeVar("LockType", bound=_Lock)
 
 
-def survives_fork(lock: LockType) -> LockType:
+def make_fork_safe(lock: LockType) -> LockType:
     """Make `fork` wait until no other thread holds the lock, and return the lock.
 
     `fork` acquires these locks in the reverse order of their creation. So where a thread holds lock A while it acquires
@@ -45,7 +45,7 @@ def survives_fork(lock: LockType) -> LockType:
 
 
 class ForkSafeLock:
-    """A lock for the methods of one object; a forked process replaces it by a new, free one.
+    """A lock for the methods of one object, which is replaced by a new one in a forked process.
 
     Attributes:
         lock: Used as ``with mutex.lock:``. It is reentrant, because a hook may call code that runs another hook.
@@ -56,7 +56,7 @@ class ForkSafeLock:
         _fork_safe.add(self)
 
     def reset(self) -> None:
-        """Replace the lock, whose holder may not exist in this process."""
+        """Replace the lock: the thread that holds it may not exist in this process."""
         self.lock = threading.RLock()
 
 

@@ -1,12 +1,12 @@
-"""Visits the tensors in nested containers: applies a function to each, or lists them.
+"""Traversal of nested containers: a function is applied to each tensor in them, or the tensors are listed.
 
 Invariants:
-- containers are lists, deques, tuples (named tuples, `PackedSequence`, `torch.return_types` too),
-  mappings and dataclass instances (frozen ones too), with their subclasses; everything else is a leaf;
-- a container that is rebuilt keeps its type, its default factory, its order and its attributes;
-- a container without changes is returned itself; no container is modified in place;
-- a container that contains itself is visited once; its rebuilt version contains the original there;
-- generators are not consumed: they are leaves, as are strings, sets and arrays.
+- containers are lists, deques, tuples (named tuples, `PackedSequence` and `torch.return_types` too), mappings and
+  dataclass instances (frozen ones too), with their subclasses; everything else is a leaf;
+- no container is modified in place: one with changes is rebuilt, with the same type, default factory, order and
+  attributes, and one without is returned itself;
+- a container that contains itself is visited once; in its rebuilt version it still contains the original;
+- generators, which must not be consumed, are leaves, as are strings, sets and arrays.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["map_tensors", "tensors_in"]
 
 T = TypeVar("T")
 
-_PLAIN: Final = (int, float, str, type(None))
+_COMMON_LEAVES: Final = (int, float, str, type(None))
 
 
 def map_tensors(
     value: T,
     fn: Callable[[torch.Tensor], torch.Tensor],
-    other: Callable[[Any], Any] = lambda leaf: leaf,
-    _outer: tuple[Any, ...] = (),
+    map_other: Callable[[Any], Any] = lambda leaf: leaf,
+    _containers: tuple[Any, ...] = (),
 ) -> T:
     """Return `value` with each tensor `t` in it replaced by ``fn(t)``.
 
     Args:
         value: A tensor, a leaf, or any nesting of containers; keys of mappings are not visited.
         fn: Called once for each occurrence of a tensor.
-        other: Called for each leaf that is not a tensor; its result replaces the leaf.
+        map_other: Called for each leaf that is not a tensor; its result replaces the leaf.
 
     Returns:
-        A value of the same structure and types; `value` itself if nothing changed.
+        A value of the same structure and types; `value` itself if nothing changes.
 
     >>> pair = [1, (torch.ones(2), "x")]
     >>> map_tensors(pair, lambda t: t * 2)
@@ -53,21 +53,21 @@ def map_tensors(
         return fn(value)  # type: ignore[return-value]
     items = _items(value)
     if items is None:
-        return other(value)  # type: ignore[no-any-return]
+        return map_other(value)  # type: ignore[no-any-return]
     if not torch.compiler.is_dynamo_compiling():  # Dynamo cannot compare containers by identity
-        if any(value is container for container in _outer):
+        if any(value is container for container in _containers):
             return value
-        _outer = (*_outer, value)
-    changed = {}
+        _containers = (*_containers, value)
+    changes = {}
     for key, child in items:
-        new = map_tensors(child, fn, other, _outer)
+        new = map_tensors(child, fn, map_other, _containers)
         if new is not child:
-            changed[key] = new
-    return _replaced(value, changed) if changed else value
+            changes[key] = new
+    return _rebuilt(value, changes) if changes else value
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors in a value in their order. A container that occurs twice, or in itself, is visited once.
+    """List the tensors in a value, in order. A container that occurs twice is visited once.
 
     >>> inner = [torch.ones(2)]
     >>> inner.append(inner)
@@ -75,14 +75,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     [tensor([1., 1.])]
     """
     tensors: list[torch.Tensor] = []
-    waiting, visited = [value], {}
-    while waiting:
-        value = waiting.pop()
+    stack, visited = [value], {}
+    while stack:
+        value = stack.pop()
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-        elif not isinstance(value, _PLAIN) and id(value) not in visited:
+        elif not isinstance(value, _COMMON_LEAVES) and id(value) not in visited:
             visited[id(value)] = value
-            waiting += [child for _, child in _items(value) or ()][::-1]
+            stack += [child for _, child in _items(value) or ()][::-1]
     return tensors
 
 
@@ -98,16 +98,16 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]] | None:
     return None
 
 
-def _replaced(value: Any, changed: dict[Any, Any]) -> Any:
+def _rebuilt(value: Any, changes: dict[Any, Any]) -> Any:
     """Return a container like `value` with some children replaced."""
     if isinstance(value, tuple):
-        return _new_tuple(type(value), [changed.get(i, item) for i, item in enumerate(value)])
+        return _new_tuple(type(value), [changes.get(i, item) for i, item in enumerate(value)])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)({**value, **changed})  # type: ignore[call-arg]
+        return type(value)({**value, **changes})  # type: ignore[call-arg]
     new = copy.copy(value)  # not the constructor: it may take other arguments or have side effects
-    put = _setter(value)
-    for key, item in changed.items():
-        put(new, key, item)
+    set_item = _setter(value)
+    for key, item in changes.items():
+        set_item(new, key, item)
     return new
 
 

@@ -66,7 +66,7 @@ def keyset_of(device_type: str) -> Any:
 
 
 class AutocastOff:
-    """Excludes one device's autocast key in this thread, as PyTorch's kernels do around their inner call (2.13).
+    """Excludes the autocast key of a device type in this thread, as PyTorch's kernels do around their call (2.13).
 
     `torch.autocast(enabled=False)` costs more, and changes the result of `torch.is_autocast_enabled` for the program.
     """
@@ -144,7 +144,7 @@ def _takes_numbers(overload: OpOverload) -> bool:
 
 
 def find_overload(op: str) -> OpOverload | None:
-    """Return the operator of a dispatcher name ("aten::softmax.int", "mylib::myop"); None if it is not defined."""
+    """Return the operator with this name ("aten::softmax.int", "mylib::myop"); None if it is not defined."""
     qualified, _, overload = op.partition(".")
     namespace, _, name = qualified.partition("::")
     try:
@@ -192,7 +192,7 @@ def operator_names() -> set[str]:
     No public function lists them (2.13). Overloads with dimension names ("aten::softmax.Dimname", until 2.12) can only
     be called from C++, and are left out here and below.
     """
-    return {name for name in torch._C._dispatch_get_all_op_names() if not _takes_names(name)}
+    return {name for name in torch._C._dispatch_get_all_op_names() if not _has_dimnames(name)}
 
 
 def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
@@ -206,22 +206,22 @@ def operator_overloads(operation: str) -> dict[str, torch.FunctionSchema]:
 
 
 def definition_counts() -> tuple[int, ...]:
-    """Return counts, one of which changes when an operation may have been defined by Python or a library.
+    """Return three counts. At least one of them changes when Python code or a library defines operations.
 
-    The dispatcher has no event for new operations, and counting them takes a millisecond. `torch.library._defs` has
-    those that Python defines (2.13).
+    The dispatcher reports no new operations, and counting all takes a millisecond. `torch.library._defs` has those
+    that Python defines (2.13).
     """
     from_python = getattr(torch.library, "_defs", ())
     return len(from_python), len(torch.ops.loaded_libraries), len(sys.modules)
 
 
-def _takes_names(name: str) -> bool:
+def _has_dimnames(name: str) -> bool:
     return re.search(r"aten::\w+\.\w*([Dd]imname|names)", name) is not None
 
 
 def _reaches_dispatcher(operation: str, overload: str) -> bool:
     name = f"{operation}.{overload}" if overload else operation
-    return torch._C._dispatch_has_kernel(name) and not _takes_names(name)
+    return torch._C._dispatch_has_kernel(name) and not _has_dimnames(name)
 
 
 def destroy(library: torch.library.Library) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = [
-    "is_distributed",
-    "leave_process_groups",
-]
+__all__ = ["abort_process_groups", "is_distributed"]
 
 
 def is_distributed() -> bool:
@@ -15,11 +12,11 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def leave_process_groups() -> None:
+def abort_process_groups() -> None:
     """Make collectives in other processes raise an error instead of waiting for this process, which is about to fail.
 
-    Public functions either wait for the other processes, or, as `ProcessGroup.abort` of gloo, leave open the
-    connections for which the others wait (2.13).
+    No public function does so (2.13): the others wait for all processes or, as `ProcessGroup.abort` of gloo, do not
+    close the connections.
     """
     distributed = torch.distributed
     if is_distributed() and distributed.get_world_size() > 1:

@@ -1,10 +1,4 @@
-"""PyTorch's kernel for products of float8 matrices.
-
-Invariants:
-
-- nothing is computed here; the kernel is PyTorch's;
-- the CPU has no 8-bit kernel: `scaled_mm` is an emulation there (2.13).
-"""
+"""PyTorch's kernel for products of float8 matrices. On the CPU it emulates 8 bits (2.13)."""
 
 from __future__ import annotations
 
@@ -36,12 +30,12 @@ def scaled_mm(
         by_row: each row of `a` and each column of `b` has a separate scale.
         fast: allow accumulation in fewer bits than float32, which is faster on some GPUs.
     """
-    public = getattr(functional, "scaled_mm", None)
-    if public is None:  # the same kernel under its older, private name
+    public_function = getattr(functional, "scaled_mm", None)
+    if public_function is None:  # an older PyTorch has the same kernel under a private name
         return torch._scaled_mm(a, b, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)
     scaling = functional.ScalingType
     kind = scaling.RowWise if by_row else scaling.TensorWise
-    product: Tensor = public(
+    product: Tensor = public_function(
         a, b, inverse_a, kind, inverse_b, kind, output_dtype=dtype, use_fast_accum=fast
     )
     return product

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast._internal.pytree import tensors_in
 from precast._torch.compile import never_compiled
 from precast._torch.patch_list import PATCHES, WRITING_COLLECTIVES
@@ -53,7 +53,7 @@ __all__ = [
     "unfused_attention",
 ]
 
-_lock = survives_fork(threading.RLock())
+_lock = make_fork_safe(threading.RLock())
 _INHERITED: Final = object()
 Stop = Callable[[], None]
 

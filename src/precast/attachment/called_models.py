@@ -140,7 +140,7 @@ class CalledModels:
         """Record the rules in effect on a model of this class, and those without effect."""
         self._unmatched &= set(planned.unmatched)
         if kind in self._models or len(self._models) < _LIMIT:
-            acting = sum(module.carried_out is not None for module in planned.modules)
+            acting = sum(module.applied_rule is not None for module in planned.modules)
             self._models[kind] = max(acting, self._models.get(kind, 0))
             self._complaints[kind] = tuple(planned.complaints())
 

@@ -30,7 +30,7 @@ from precast._internal.pytree import map_tensors
 from precast.attachment import module_calls, module_steps, weight_casts
 from precast.attachment.weight_casts import UncastDtypes, WeightCasts
 from precast.autocast_mode.arguments import ACCEPTED, check_dtype
-from precast.autocast_mode.region import autocast, in_graph
+from precast.autocast_mode.region import autocast, precision_in_graph
 from precast.engine import registration
 from precast.engine.operation import is_eligible
 from precast.engine.thread_state import installed, thread_state
@@ -71,7 +71,7 @@ class AppliedPlan:
         self._added.clear()
 
     def _add(self, module: nn.Module, planned: PlannedModule, tables: Policy | None) -> None:
-        rule = planned.carried_out or ModuleRule(None)
+        rule = planned.applied_rule or ModuleRule(None)
         where = f"[modules] {planned.pattern!r} = {rule} for the module {planned.name!r}"
         steps = module_steps.has_steps(module)
         hook = ModuleRuleHooks(rule, tables, steps, where, weakref.ref(self))
@@ -106,7 +106,7 @@ def apply(
     """
     modules = modules_by_name(model)
     planned_by_id = {
-        id(modules[m.name]): m for m in plan.modules if m.carried_out or (tables and not m.name)
+        id(modules[m.name]): m for m in plan.modules if m.applied_rule or (tables and not m.name)
     }
     modules_by_id = {id(module): module for module in modules.values()}
     for module in modules_by_id.values():
@@ -391,7 +391,7 @@ def _region_of(hook: ModuleRuleHooks, target: _RuleTarget) -> tuple[Any, ...]:
     if not hook.sets_policy:
         return device, dtype, enabled, None
     with autocast(device, dtype, enabled, policy=hook.policy(device)):
-        return in_graph(device)
+        return precision_in_graph(device)
 
 
 def _in_graph(

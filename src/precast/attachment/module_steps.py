@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from precast import _torch
-from precast.autocast_mode.decorator import Step, as_coroutine, in_steps
+from precast.autocast_mode.decorator import StepRunner, as_coroutine, run_stepwise
 from precast.errors import PolicyError
 
 __all__ = ["has_steps", "refuse_async_generator", "run_in_steps", "runs_later"]
@@ -43,15 +43,15 @@ def refuse_async_generator(module: nn.Module) -> None:
         raise _refusal(f"the forward of {type(module).__name__} is")
 
 
-def run_in_steps(body: Any, step: Step, module: nn.Module) -> Any:
-    """Return the generator or coroutine `body`, returned by `module`, with each of its steps run by `step`.
+def run_in_steps(body: Any, run_step: StepRunner, module: nn.Module) -> Any:
+    """Return a generator or coroutine that runs each step of `body`, the result of `module`, by `run_step`.
 
     Raises:
         PolicyError: it is an asynchronous generator.
     """
     if inspect.isasyncgen(body):
         raise _refusal(f"{type(module).__name__} returned")
-    return _coroutine(body, step) if inspect.iscoroutine(body) else _in_steps(body, step)
+    return _coroutine(body, run_step) if inspect.iscoroutine(body) else _in_steps(body, run_step)
 
 
 def _refusal(subject: str) -> PolicyError:
@@ -66,10 +66,10 @@ def _forward(module: nn.Module) -> Any:
     return inspect.unwrap(getattr(module, "forward", None))  # type: ignore[arg-type]
 
 
-async def _coroutine(body: Any, step: Step) -> Any:
-    return await as_coroutine(_in_steps(body, step))
+async def _coroutine(body: Any, run_step: StepRunner) -> Any:
+    return await as_coroutine(_in_steps(body, run_step))
 
 
 @_torch.runs_uncompiled
-def _in_steps(body: Any, step: Step) -> Generator[Any, Any, Any]:
-    return (yield from in_steps(body, step))
+def _in_steps(body: Any, run_step: StepRunner) -> Generator[Any, Any, Any]:
+    return (yield from run_stepwise(body, run_step))

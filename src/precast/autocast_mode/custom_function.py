@@ -19,7 +19,7 @@ import torch
 
 from precast._internal.pytree import map_tensors
 from precast.autocast_mode.arguments import REQUIRED
-from precast.autocast_mode.region import autocast, current_precision, in_graph
+from precast.autocast_mode.region import autocast, current_precision, precision_in_graph
 from precast.engine.operation import is_eligible
 from precast.errors import RegionError, RegionTypeError
 
@@ -193,7 +193,7 @@ def _slot(device_type: str) -> str:
 def _capture(device_type: str) -> Any:
     """Return the region for backward: the precision in force here."""
     return (
-        in_graph(device_type)
+        precision_in_graph(device_type)
         if torch.compiler.is_dynamo_compiling()
         else current_precision(device_type)
     )

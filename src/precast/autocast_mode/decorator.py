@@ -1,10 +1,10 @@
-"""Regions as decorators: the body of a function, generator or coroutine runs in the region, its caller does not.
+"""Regions as decorators of functions, generators and coroutines.
 
 Invariants:
 
 - each call enters the region, so recursion and threads nest as with `with`;
-- the body of a generator or coroutine is in the region while it runs, not between two steps;
-- a decorated object of another kind raises an error with an alternative.
+- a generator or coroutine is in the region while its body runs; where it is suspended, its caller is not;
+- for other objects the error names an alternative.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ import torch
 
 from precast.errors import RegionTypeError
 
-__all__ = ["DecoratorRegion", "Step", "as_coroutine", "in_steps", "region_for_trace"]
+__all__ = ["DecoratorRegion", "StepRunner", "as_coroutine", "region_for_trace", "run_stepwise"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Step = Callable[[Callable[[Any], Any], Any], Any]
-"""Calls a function with one argument, in a region or while a module's rule is in force."""
+StepRunner = Callable[[Callable[[Any], Any], Any], Any]
+"""Calls a function with one argument, in a region or under the rule for a module.
+
+The function runs a generator or coroutine up to its next `yield` or `await`.
+"""
 
 
 class DecoratorRegion:
-    """Makes a context manager a decorator that enters it in each call."""
+    """The base of context managers that are also decorators: the decorated function enters them in each call."""
 
     def __enter__(self) -> Any:
         raise NotImplementedError
@@ -37,13 +40,12 @@ class DecoratorRegion:
         raise NotImplementedError
 
     def _region_for_trace(self) -> DecoratorRegion:
-        """Return an equal region for a traced function, in whose graph this object cannot be entered."""
         return self
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function` with its body in this region.
+        """Return a function that runs `function` in this region.
 
-        The body of a generator or coroutine is in the region only while it runs; its caller is not, between two steps.
+        A generator or coroutine is in the region while its body runs, not where it is suspended.
 
         Raises:
             RegionTypeError: `function` is not callable, or is a class or an asynchronous generator.
@@ -52,7 +54,7 @@ class DecoratorRegion:
 
 
 def region_for_trace(region: DecoratorRegion) -> DecoratorRegion:
-    """Return an equal region for a traced function, in whose graph `region` cannot be entered."""
+    """Return an equal region that a traced function can enter; `region` itself cannot become a part of a graph."""
     return region._region_for_trace()
 
 
@@ -65,7 +67,7 @@ def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, 
         )
         raise RegionTypeError(
             f"cannot decorate {kind}. Allowed: functions, methods such as forward, generators and coroutines. "
-            "Otherwise enter the region inside, around the calls that need it: `with precast.autocast(...):`"
+            "For others, enter the region around the calls that need it: `with precast.autocast(...):`"
         )
     wrapper = functools.wraps(function)(_wrapper(region, function))
     vars(wrapper)["__script_unsupported"] = "a function in a precast region cannot be scripted"
@@ -73,20 +75,20 @@ def _decorate(region: DecoratorRegion, function: Callable[P, R]) -> Callable[P, 
 
 
 def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[..., Any]:
-    def step(function: Callable[[Any], Any], value: Any) -> Any:
+    def run_step(function: Callable[[Any], Any], value: Any) -> Any:
         with region:
             return function(value)
 
     if inspect.iscoroutinefunction(function):
 
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await as_coroutine(in_steps(function(*args, **kwargs), step))
+            return await as_coroutine(run_stepwise(function(*args, **kwargs), run_step))
 
         return coroutine
     if inspect.isgeneratorfunction(function):
 
         def generator(*args: Any, **kwargs: Any) -> Any:
-            return (yield from in_steps(function(*args, **kwargs), step))
+            return (yield from run_stepwise(function(*args, **kwargs), run_step))
 
         return generator
 
@@ -102,24 +104,24 @@ def _wrapper(region: DecoratorRegion, function: Callable[..., Any]) -> Callable[
 
 @types.coroutine
 def as_coroutine(steps: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-    """Return the steps of a coroutine as an awaitable."""
+    """Return an awaitable that runs the steps of a coroutine."""
     return (yield from steps)
 
 
-def in_steps(body: Any, step: Step) -> Generator[Any, Any, Any]:
-    """Run a generator or coroutine with each of its steps run by `step`, and nothing between them."""
+def run_stepwise(body: Any, run_step: StepRunner) -> Generator[Any, Any, Any]:
+    """Run a generator or coroutine. `run_step` runs each of its steps, from one `yield` or `await` to the next."""
     try:
-        value = step(body.send, None)
+        value = run_step(body.send, None)
         while True:
             try:
-                sent = yield value
+                sent_value = yield value
             except GeneratorExit:
-                step(lambda _: body.close(), None)
+                run_step(lambda _: body.close(), None)
                 raise
             except BaseException as error:
-                value = step(functools.partial(_throw, body, error), None)
+                value = run_step(functools.partial(_throw, body, error), None)
             else:
-                value = step(body.send, sent)
+                value = run_step(body.send, sent_value)
     except StopIteration as end:
         return end.value
 

@@ -1,9 +1,9 @@
-"""autocast: the region in which operations run in the precision that a policy gives them.
+"""`autocast`, the region in which operations run in the precision that a policy prescribes.
 
 Invariants:
 
-- the object is only a description; the state that an entry replaces is kept on the thread's stack. So one object can be
-  entered twice, by recursion or by several threads at once, and each exit restores the state before its entry;
+- a region object is only a description. An entry stores the state that it replaces on the thread's stack, so one object
+  can be entered by recursion or by several threads at once, and each exit restores the state before its entry;
 - after an error nothing has changed: arguments are checked when the object is created, and an entry or exit that Ctrl-C
   interrupts restores the state in its record;
 - PyTorch's own flags are set too, so `torch.is_autocast_enabled` and `torch.get_autocast_dtype` are right.
@@ -57,9 +57,9 @@ __all__ = [
     "autocast",
     "current_precision",
     "disable",
-    "in_graph",
-    "naming_policies",
+    "policies_in_exports",
     "policy_of_region",
+    "precision_in_graph",
     "put_in_force",
     "record_for_export",
 ]
@@ -69,7 +69,7 @@ _ONE_OF_SEVERAL, _OUTERMOST = int(RegionExit.ONE_OF_SEVERAL), int(RegionExit.OUT
 
 
 class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
-    """A region in which operations run in the precision that a policy gives them.
+    """A region in which operations run in the precision that a policy prescribes.
 
     Context manager and decorator, with the signature of `torch.autocast`. Thread-local, nestable, re-entrant.
 
@@ -106,8 +106,12 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         policy: Policy | str | os.PathLike[str] | None = None,
     ) -> None:
         if _is_traced():
-            named = (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
-            self._steps = _traced_region(*_plan(device_type, dtype, enabled, cache_enabled, *named))
+            policy_key = (
+                (None, policy.fingerprint) if isinstance(policy, Policy) else (policy, None)
+            )
+            self._steps = _traced_region(
+                *_torch_arguments(device_type, dtype, enabled, cache_enabled, *policy_key)
+            )
             return
         if type(device_type) is not str or device_type not in ACCEPTED:
             check_device_type(device_type)
@@ -131,33 +135,33 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             return self
         record = RegionRecord()
         try:  # Ctrl-C may come between any two steps: the state in the record is restored
-            self._enter_as(record)
+            self._enter(record)
         except BaseException:
             _end_all([record])
             raise
         return self
 
-    def _enter_as(self, record: RegionRecord) -> None:
-        """Enter the region. If that is interrupted, the caller ends this record, which is empty before."""
+    def _enter(self, record: RegionRecord) -> None:
+        """Enter the region and fill `record`, an empty one. After an exception, the caller restores the state in it."""
         if held.attached and self.enabled:
             unversioned_writes.check_at_entry()
         entry = self._fast_entry
-        if entry is None or not entry.enter(entry.number, self, entry, record):
+        if entry is None or not entry.enter(entry.address, self, entry, record):
             self._enter_step_by_step(record)
 
     def _enter_step_by_step(self, record: RegionRecord) -> None:
         """Enter by the fast entry of an equal region, if there is one, or step by step."""
         device = self.device
         state = thread_state(device).state
-        outside = state.bound_policy
-        bound = self._bound_policy(outside)
-        key = (outside is None, *self._flags(), self.cache_enabled)
+        outer = state.bound_policy
+        bound = self._bound_policy(outer)
+        key = (outer is None, *self._flags(), self.cache_enabled)
         # Not for regions inside another policy: the entry would keep that policy alive.
-        shared = {} if bound is None or outside not in {None, bound} else bound.fast_entries
-        entry: FastEntry | None = shared.get(key)
+        shared_entries = {} if bound is None or outer not in {None, bound} else bound.fast_entries
+        entry: FastEntry | None = shared_entries.get(key)
         if entry is not None and entry is not self._fast_entry:
             self._fast_entry = entry
-            if entry.enter(entry.number, self, entry, record):
+            if entry.enter(entry.address, self, entry, record):
                 return
         if _torch.function_modes():
             record_for_export(self._flags(), self.cache_enabled, bound)
@@ -165,23 +169,23 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         previous = present_state(device)
         record.fill(self, previous, [])
         regions.records.append(record)
-        # Only now, because `unregister` first sets `holds` to False and then looks for records.
-        if bound is not None and bound is not outside and not bound.registration.holds:
+        # Only now, because `unregister` first sets `is_active` to False and then looks for records.
+        if bound is not None and bound is not outer and not bound.registration.is_active:
             bound = registration.bind(bound.policy, device)
         if bound is not None and not bound.matches_torch:
-            _torch.optimize_torchscript(False)  # it applies PyTorch's policy only
-        if bound is not outside:
+            _torch.optimize_torchscript(False)  # its autocast pass applies PyTorch's policy
+        if bound is not outer:
             put_in_force(state, device, bound)
         torch.set_autocast_enabled(device, self.enabled)
         torch.set_autocast_dtype(device, self.fast_dtype)
-        # PyTorch's count is changed and recorded in a single step without interrupts, by the function that a trace
-        # replaces.
+        # A trace replaces the function that increments PyTorch's count. No signal interrupts `extend`, which calls it
+        # and records the result.
         record.nesting.extend(map(call, (torch.autocast_increment_nesting,)))
         if self.cache_enabled is not None:
             torch.set_autocast_cache_enabled(self.cache_enabled)
         if new_entry is not None and bound is not None and not regions.guard_id.repeats:
             new_entry.complete(previous, bound)
-            self._fast_entry = shared[key] = new_entry
+            self._fast_entry = shared_entries[key] = new_entry
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state for a copy or a pickle, without the fast entry of this process."""
@@ -196,7 +200,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
             if _is_traced():
                 next(self._steps, None)
                 return
-            statuses.extend(map(native_engine.leave, (self,)))  # a single step without interrupts
+            statuses.extend(map(native_engine.leave, (self,)))  # no signal interrupts this
             if statuses[0] == 0:
                 self._leave_step_by_step(records)
             elif statuses[0] != _ONE_OF_SEVERAL:
@@ -212,19 +216,19 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
                 _clear_caches(self.device, statuses[0])
             raise
 
-    def _leave_step_by_step(self, ending: list[RegionRecord]) -> None:
+    def _leave_step_by_step(self, ended: list[RegionRecord]) -> None:
         if _torch.function_modes():
             _torch.export_region(None)
         records = regions.records
         if records and records[-1].owner is self:
-            ending.append(records[-1])
+            ended.append(records[-1])
             _end(records[-1])
         else:
             _leave_nesting(_splice_out(self))
             _warn_out_of_order(self)
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:
-        """Return the policy in force inside. A disabled region has one too, because code inside may enable autocast."""
+        """Return the policy inside the region. A disabled region has one too, as code inside may enable autocast."""
         if self.policy is not None:
             return registration.bind(self.policy, self.device)
         device = self.device
@@ -234,7 +238,7 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         return self.device, self.fast_dtype, self.enabled
 
     def _region_for_trace(self) -> autocast:
-        """Return an equal region; an object created before the trace cannot enter the graph of a compiled function."""
+        """Return an equal region. One that is older than the trace of a function cannot be entered in its graph."""
         return autocast(
             self.device, self.fast_dtype, self.enabled, self.cache_enabled, policy=self.policy
         )
@@ -244,15 +248,15 @@ class autocast(DecoratorRegion):  # noqa: N801 -- the name that PyTorch gave it
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self.enabled}{policy})"
 
 
-# In a graph of `torch.compile` a region is one of PyTorch's, whose `cache_enabled` names the policy unless that is
-# PyTorch's own. When the graph runs or is traced further, a region of precast's is entered in its place.
+# In a graph of `torch.compile`, a region of PyTorch's represents one of precast's: its `cache_enabled` is text that
+# names the policy, except for PyTorch's own. When the graph runs or is traced again, precast's region is entered.
 _is_traced = torch.compiler.is_dynamo_compiling
-_in_graphs: Final[dict[str, Policy]] = {}
-"""The policies named in graphs, by fingerprint."""
+_graph_policies: Final[dict[str, Policy]] = {}
+"""The policies that graphs name, by fingerprint."""
 
 
 @_torch.traced_as_constant
-def _plan(  # noqa: PLR0917 -- Dynamo passes positional arguments
+def _torch_arguments(  # noqa: PLR0917 -- Dynamo passes positional arguments
     device_type: str,
     dtype: torch.dtype | str | None,
     enabled: bool,
@@ -260,34 +264,35 @@ def _plan(  # noqa: PLR0917 -- Dynamo passes positional arguments
     policy: str | None,
     fingerprint: str | None,
 ) -> tuple[str, torch.dtype, bool, bool | str | None]:
-    """Return the arguments of PyTorch's region that represents one of precast's in a graph."""
+    """Return the arguments of the PyTorch region that represents a region of precast's in a graph."""
     if dtype is None:
         _torch.guard_autocast_dtype(device_type)
-    chosen = policy if fingerprint is None else policy_of(fingerprint)
-    region = autocast(device_type, dtype, enabled, cache_enabled, policy=chosen)
+    resolved = policy if fingerprint is None else policy_of(fingerprint)
+    region = autocast(device_type, dtype, enabled, cache_enabled, policy=resolved)
     bound = region._bound_policy(thread_state(device_type).state.bound_policy)
     return (*region._flags(), _policy_text(bound, cache_enabled))
 
 
 @_torch.traced_as_constant
-def in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | None]:
-    """Return the same for the precision in force, for a compiled function to enter it again in its backward."""
+def precision_in_graph(device_type: str) -> tuple[str, torch.dtype, bool, bool | str | None]:
+    """Return these arguments for the precision in force, which a compiled function enters again in its backward."""
     region = _CapturedRegion(device_type)
     return (*region._flags(), _policy_text(region._captured, region.cache_enabled))
 
 
 def _policy_text(bound: BoundPolicy | None, cache_enabled: bool | None) -> bool | str | None:
+    """Return the `cache_enabled` of a region in a graph, with the name of the policy where it needs one."""
     if bound is None or (torch.compiler.is_exporting() and bound.distinct_fingerprint is None):
         return cache_enabled
     if torch.compiler.is_exporting() and not _exports.rewrites:
         refuse_export(bound.policy)
-    _in_graphs[bound.policy.fingerprint] = bound.policy
+    _graph_policies[bound.policy.fingerprint] = bound.policy
     _torch.on_graph_region(_region_in_graph, _end_after_error)
     return f"precast {__version__} {bound.policy.fingerprint} {cache_enabled}"
 
 
 class _ExportState(threading.local):
-    """True while this thread runs `precast.export`, which replaces regions of any policy by casts."""
+    """The state of a thread: `rewrites` is True while it runs `precast.export`, which replaces regions by casts."""
 
     rewrites = False
 
@@ -296,22 +301,22 @@ _exports: Final = _ExportState()
 
 
 @contextmanager
-def naming_policies() -> Iterator[None]:
-    """Name the policy of each region in exported graphs; the caller removes the regions from the graph again."""
-    before, _exports.rewrites = _exports.rewrites, True
+def policies_in_exports() -> Iterator[None]:
+    """Name the policy of each region in the graphs that are exported; the caller replaces these regions by casts."""
+    previous, _exports.rewrites = _exports.rewrites, True
     try:
         yield
     finally:
-        _exports.rewrites = before
+        _exports.rewrites = previous
 
 
 def record_for_export(
     flags: tuple[str, torch.dtype, bool], cache_enabled: bool | None, bound: BoundPolicy | None
 ) -> None:
-    """Record the begin of a region in an export, if one runs the program.
+    """Record the entry of a region in the exported graph, if the program is being exported.
 
     Raises:
-        RegionError: the exported program would keep the region, and cannot name its policy.
+        RegionError: the exported program would contain the region, and cannot name its policy.
     """
     is_distinct = bound is not None and bound.distinct_fingerprint is not None
     cache: bool | str | None = cache_enabled
@@ -325,14 +330,14 @@ def record_for_export(
 
 def policy_of_region(text: object) -> Policy | None:
     """Return the policy that a region in a graph names; None for a region of PyTorch's."""
-    return _in_graphs[text.split()[-2]] if isinstance(text, str) else None
+    return _graph_policies[text.split()[-2]] if isinstance(text, str) else None
 
 
 def refuse_export(policy: Policy) -> NoReturn:
     """Raise the error for a region that an exported program cannot represent."""
     raise RegionError(
-        f"torch.export cannot write down a region with the policy {policy.name!r}: an exported program knows PyTorch's "
-        'own regions alone. Use policy="torch" there, or export without the region, and call the program in one.'
+        f"torch.export cannot record a region with the policy {policy.name!r}: an exported program can only contain "
+        'regions of PyTorch. Use policy="torch" there, or export without the region and call the program in one.'
     )
 
 
@@ -346,11 +351,11 @@ def _traced_region(
 def _region_in_graph(device: str, dtype: torch.dtype, enabled: bool, text: str) -> autocast:
     *_, fingerprint, cache = text.split()
     cache_enabled = None if cache == "None" else cache == "True"
-    return autocast(device, dtype, enabled, cache_enabled, policy=_in_graphs[fingerprint])
+    return autocast(device, dtype, enabled, cache_enabled, policy=_graph_policies[fingerprint])
 
 
 def _end_after_error(run: Callable[[], Any]) -> Any:
-    """Call `run`; if it raises, end the regions that it has left open, as a graph does."""
+    """Call `run`, which executes a graph. If it raises, end the regions that the graph has not left."""
     depth, nesting = regions.depth, _torch.autocast_nesting()
     try:
         return run()
@@ -364,7 +369,7 @@ def _end_after_error(run: Callable[[], Any]) -> Any:
 
 
 class Regions(DecoratorRegion):
-    """Several regions entered as one; returned by `current_precision` and `disable`. Re-entrant, and for any thread."""
+    """Several regions that are entered together, from `current_precision` or `disable`. Re-entrant, for any thread."""
 
     def __init__(self, members: Callable[[], tuple[autocast, ...]]) -> None:
         self._members = members
@@ -375,9 +380,9 @@ class Regions(DecoratorRegion):
         try:
             for region in self._members():
                 entered.append((region, RegionRecord()))
-                region._enter_as(entered[-1][1])
+                region._enter(entered[-1][1])
             regions.groups.append((self, entered))
-        except BaseException:  # after an error or Ctrl-C, end those that were entered
+        except BaseException:  # after an error or Ctrl-C, end the regions that were entered
             if regions.groups and regions.groups[-1][1] is entered:
                 regions.groups.pop()
             _end_all([record for _, record in entered])
@@ -399,16 +404,15 @@ class Regions(DecoratorRegion):
 
 @_torch.never_compiled
 def current_precision(device_type: str | None = None) -> Regions:
-    """Return the precision in force in this thread, to enter it elsewhere: in another thread, a callback, or backward.
+    """Return the precision in force in this thread, to be entered in another thread, in a callback or in backward.
 
     Args:
-        device_type: capture this device type only; None captures all that PyTorch or a region has set here.
-
+        device_type: capture this device type only; None captures all for which PyTorch or a region has set one.
 
     Examples:
         >>> with autocast("cpu"):
-        ...     here = current_precision()
-        >>> with here:  # perhaps in another thread
+        ...     precision = current_precision()
+        >>> with precision:  # perhaps in another thread
         ...     torch.is_autocast_enabled("cpu")
         True
     """
@@ -430,7 +434,7 @@ def disable() -> Regions:
 
 
 def _rerun_in_region(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a checkpoint's function so that its rerun has the policy in force here; PyTorch restores its flags only."""
+    """Wrap the function of a checkpoint so that its rerun has the current policy. PyTorch restores its flags only."""
     if not regions.is_open:
         return function
     region = current_precision()
@@ -442,14 +446,14 @@ def _rerun_in_region(function: Callable[..., Any]) -> Callable[..., Any]:
     return rerun
 
 
-# The first in the list is the outermost: rules for modules apply inside of the region.
+# The first wrapper is the outermost, so the rules for modules apply inside the region.
 _torch.checkpoint_wrappers.insert(0, _rerun_in_region)
 
 
 def _autocast_devices() -> tuple[str, ...]:
-    """Return the device types with autocast on in this thread, or with a region of precast's."""
+    """Return the device types with autocast enabled, or a region of precast's, in this thread."""
     entered = {record.device_type for record in regions.records}
-    unused = _torch.UNUSED_DEVICE_TYPES  # their flags are not the program's, see `compile_guards`
+    unused = _torch.UNUSED_DEVICE_TYPES  # `compile_guards` uses their flags
     return tuple(
         d
         for d in DEVICE_TYPES
@@ -458,7 +462,7 @@ def _autocast_devices() -> tuple[str, ...]:
 
 
 class _CapturedRegion(autocast):
-    """A region with the bound policy in force where it was created; without one where that was PyTorch's own."""
+    """A region with the precision in force where it is created. Its bound policy is None if that was PyTorch's."""
 
     @_torch.never_compiled
     def __init__(self, device: str) -> None:
@@ -471,26 +475,26 @@ class _CapturedRegion(autocast):
         self.policy = None if self._captured is None else self._captured.policy
 
     def _bound_policy(self, surrounding: BoundPolicy | None) -> BoundPolicy | None:  # noqa: ARG002
-        _torch.checkpoints.begin()  # without a policy, no kernels are registered here
+        _torch.checkpoints.begin()  # otherwise done when kernels are registered, here for no policy
         registration.engine()  # the library cannot be loaded while a region is open
         return self._captured
 
 
 def _end_all(entered: list[RegionRecord]) -> None:
-    """End the entries of this list that are still open, innermost first."""
+    """Restore the state in those of these records that are still on the stack, innermost first."""
     for record in reversed(regions.records):
         if any(record is each for each in entered):
             _end(record)
 
 
 def _clear_caches(device_type: str, status: int) -> None:
-    """Empty the caches if the library has left the outermost region, or the outermost of precast's."""
+    """Empty the caches if the library has left the outermost region, of all or of precast's."""
     if status == _OUTERMOST or not (regions.is_open or installed(device_type).bound_policy):
         registration.clear_cache()
 
 
 def _end(record: RegionRecord) -> None:
-    """Restore the state in a record and remove it from this thread's stack; finish that if it was interrupted."""
+    """Restore the state in a record and remove it from this thread's stack. After an interrupt, call this again."""
     _restore_device(record)
     _restore_thread(record)
     _leave_nesting(record)
@@ -511,7 +515,7 @@ def _leave_nesting(record: RegionRecord) -> None:
 
 
 def _splice_out(owner: autocast) -> RegionRecord:
-    """Remove `owner`'s latest record from below others, which then restore its state."""
+    """Remove the latest record of `owner` and return it. The records above it will restore the state in it."""
     records = regions.records
     index = next((i for i in reversed(range(len(records))) if records[i].owner is owner), None)
     if index is None:
@@ -536,7 +540,7 @@ def _splice_out(owner: autocast) -> RegionRecord:
 
 
 def _leave_group(owner: Regions, groups: list[RegionGroup], *, again: bool = False) -> None:
-    """Leave an object's latest entry, innermost region first; with `again`, only the regions that are still open."""
+    """Leave the latest entry of `owner`, innermost region first; with `again`, only the regions that are still open."""
     if not groups:
         groups.extend([group for group in regions.groups if group[0] is owner][-1:])
     if not groups:
@@ -549,33 +553,33 @@ def _leave_group(owner: Regions, groups: list[RegionGroup], *, again: bool = Fal
 
 def _wrong_thread_error(owner: object) -> RegionError:
     return RegionError(
-        f"{owner!r} ends in a thread that it was not entered in (or was never entered). A region belongs to its "
-        "thread: to take it to another, use `region = precast.current_precision()` and `with region:` there."
+        f"{owner!r} was not entered in this thread, which leaves it. A region belongs to one thread: to enter its "
+        "precision in another, use `region = precast.current_precision()` here and `with region:` there."
     )
 
 
 def _warn_out_of_order(owner: autocast) -> None:
     warnings.warn(
-        f"{owner!r} ended while a region entered after it was still open. A suspended generator does that, and its "
-        "region was in force in its caller. Decorate the generator function instead: `@precast.autocast(...)`.",
+        f"{owner!r} ended before a region that was entered in it. This happens if a generator is suspended in a "
+        "region, which is then also in force in its caller. Decorate the generator function: `@precast.autocast(...)`.",
         PrecastWarning,
         stacklevel=3,
     )
 
 
 def put_in_force(state: ThreadState, device_type: str, bound: BoundPolicy | None) -> None:
-    """Make a policy that of this thread's operations, and of the guards of compiled functions."""
+    """Apply a policy to this thread's operations and to the guards of compiled functions."""
     guard_id = regions.guard_id.with_policy(
         device_type, None if bound is None else bound.distinct_fingerprint
     )
-    before = regions.written_guard_id
-    if guard_id is before:
-        state.follow(bound)
+    previous = regions.written_guard_id
+    if guard_id is previous:
+        state.set_policy(bound)
         return
-    # None until it is written: after an interrupt in between, the record's restoration writes it.
+    # None until the guard id is written. If that is interrupted, `_restore_device` writes it.
     regions.written_guard_id = None
-    state.follow(bound)
-    write_guard_id(guard_id, before)
+    state.set_policy(bound)
+    write_guard_id(guard_id, previous)
 
 
 def _restore_device(record: RegionRecord) -> None:

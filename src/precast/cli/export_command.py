@@ -1,4 +1,4 @@
-"""The command `precast export`, which writes a model with a policy built in, and displays of such files.
+"""The command `precast export`, which writes a model with a policy's casts, and reports on the written files.
 
 Invariants: the file is written completely or not at all; progress goes to stderr, and only the result to stdout.
 """
@@ -25,29 +25,31 @@ _FORMATS: Final = ("program", "aoti", "onnx")
 @click.option(
     "--model",
     metavar="MODULE:FACTORY",
-    help="The function that makes the model, or gives a model and an example.",
+    help="Function that returns the model, or a pair of the model and its example.",
 )
 @click.option(
-    "--example", metavar="MODULE:NAME", help="An input of the model, or a function that gives one."
+    "--example",
+    metavar="MODULE:NAME",
+    help="Example input of the model, or a function that returns one.",
 )
 @policy_option("default")
 @dtype_option
-@file_option("--out", text="The file to write.")
+@file_option("--out", text="Output file.")
 @click.option(
     "--to",
-    "form",
+    "file_format",
     type=click.Choice(_FORMATS),
-    help="A program of torch.export, a package that AOTInductor has compiled, or ONNX.  [default: by --out]",
+    help="torch.export program, package compiled by AOTInductor, or ONNX.  [default: by --out]",
 )
 @click.option(
     "--strict",
     is_flag=True,
-    help="Have Dynamo read the model's code, as torch.export(strict=True).",
+    help="Trace the model with Dynamo, as torch.export(strict=True) does.",
 )
 @click.option(
     "--check/--no-check",
     default=True,
-    help="Run the model, the program and the written file on the example, and compare their results.",
+    help="Compare the results of the model, the program and the written file on the example.",
 )
 @json_option
 def export(
@@ -57,25 +59,25 @@ def export(
     policy: str,
     dtype: str | None,
     out: Path | None,
-    form: str | None,
+    file_format: str | None,
     strict: bool,
     check: bool,
     as_json: bool,
 ) -> None:
-    """Write a model whose precision is a policy's, to be run where precast is not installed.
+    """Write a model with a policy's casts built in. The file runs without precast.
 
-    The written file is run on the example, an ONNX file by onnxruntime where that is installed, and
-    its results are compared with the model's.
+    The results of the written file on the example are compared with the model's. For an ONNX file
+    this needs onnxruntime.
 
-    The model is put into evaluation mode. The factory may return a pair of the model and its
-    example; otherwise --example names one: the model's argument, a tuple of its arguments, a dict
-    of its keyword arguments, or a function that returns one of these.
+    The model is put into evaluation mode. MODULE:FACTORY may return a pair of the model and its
+    example. Otherwise --example names the model's argument, a tuple of its arguments, a dict of
+    its keyword arguments, or a function that returns one of these.
     """
     if model is None or out is None:
-        raise click.UsageError("Name a --model and the file to write, --out.")
-    from precast import _torch  # noqa: F401 -- first, as it refuses a PyTorch that is too old
+        raise click.UsageError("--model and --out are required.")
+    from precast import _torch  # noqa: F401 -- first: it refuses a PyTorch that is too old
 
-    form = form or ("onnx" if out.suffix == ".onnx" else "program")
+    file_format = file_format or ("onnx" if out.suffix == ".onnx" else "program")
     from rich.console import Console
 
     from precast.diagnostics.explain.model import arguments
@@ -84,56 +86,58 @@ def export(
     from precast.shipping.exported import export as export_
 
     exported_file.check_replaceable(out)
-    chosen = as_policy(policy)
+    resolved = as_policy(policy)
     network, inputs = _model_and_example(model, example)
     args, kwargs = arguments(inputs)
-    began = time.perf_counter()
+    start = time.perf_counter()
     console = Console(file=sys.stderr)  # `sys.stderr` is replaced while PyTorch exports
     with console.status("exporting") as status:
         settings: dict[str, Any] = {
-            "policy": chosen,
+            "policy": resolved,
             "dtype": dtype,
             "strict": strict,
             "check": check,
         }
         program = export_(network.eval(), args, kwargs, **settings)
         status.update(f"writing {out}")
-        if form == "onnx":
+        if file_format == "onnx":
             from precast.shipping.exported_onnx import write_onnx
 
             write_onnx(program, out)
-        elif form == "aoti":
+        elif file_format == "aoti":
             exported_file.write_package(program, out)
         else:
-            exported_file.write(program, out, chosen)
-        checked = exported_file.FileCheck(None, "--no-check was given")
+            exported_file.write(program, out, resolved)
+        check_result = exported_file.FileCheck(None, "--no-check was given")
         if check:
             status.update(f"running {out}")
-            checked = exported_file.check_file(program, out, form, args, kwargs)
+            check_result = exported_file.check_file(program, out, file_format, args, kwargs)
     sizes = exported_reading.contents(program).weight_bytes
     result = {
         "path": str(out),
-        "to": form,
-        "policy": chosen.name,
-        **checked.to_dict(),
+        "to": file_format,
+        "policy": resolved.name,
+        **check_result.to_dict(),
         "bytes": out.stat().st_size,
         "weight_bytes": sizes,
-        "seconds": round(time.perf_counter() - began, 2),
+        "seconds": round(time.perf_counter() - start, 2),
     }
     if as_json:
         click.echo(json.dumps(result, indent=2))
         return
-    stored = ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items()) or "none"
-    click.echo(f"{out}: {form}, policy {chosen.name}, weights {stored}")
-    click.echo(f"{checked}.")
+    weights = ", ".join(f"{size:,} bytes {name}" for name, size in sizes.items()) or "none"
+    click.echo(f"{out}: {file_format}, policy {resolved.name}, weights {weights}")
+    click.echo(f"{check_result}.")
 
 
 def explain_difference(first: Path, second: Path, as_json: bool) -> None:
-    """Print the operations and weights of two exported programs that have other dtypes, and exit with the answer."""
+    """Print the operations and weights whose dtypes differ in two exported programs, and exit with the answer."""
     from precast.shipping import exported_file, exported_reading
 
-    one, other = (exported_reading.contents(exported_file.read(path)) for path in (first, second))
-    differences = exported_reading.differences_between(one, other)
+    first_contents, second_contents = (
+        exported_reading.contents(exported_file.read(path)) for path in (first, second)
+    )
+    differences = exported_reading.differences_between(first_contents, second_contents)
     if as_json:
         rows = [vars(each) for each in differences]
         click.echo(json.dumps({"equal": not rows, "differences": rows}, indent=2))
@@ -156,7 +160,7 @@ def _model_and_example(model: str, example: str | None) -> tuple[Any, Any]:
     if isinstance(network, tuple) and len(network) == 2:
         return network
     raise click.UsageError(
-        f"{model} returns a model without an example: return both, or name an example with --example"
+        f"{model} returns a model without an example: return both, or pass --example"
     )
 
 

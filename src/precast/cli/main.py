@@ -161,7 +161,7 @@ def demo(
     with _usage_errors():
         task, dtype_, default_steps = example.demo_task(device, dtype, size)
     steps = steps or default_steps
-    if refusal := atomic_write.refusal(out, "--out"):
+    if refusal := atomic_write.foreign_file_error(out, "--out"):
         raise click.UsageError(refusal)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

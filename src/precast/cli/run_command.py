@@ -113,7 +113,7 @@ def run(
     if program is None:
         raise click.UsageError("expected a script, as in `precast run train.py`")
     from precast import report
-    from precast._internal.atomic_write import refusal
+    from precast._internal.atomic_write import foreign_file_error
     from precast.running.output_files import OutputFiles, rank_from_environment
     from precast.running.session import RunRecording, Session
     from precast.running.target import Target
@@ -138,7 +138,7 @@ def run(
     if record is not None:
         source = click.get_current_context().get_parameter_source("steps")
         is_default = source is click.core.ParameterSource.DEFAULT
-        if problem := refusal(record.absolute(), "--record"):
+        if problem := foreign_file_error(record.absolute(), "--record"):
             raise click.UsageError(problem)
         options = {"level": level, "every": every, "modules": modules, "logits": logits}
         options |= {"steps": None if is_default else steps, "split": split}

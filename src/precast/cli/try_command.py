@@ -147,7 +147,7 @@ def try_(
         from precast import report
 
         report.needed()
-        if error := atomic_write.refusal(page, "--report"):
+        if error := atomic_write.foreign_file_error(page, "--report"):
             raise click.UsageError(error)
     target = Target(program, is_module, arguments)
     if target.is_stdin:

@@ -260,7 +260,9 @@ def _output_paths(out: Path, page: Path | None) -> dict[str, Path]:
     paths = {"policy": out, "evidence": out.with_suffix(".json")}
     paths["page"] = page or out.with_suffix(".html")
     for kind, path in paths.items():
-        if error := atomic_write.refusal(path, "--report" if kind == "page" else "--out"):
+        if error := atomic_write.foreign_file_error(
+            path, "--report" if kind == "page" else "--out"
+        ):
             raise click.UsageError(error)
     try:
         needed()

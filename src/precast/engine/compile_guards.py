@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 
 from precast import _torch
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 
 __all__ = ["LIMIT", "NO_GUARD_ID", "GuardId", "by_number", "inherited_policies", "write"]
 
@@ -66,7 +66,7 @@ NO_GUARD_ID: Final = GuardId(frozenset(), None, None)
 _guard_ids: Final[dict[Policies, GuardId]] = {NO_GUARD_ID.policies: NO_GUARD_ID}
 by_number: Final = {NO_GUARD_ID.number: NO_GUARD_ID}
 """All guard ids: one for each set of policies that has been in force."""
-_lock = survives_fork(threading.Lock())
+_lock = make_fork_safe(threading.Lock())
 
 
 def write(guard_id: GuardId, before: GuardId | None, bound_policies: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
-"""The kernels of the float8 rules: the operands of each operation, and the conditions for 16 bits instead.
+"""The kernels of the float8 rules: the operands of an operation, and the reasons to run it in 16 bits instead.
 
-Every operation with such a rule is one product `x @ w.T`, which `precast.weights.float8` computes:
+Every operation with such a rule is a product `x @ w.T`, which `precast.weights.float8` computes:
 
     linear(x, w, bias)         x @ w.T + bias
     mm(a, b), matmul(a, b)     a @ (b.T).T
@@ -8,9 +8,9 @@ Every operation with such a rule is one product `x @ w.T`, which `precast.weight
 
 Invariants:
 
-- `x` and the added operand are first rounded to the region's dtype, which is the result's. The weight of `linear` is
-  quantised from its own values; all other operands are rounded first;
-- an operation that cannot run in 8 bits runs in 16, as with the rule `lower`, and raises no error for that;
+- all operands but the weight of `linear` are rounded to the region's dtype, which is that of the result, before they
+  are quantised;
+- an operation that cannot run in 8 bits runs in 16, as with the rule `lower`, without an error;
 - a watcher gets the formats of the operands, or the reason for 16 bits, as an annotation.
 """
 
@@ -51,9 +51,9 @@ class _Float8Operands(NamedTuple):
 
     x: Any
     w: Any
-    """Transposed if the operation takes it that way, after it has been rounded."""
+    """The second factor as the operation gets it: `(n, k)` for `linear`, else `(k, n)`."""
     is_weight: bool
-    """True if it is quantised from its own values, and not transposed."""
+    """True if `w` is the weight of `linear`, which is neither rounded before it is quantised nor transposed."""
     added: Any
     alpha: float
     beta: float
@@ -70,39 +70,39 @@ def _operands(operation: str, arguments: Mapping[str, Any]) -> _Float8Operands:
 
 
 def float8_kernel(
-    op: Operation, recipe: Recipe, in_16_bits: Kernel, lowers: Callable[[], Convert]
+    op: Operation, recipe: Recipe, kernel_in_16_bits: Kernel, get_cast: Callable[[], Convert]
 ) -> Kernel:
     """Return the kernel of an operation with a float8 rule.
 
-    `in_16_bits` is its kernel with the rule `lower`, and `lowers` returns the cast of that rule for one call.
+    `kernel_in_16_bits` is its kernel with the rule `lower`. `get_cast()` returns the cast of that rule for one call.
     """
     if op.name not in _OPERATIONS:  # an overload with an explicit result dtype
-        return in_16_bits
+        return kernel_in_16_bits
 
     def run(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = {**dict(zip(op.argument_names, args, strict=False)), **kwargs}
         product = _operands(op.name, arguments)
         obstacle = _obstacle(op, product)
         if obstacle is not None:
-            result = in_16_bits(keyset, args, kwargs)
+            result = kernel_in_16_bits(keyset, args, kwargs)
             annotate(lambda: f"ran in 16 bits: {obstacle}")
             return result
         with op.without_autocast():
-            return _compute(product, recipe, lowers())
+            return _compute(product, recipe, get_cast())
 
     return run
 
 
 def check_device(device_type: str, rule: Rule) -> None:
-    """Warn once if a device type emulates the products.
+    """Warn once if float8 products are emulated on a device type.
 
     Raises:
-        PolicyError: it has no float8 dtypes.
+        PolicyError: the device type has no float8 dtypes.
     """
     reason = reason_unsupported(device_type)
     if reason is not None:
         raise PolicyError(
-            f"the rule '{rule}' cannot be followed on {device_type}: {reason}. Give this device type the rule 'lower'."
+            f"the rule '{rule}' is not supported on {device_type}: {reason}. Use the rule 'lower' on this device type."
         )
     if not _torch.has_device(device_type) or device_type in _warned:
         return
@@ -121,16 +121,16 @@ _warned: Final[set[str]] = set()
 
 
 def _obstacle(op: Operation, product: _Float8Operands) -> str | None:
-    """Return the reason why an operation runs in 16 bits; None if it runs in 8."""
+    """Return the reason why an operation cannot run in 8 bits; None if it can."""
     x, w = product.x, product.w
     if _torch.is_functorch_active():
         return "torch.func transforms it"
     if _torch.in_forward_mode():
-        return "its derivative may be taken forward"
+        return "forward-mode differentiation is active"
     if _torch.is_tracing():
         return "torch.jit.trace records it"
     for tensor in (x, w):
-        obstacle = _obstacle_of(op, tensor)
+        obstacle = _obstacle_in(op, tensor)
         if obstacle is not None:
             return obstacle
     if x.dim() < (1 if product.is_weight else 2) or w.dim() < 2:
@@ -144,7 +144,7 @@ def _obstacle(op: Operation, product: _Float8Operands) -> str | None:
     return None
 
 
-def _obstacle_of(op: Operation, tensor: Any) -> str | None:
+def _obstacle_in(op: Operation, tensor: Any) -> str | None:
     if not op.eligible(tensor):
         kind = f"{tensor.dtype} on {tensor.device.type}".removeprefix("torch.")
         return f"an operand is {kind}"
@@ -161,11 +161,11 @@ def _compute(product: _Float8Operands, recipe: Recipe, lower: Convert) -> Tensor
     support = support_of(x.device)
     recipe = recipe_for_device(recipe, support.without_negative_zero)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    held = None
+    held_weight = None
     if product.is_weight and torch.is_autocast_cache_enabled():
         backward = torch.is_grad_enabled() and x.requires_grad
-        held = regions.cache.quantised(w, recipe, backward=backward)
-    result = linear(rows, w, recipe, support.method, held)
+        held_weight = regions.cache.quantised(w, recipe, backward=backward)
+    result = linear(rows, w, recipe, support.method, held_weight)
     if x.dim() != 2:
         result = result.reshape(*x.shape[:-1], w.shape[0])
     if product.alpha != 1:
@@ -173,7 +173,7 @@ def _compute(product: _Float8Operands, recipe: Recipe, lower: Convert) -> Tensor
     if product.added is not None and product.beta != 0:
         added = lower(product.added)
         result = result + (added if product.beta == 1 else added * product.beta)
-    annotate(lambda: _description(recipe, support, rows, w, is_held=held is not None))
+    annotate(lambda: _description(recipe, support, rows, w, is_held=held_weight is not None))
     return result
 
 
@@ -187,5 +187,5 @@ def _description(recipe: Recipe, support: Support, x: Tensor, w: Tensor, *, is_h
     text = f"{recipe.input} @ {weight} {implementation} ({support.reason})"
     padded = [str(size) for size in (x.shape[1], w.shape[0]) if size % MULTIPLE]
     if padded and support.method is ProductMethod.KERNEL:
-        text += f"; padded with zeros, as {' and '.join(padded)} are no multiples of {MULTIPLE}"
+        text += f"; padded with zeros, as {' and '.join(padded)} are not multiples of {MULTIPLE}"
     return text

@@ -30,7 +30,7 @@ from torch.library import Library
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast._torch import Kernel as DispatcherKernel
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.engine import reference_kernels
@@ -48,7 +48,7 @@ from precast.engine.thread_state import (
     regions,
 )
 from precast.engine.undefined_ops import needs_rebinding, track_undefined
-from precast.policy.measured import warn_elsewhere
+from precast.policy.measured import warn_if_moved
 from precast.policy.mixed_dtypes import refuses_mixtures
 from precast.policy.policy import DEVICE_TYPES, Entry, Policy, Rule, derived_values, expanded_rules
 from precast.weights import held, unversioned_writes
@@ -75,7 +75,7 @@ __all__ = [
     "watch",
 ]
 
-_lock = survives_fork(threading.RLock())
+_lock = make_fork_safe(threading.RLock())
 _bound_policies: Final[weakref.WeakValueDictionary[tuple[str, ...], BoundPolicy]] = (
     weakref.WeakValueDictionary()
 )
@@ -135,7 +135,7 @@ def _choose_engine(name: str) -> None:
 def _allow_fast_entries() -> None:
     """Let the library enter regions in one call, if its engine is used and the registered kernels are to stay."""
     if native_engine.api is not None:
-        is_allowed = native_engine.is_used and _registration.holds
+        is_allowed = native_engine.is_used and _registration.is_active
         native_engine.api.allow_fast_entries(_registration.number if is_allowed else 0)
 
 
@@ -180,7 +180,7 @@ def bind(policy: Policy, device_type: str) -> BoundPolicy:
     """Return the bound policy for `policy` on `device_type`, with its kernels registered; cached per engine."""
     key = device_type, engine()
     bound: BoundPolicy | None = derived_values(policy).get(key)
-    if bound is None or not bound.registration.holds or needs_rebinding(bound):
+    if bound is None or not bound.registration.is_active or needs_rebinding(bound):
         with _lock:
             bound = derived_values(policy)[key] = _bind_shared(policy, device_type)
     return bound
@@ -190,8 +190,8 @@ def _bind_shared(policy: Policy, device_type: str) -> BoundPolicy:
     """Return the bound policy of an equal policy, or a new one."""
     key = device_type, engine(), policy.name, policy.fingerprint
     bound = _bound_policies.get(key)
-    holds = bound is not None and bound.registration.holds and not bound.undefined_operations
-    if bound is None or not holds or bound.policy != policy:
+    is_valid = bound is not None and bound.registration.is_active and not bound.undefined_operations
+    if bound is None or not is_valid or bound.policy != policy:
         bound = _bound_policies[key] = _bind(policy, device_type)
     return bound
 
@@ -257,15 +257,15 @@ def unregister(*, kernels: bool = True) -> bool:
     """
     global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
-        # Set `holds` first, then look for regions: a thread that enters one now is either seen here, or sees this and
-        # rebinds.
-        _registration.holds = False
+        # First set `is_active`, then look for regions: a thread that enters one now is either seen here, or sees this
+        # and rebinds.
+        _registration.is_active = False
         _allow_fast_entries()
         if any_region_open() or any(installed(device).bound_policy for device in DEVICE_TYPES):
-            _registration.holds = True
+            _registration.is_active = True
             _allow_fast_entries()
             return False
-        _bound_policies.clear()  # policies keep theirs, but `bind` checks `registration.holds`
+        _bound_policies.clear()  # policies keep theirs, but `bind` checks `registration.is_active`
         _defaults.clear()
         if kernels:
             _remove_kernels()
@@ -339,7 +339,7 @@ def _remove_watcher_kernels() -> None:
 
 
 def _bind(policy: Policy, device_type: str) -> BoundPolicy:
-    warn_elsewhere(policy.name, policy.measured, device_type)
+    warn_if_moved(policy.name, policy.measured, device_type)
     for rule in {entry.rule for entry in policy.rules(device_type).values()} & RECIPES.keys():
         check_device(device_type, rule)
     _torch.on_cleared_cache(_on_cleared_cache)
@@ -375,7 +375,7 @@ def _bind(policy: Policy, device_type: str) -> BoundPolicy:
         distinct_fingerprint,
     )
     if native_engine.api is not None:
-        bound.native = _native_policy(native_engine.api, policy, actions, device_type)
+        bound.native_policy = _native_policy(native_engine.api, policy, actions, device_type)
     track_undefined(bound)
     if distinct_fingerprint is not None:
         _torch.set_compile_cache_tag(key_text)

@@ -3,10 +3,10 @@
 Invariants:
 
 - PyTorch's thread-local flags define *enabled* and *dtype*; precast adds the policy only;
-- every region entry pushes one record with everything that it replaced, so any nesting, re-entry or recursion of one
-  object restores the previous state;
-- a region that the library entered in one call is on the library's stack, above the records of this file, until
-  `regions.records` is read. Its policy is a number in memory that C++ and Python share;
+- each entry of a region pushes one record with all state that it replaces, so nested, repeated and recursive entries of
+  one object restore the previous state;
+- a region that the library has entered in one call is on the library's stack, above the records of this file, until
+  `regions.records` is read. The policy in force is a number in memory that C++ and Python share;
 - everything is thread-local: a new thread starts outside of regions, as in PyTorch. Threads share only the installed
   policy, which applies to PyTorch's regions.
 """
@@ -58,11 +58,11 @@ Kernel = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """A set of kernels on the dispatcher; `holds` becomes False when they are removed."""
+    """A set of kernels on the dispatcher. `is_active` becomes False when they are removed."""
 
-    holds: bool = True
+    is_active: bool = True
     number: int = field(default_factory=itertools.count(1).__next__)
-    """Identifies it in the library."""
+    """The number of the registration in the library."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -76,21 +76,21 @@ class BoundPolicy:
     undefined_operations: tuple[str, ...] = ()
     """Operations with a rule that no library has defined yet."""
     definitions: tuple[int, ...] = ()
-    """The result of `_torch.definition_counts` when they were last looked for."""
+    """The result of `_torch.definition_counts` at the last search for these operations."""
     matches_torch: bool = False
     """True if the policy is the same as PyTorch's tables, except for errors."""
 
     distinct_fingerprint: str | None = None
     """The policy's fingerprint; None if it equals PyTorch's, including errors."""
 
-    native: int = 0
-    """The library's number of the policy, shared by bound policies with the same actions; 0 without the library."""
+    native_policy: int = 0
+    """The address of the policy in the library, equal for policies with the same actions; 0 without the library."""
 
     number: int = field(default_factory=itertools.count(1).__next__)
-    """Identifies the bound policy in the thread's shared memory while it is in force."""
+    """The number that is in the shared memory of a thread while the policy is in force."""
 
     fast_entries: dict[tuple[object, ...], Any] = field(default_factory=dict)
-    """The recorded entries of regions with this policy, outside of others or inside one with this policy."""
+    """Fast entries of regions with this policy, outside of all regions or in one with this policy."""
 
     def __post_init__(self) -> None:
         number = self.number
@@ -102,7 +102,7 @@ _bound_policies: Final[dict[int, weakref.ref[BoundPolicy]]] = {}
 
 @dataclass(slots=True, eq=False, init=False)
 class RegionRecord:
-    """One region entry: the region, and the state that it replaced; empty until `fill`."""
+    """One entry of a region: the region and the state that the entry replaced. Empty until `fill`."""
 
     owner: object
     device_type: str
@@ -131,7 +131,7 @@ RegionState = tuple[str, bool, torch.dtype, bool, BoundPolicy | None, bool]
 """The replaced state: the fields of `RegionRecord` from `device_type` to `optimizes_torchscript`."""
 
 RegionGroup = tuple[object, list[tuple[Any, RegionRecord]]]
-"""An object that entered several regions as one, and each region with its record."""
+"""A `Regions` object, and each region that it has entered, with the record."""
 
 
 class RegionStack(list[RegionRecord]):
@@ -144,19 +144,19 @@ _threads: list[weakref.ref[RegionStack]] = []
 
 
 class ThreadRegions(threading.local):
-    """The open regions of this thread, those entered as one, its weight cache, and its guard id."""
+    """The open regions of this thread, its weight cache and its guard id."""
 
     def __init__(self) -> None:
         self._records = RegionStack()
         _threads.append(weakref.ref(self._records, _threads.remove))
         self.groups: list[RegionGroup] = []
-        # A thread of PyTorch's own has no regions that end, so nothing would empty its cache.
-        self.is_pytorchs = in_pool_thread()
-        self.cache = WeightCache(holds=not self.is_pytorchs, is_threads=True)
+        # A thread of PyTorch's own enters no regions, so nothing would empty its cache.
+        self.is_pytorch_thread = in_pool_thread()
+        self.cache = WeightCache(holds=not self.is_pytorch_thread, is_threads=True)
         self.numbers = ThreadNumbers(NO_GUARD_ID.number, NO_GUARD_ID.number)
-        """Shared with compiled code once the thread is registered there."""
+        """In memory that is shared with compiled code once the thread is registered."""
         self.is_registered = False
-        """True once the compiled kernels know this thread; until then its operations run on the reference."""
+        """False until `register_thread`: the operations of the thread then run on the reference engine."""
 
     @property
     def records(self) -> RegionStack:
@@ -194,12 +194,12 @@ class ThreadRegions(threading.local):
         self.numbers.written_guard_id = 0 if guard_id is None else guard_id.number
 
     def _import_native_records(self) -> None:
-        """Move the regions that the library has entered to the records."""
+        """Move the regions from the library's stack to the records."""
         api = native_engine.api
         assert api is not None
         for index in range(self.numbers.open):
             api.fill_record(index)
-        # A single step that no signal interrupts: a region is on exactly one of the two stacks.
+        # No signal interrupts `extend`, so each region is on exactly one of the two stacks.
         self._records.extend(iter(api.take_record, None))
 
     def register_thread(self) -> None:
@@ -208,10 +208,10 @@ class ThreadRegions(threading.local):
         if self.is_registered or api is None:
             return
         for device_type, slot in list(_thread_states.items()):
-            slot.state.share(api.bound_number(device_type).contents)
+            slot.state.move_number(api.bound_number(device_type).contents)
         shared = api.thread_numbers()
         shared[0], self.numbers = self.numbers, shared.contents
-        api.register_thread(ThreadKind.PYTORCH if self.is_pytorchs else ThreadKind.PYTHON)
+        api.register_thread(ThreadKind.PYTORCH if self.is_pytorch_thread else ThreadKind.PYTHON)
         self.is_registered = True
 
 
@@ -236,44 +236,44 @@ class ThreadState:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._bound_policy: BoundPolicy | None = None
-        """The policy that `follow` put in force; the reference keeps it alive."""
+        """The argument of the last `set_policy`, which must live while it is in force."""
         self.number = c_int64()
         """The number of `bound_policy`, 0 for none, in memory shared with compiled code."""
         self.reruns = 0
         """The number of operations that are being promoted, with autocast off inside them."""
         self.uses = 0
-        """The number of operations that took weights since a held copy was last compared with its parameter."""
+        """The number of operations on weights since a held copy was last compared with its parameter."""
         api = native_engine.api
         if api is not None and regions.is_registered:
-            self.share(api.bound_number(device_type).contents)
+            self.move_number(api.bound_number(device_type).contents)
 
     @property
     def bound_policy(self) -> BoundPolicy | None:
-        """The policy of the innermost region of precast's; None outside of all regions. `follow` changes it."""
+        """The policy of the innermost region of precast's; None outside of all regions. `set_policy` changes it."""
         number = self.number.value
         if number == 0:
             return None
         bound = self._bound_policy
         return bound if bound is not None and bound.number == number else _bound_policies[number]()
 
-    def follow(self, bound: BoundPolicy | None) -> None:
+    def set_policy(self, bound: BoundPolicy | None) -> None:
         """Put a policy in force, in compiled kernels too."""
         self._bound_policy = bound
         number = 0 if bound is None else bound.number
         api = native_engine.api
         if api is not None:
-            native = 0 if bound is None else bound.native
-            api.put_in_force(self._device_type, native, number)
+            native_policy = 0 if bound is None else bound.native_policy
+            api.put_in_force(self._device_type, native_policy, number)
         self.number.value = number
 
-    def share(self, number: c_int64) -> None:
-        """Keep the policy's number in this memory from now on, which compiled code reads and writes too."""
+    def move_number(self, number: c_int64) -> None:
+        """Move the policy's number to memory that compiled code reads and writes too."""
         number.value, self.number = self.number.value, number
-        self.follow(self.bound_policy)
+        self.set_policy(self.bound_policy)
 
 
 class ThreadLocalState(threading.local):
-    """The thread-local `ThreadState`: a kernel gets everything that it needs by one thread-local read."""
+    """The thread-local `ThreadState`. One read of a thread-local variable gives a kernel everything that it needs."""
 
     def __init__(self, device_type: str) -> None:
         self.state = ThreadState(device_type)
@@ -290,7 +290,7 @@ def thread_state(device_type: str) -> ThreadLocalState:
 
 
 def present_state(device: str) -> RegionState:
-    """Return the state of this thread on a device type that a region, or a rule for a module, may replace."""
+    """Return the state of this thread that a region, or a rule for a module, replaces on a device type."""
     return (
         device,
         torch.is_autocast_enabled(device),
@@ -302,21 +302,21 @@ def present_state(device: str) -> RegionState:
 
 
 class InstalledPolicy:
-    """The policy that applies in all threads on one device type, in regions of PyTorch's outside of precast's."""
+    """The policy of one device type in regions of PyTorch's, in all threads, outside of precast's regions."""
 
     __slots__ = ("_device_type", "bound_policy")
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self.bound_policy: BoundPolicy | None = None
-        """The installed policy; None without one. `follow` changes it."""
+        """The installed policy; None without one. `set_policy` changes it."""
 
-    def follow(self, bound: BoundPolicy | None) -> None:
+    def set_policy(self, bound: BoundPolicy | None) -> None:
         """Install a policy, in compiled kernels too."""
         self.bound_policy = bound
         api = native_engine.api
         if api is not None:
-            numbers = (0, 0) if bound is None else (bound.native, bound.number)
+            numbers = (0, 0) if bound is None else (bound.native_policy, bound.number)
             api.install(self._device_type, *numbers)
 
 
@@ -331,17 +331,17 @@ def installed(device_type: str) -> InstalledPolicy:
 
 
 def write_guard_id(guard_id: GuardId, before: GuardId | None) -> None:
-    """Write a guard id for this thread in place of `before`, and pass its policies to threads that work for it."""
+    """Replace the guard id `before` of this thread, and pass the policies to PyTorch's threads that work for it."""
     regions.written_guard_id, regions.guard_id = None, guard_id
     slots = ((device, _thread_states.get(device)) for device, _ in guard_id.policies)
     compile_guards.write(
         guard_id, before, {device: slot.state.bound_policy for device, slot in slots if slot}
     )
     regions.written_guard_id = guard_id
-    regions.numbers.lends = True  # PyTorch's own threads have the policies now
+    regions.numbers.policies_inherited = True  # PyTorch's own threads have the policies now
 
 
 def inherited_policy(device_type: str) -> BoundPolicy | None:
-    """Return the policy in force on `device_type` in the thread that this one, a thread of PyTorch's own, works for."""
+    """Return the policy in force in the thread for which this one, a thread of PyTorch's own, works."""
     bound_policy: BoundPolicy | None = (compile_guards.inherited_policies() or {}).get(device_type)
     return bound_policy

@@ -2,12 +2,12 @@
 
 Invariants:
 
-- the optimizer's own `step` defines the result: it is called for one weight, recorded, and compiled. No list of
-  supported optimizers exists;
-- states and groups stay in the optimizer, so its `state_dict` is the same as without this;
+- the optimizer's own `step` defines the result: it is called for one weight, recorded, and compiled. There is no list
+  of supported optimizers;
+- states and groups stay in the optimizer, so its `state_dict` is the same as without compilation;
 - a weight is stepped once, by the compiled program or by `LowPrecisionWeights`. The first step of a weight is never
   compiled, because it creates the states;
-- a step that cannot be recorded or compiled has changed nothing. A warning is issued once for each optimizer.
+- if a step cannot be recorded or compiled, nothing has changed. There is one warning for each optimizer.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from precast.optim.partial_steps import (
 from precast.optim.rounding import REST, seeds
 from precast.optim.step_program import ProgramKey, StepProgram, program, row
 from precast.optim.step_recorder import NotElementwiseError
-from precast.optim.step_recording import OptimizerRecording, alike
+from precast.optim.step_recording import OptimizerRecording, group_by_step
 from precast.weights.view_cache import is_dense
 
 __all__ = ["CompiledStep"]
 
-_PART: Final = 1 << 20
-"""Elements that are written to separate memory at a time: 2 MiB, 4 MiB with the rounding errors."""
+_PART_ELEMENTS: Final = 1 << 20
+"""The number of elements that a program writes to separate memory at once: 2 MiB, or 4 with rounding errors."""
 
 
 class CompiledStep:
-    """A compiled step of an optimizer for the large weights in `weights`.
+    """The compiled step of an optimizer for the large ones of the weights in bfloat16.
 
-    `before_step` has to run before that of `LowPrecisionWeights`, which steps the other weights.
+    `before_step` has to run before the method of this name of `weights`, which steps the other weights.
     """
 
     def __init__(self, optimizer: Optimizer, weights: LowPrecisionWeights) -> None:
@@ -55,20 +55,20 @@ class CompiledStep:
         self._weights = weights
         self._refused: set[int] = set()
         self._gradients: list[tuple[Tensor, Tensor]] = []
-        """Parameters that were stepped, and their gradients, during a step."""
+        """The parameters stepped in the current step, with their gradients."""
         self._warns = True
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Step all weights that can be compiled, and remove their gradients until `after_step`."""
+        """Step all weights for which the step can be compiled, and remove their gradients until `after_step`."""
         self._gradients = []  # an earlier step may have raised
         self._weights.check_writes(optimizer)
         parameters = parameters_of(optimizer)
         if closure_of(args, kwargs) is not None:
             self._warn("a closure computes the gradients during the step")
             return
-        if self._has_sparse_gradient(parameters) or not any(map(self._is_compiled, parameters)):
+        if self._has_sparse_gradient(parameters) or not any(map(self._is_candidate, parameters)):
             return
         found_inf, scale = (getattr(optimizer, name, None) for name in ("found_inf", "grad_scale"))
         if found_inf is not None and found_inf.item():
@@ -77,19 +77,21 @@ class CompiledStep:
         groups, step = optimizer.param_groups, step_without_hooks(optimizer)
         with torch.no_grad(), outside_autocast(), without_scaler(optimizer):
             for group in groups:
-                alone = {**group}
-                alone |= {name: False for name in ("foreach", "fused") if name in group}
-                chosen = [p for p in group["params"] if self._takes(optimizer, p)]
+                single_group = {**group}
+                single_group |= {name: False for name in ("foreach", "fused") if name in group}
+                selected = [p for p in group["params"] if self._can_step(optimizer, p)]
 
-                def call(parameter: Tensor, alone: dict[str, Any] = alone) -> None:
-                    optimizer.param_groups = [{**alone, "params": [parameter]}]
+                def step_parameter(
+                    parameter: Tensor, single_group: dict[str, Any] = single_group
+                ) -> None:
+                    optimizer.param_groups = [{**single_group, "params": [parameter]}]
                     try:
                         step()
                     finally:
                         optimizer.param_groups = groups
 
-                for similar in alike(optimizer, chosen):
-                    self._step(optimizer, similar, call, factor)
+                for similar in group_by_step(optimizer, selected):
+                    self._step(optimizer, similar, step_parameter, factor)
 
     def after_step(self) -> None:
         """Restore the gradients of the weights that were stepped."""
@@ -98,7 +100,7 @@ class CompiledStep:
             set_gradient(parameter, gradient)
 
     def _has_sparse_gradient(self, parameters: Iterable[Tensor]) -> bool:
-        """Return True if some gradient is sparse: then the optimizer has to see all of them, as it may refuse it."""
+        """Return True if a gradient is sparse. The optimizer then gets all gradients, as it may raise an error."""
         sparse = [
             p for p in parameters if p.grad is not None and p.grad.layout is not torch.strided
         ]
@@ -112,23 +114,21 @@ class CompiledStep:
             self._warn("a gradient is sparse")
         return bool(sparse)
 
-    def _takes(self, optimizer: Optimizer, parameter: Tensor) -> bool:
+    def _can_step(self, optimizer: Optimizer, parameter: Tensor) -> bool:
         gradient = parameter.grad
-        if gradient is None or not self._is_compiled(parameter):
+        if gradient is None or not self._is_candidate(parameter):
             return False
-        if not optimizer.state.get(
-            parameter
-        ):  # also in a checkpoint: so both go on with the same bits
+        if not optimizer.state.get(parameter):  # the step that creates the states is never compiled
             return False
         reason = _obstacle(parameter, gradient)
         if reason is not None:
             self._refuse(parameter, reason)
         return reason is None
 
-    def _is_compiled(self, parameter: Tensor) -> bool:
-        """Return True if the weight is on the CPU, large enough, not sharded, and was not refused.
+    def _is_candidate(self, parameter: Tensor) -> bool:
+        """Return True for a large weight on the CPU that is not sharded and was not refused.
 
-        Elsewhere one call of an optimizer's fused or foreach kernel steps many weights.
+        On other devices, a fused or foreach kernel of the optimizer steps many weights at once.
         """
         return (
             parameter.is_cpu
@@ -142,19 +142,22 @@ class CompiledStep:
         self,
         optimizer: Optimizer,
         parameters: list[Tensor],
-        call: Callable[[Tensor], None],
+        step_parameter: Callable[[Tensor], None],
         factor: float | None,
     ) -> None:
-        """Step parameters for which the optimizer does the same. A parameter that is refused is unchanged."""
+        """Step parameters that share a program. A parameter for which this fails is refused and unchanged."""
         recording: OptimizerRecording | None = None
-        runs: dict[Any, _Run] = {}
+        programs: dict[Any, _BoundProgram] = {}
         for parameter in parameters:
             try:
-                if recording is None or not recording.serves_others:
-                    recording, runs = OptimizerRecording(optimizer, parameter, call), {}
-                self._run(optimizer, parameter, recording, factor, runs)
-                recording.count_for(parameter)
-            except Exception as error:  # any: a compiler can raise anything
+                if recording is None or not recording.is_reusable:
+                    recording, programs = (
+                        OptimizerRecording(optimizer, parameter, step_parameter),
+                        {},
+                    )
+                self._step_parameter(optimizer, parameter, recording, factor, programs)
+                recording.write_counts(parameter)
+            except Exception as error:  # a compiler can raise any error
                 if recording is not None and recording.parameter is parameter:
                     recording.undo()
                     recording = None
@@ -162,49 +165,48 @@ class CompiledStep:
             else:
                 assert parameter.grad is not None
                 self._gradients.append((parameter, parameter.grad))
-                parameter.grad = None  # the optimizer's own step then leaves it out
+                parameter.grad = None  # so the optimizer's own step skips it
 
-    def _run(
+    def _step_parameter(
         self,
         optimizer: Optimizer,
         parameter: Tensor,
         recording: OptimizerRecording,
         factor: float | None,
-        runs: dict[Any, _Run],
+        programs: dict[Any, _BoundProgram],
     ) -> None:
-        """Step one parameter. `runs` has the programs of earlier parameters of the same recording."""
+        """Step one parameter. `programs` are those of earlier parameters with the same recording."""
         gradient = parameter.grad
         assert gradient is not None
         states, rounding = recording.states_of(parameter), self._weights.rounding
-        own = optimizer.state.get(parameter, {})
-        rest = own[REST] if rounding == "kahan" else None
+        state = optimizer.state.get(parameter, {})
         tensors = parameter, gradient, *states
-        low = (parameter,) if rest is None else (rest, parameter)
+        stored = (parameter,) if rounding != "kahan" else (state[REST], parameter)
         # The program writes raw memory. Version counters move before the write, as those of PyTorch's operations do.
-        torch.autograd.graph.increment_version([*states, *low])
-        key_of_run = tuple([tensor.dtype for tensor in tensors]), factor
-        run = runs.get(key_of_run)
-        if run is None:
+        torch.autograd.graph.increment_version([*states, *stored])
+        program_key = tuple([tensor.dtype for tensor in tensors]), factor
+        bound = programs.get(program_key)
+        if bound is None:
             scaled, is_low = factor is not None, gradient.dtype is not torch.float32
-            key = ProgramKey(recording.recorded, key_of_run[0], scaled, is_low, rounding)
-            scalars = recording.scalars if factor is None else [factor, *recording.scalars]
-            numbers = torch.tensor(scalars or [0.0], dtype=torch.float32)
-            run = runs[key_of_run] = _Run(key, program(key), numbers)
+            key = ProgramKey(recording.recorded, program_key[0], scaled, is_low, rounding)
+            values = recording.scalars if factor is None else [factor, *recording.scalars]
+            scalars = torch.tensor(values or [0.0], dtype=torch.float32)
+            bound = programs[program_key] = _BoundProgram(key, program(key), scalars)
         count = parameter.numel()
-        parts = list(_parts(count, _PART if run.key.writes_elsewhere else count))
-        chances: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
-        if run.key.takes_seeds:
-            chances = [*zip(seeds(own, (len(run.key.stored) + 1) // 2, len(parts)))]
-        if run.key.writes_elsewhere:
-            for part, chance in zip(parts, chances, strict=True):
-                rows = [row(each, part) for each in low]
-                elsewhere = [torch.empty_like(each) for each in rows]
+        parts = list(_parts(count, _PART_ELEMENTS if bound.key.writes_elsewhere else count))
+        seeds_of_parts: Sequence[tuple[Tensor, ...]] = [()] * len(parts)
+        if bound.key.takes_seeds:
+            seeds_of_parts = [*zip(seeds(state, (len(bound.key.stored) + 1) // 2, len(parts)))]
+        if bound.key.writes_elsewhere:
+            for part, part_seeds in zip(parts, seeds_of_parts, strict=True):
+                rows = [row(each, part) for each in stored]
+                outputs = [torch.empty_like(each) for each in rows]
                 inputs = [row(each, part) for each in tensors]
-                run.run((*inputs, run.numbers, *chance, *rows[:-1], *elsewhere), len(part))
-                for each, result in zip(rows, elsewhere, strict=True):
-                    each.copy_(result)
+                bound.run((*inputs, bound.scalars, *part_seeds, *rows[:-1], *outputs), len(part))
+                for each, output in zip(rows, outputs, strict=True):
+                    each.copy_(output)
         else:
-            run.run((*tensors, run.numbers, *chances[0], *low[:-1]), count)
+            bound.run((*tensors, bound.scalars, *seeds_of_parts[0], *stored[:-1]), count)
 
     def _refuse(self, parameter: Tensor, reason: str) -> None:
         self._refused.add(id(parameter))
@@ -213,21 +215,21 @@ class CompiledStep:
     def _warn(self, reason: str) -> None:
         if self._warns:
             self._warns = False
-            text = f"The step of {self._name} is not compiled for all weights in bfloat16, and slower: {reason}."
+            text = f"The step of {self._name} is slower: it is not compiled for all weights in bfloat16: {reason}."
             warnings.warn(text, PrecastWarning, stacklevel=callers_level())
 
 
-class _Run(NamedTuple):
-    """A program and its scalars, for similar parameters."""
+class _BoundProgram(NamedTuple):
+    """A compiled program with the scalars that it reads, for similar parameters."""
 
     key: ProgramKey
     run: StepProgram
-    numbers: Tensor
-    """The scalars, float32 (k,)."""
+    scalars: Tensor
+    """The single values of the recording, float32 (k,)."""
 
 
 def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
-    """Return the reason why a weight cannot be stepped by a compiled program; None if it can."""
+    """Return the reason why a compiled program cannot step a weight; None if it can."""
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not is_dense(parameter):

@@ -22,11 +22,11 @@ from precast.optim.partial_steps import PLAIN, counts_of, is_large
 from precast.optim.rounding import OF_ROUNDING
 from precast.optim.step_recorder import NotElementwiseError, RecordedStep, StepRecorder
 
-__all__ = ["OptimizerRecording", "alike"]
+__all__ = ["OptimizerRecording", "group_by_step"]
 
 
-def alike(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters of one group, grouped by equal steps."""
+def group_by_step(optimizer: Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Group parameters for which the optimizer's step is the same, except for the values of elements."""
     if not type(optimizer).__module__.startswith("torch.optim."):
         return [[parameter] for parameter in parameters]
     if len(parameters) < 2:
@@ -94,7 +94,7 @@ class OptimizerRecording:
         self.scalars: list[float] = recorder.scalars
 
     @property
-    def serves_others(self) -> bool:
+    def is_reusable(self) -> bool:
         """True if the recording applies to similar parameters."""
         return all(name is not None for name, _ in self._tensors)
 
@@ -103,7 +103,7 @@ class OptimizerRecording:
         states = self._optimizer.state.get(parameter, {})
         return [tensor if name is None else states[name] for name, tensor in self._tensors]
 
-    def count_for(self, parameter: Tensor) -> None:
+    def write_counts(self, parameter: Tensor) -> None:
         """Write the single values after the step to the states of a similar parameter."""
         if parameter is self.parameter or not self._counts_after:
             return

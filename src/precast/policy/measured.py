@@ -1,9 +1,9 @@
-"""The measurements behind a policy: the table `[measured]` of a file.
+"""The table `[measured]` of a policy file: where and how the policy was measured.
 
 Invariants:
-    - It changes no result: a policy's rules and fingerprint are the same with and without it.
+    - The table has no effect on results: a policy's rules and fingerprint are the same without it.
     - A policy that was measured on another machine, or with another release of PyTorch, warns once in a process.
-    - Facts about this machine that cannot be determined are not compared.
+    - Properties of this machine that cannot be determined are not compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from precast._internal import torch_versions
 from precast.errors import PolicyError, PrecastWarning
 from precast.policy.values import check_mapping, check_text, shown
 
-__all__ = ["Measured", "Value", "check_measured", "here", "machine_name", "warn_elsewhere"]
+__all__ = ["Measured", "Value", "check_measured", "machine_name", "this_machine", "warn_if_moved"]
 
 Value = str | int | float | bool
 Measured = Mapping[str, Value]
 
 _COMPARED: Final = ("device", "machine", "torch")
-_reported: Final[set[tuple[str, frozenset[tuple[str, Value]]]]] = set()
+_warned: Final[set[tuple[str, frozenset[tuple[str, Value]]]]] = set()
 
 
-def here(device_type: str) -> dict[str, Value]:
-    """Return the entries for this machine: `device`, its type; `machine`, its name; `torch`, the version."""
+def this_machine(device_type: str) -> dict[str, Value]:
+    """Return the entries for this machine: the device type, the machine's name and PyTorch's version."""
     return {
         "device": device_type,
         "machine": machine_name(device_type),
@@ -47,7 +47,7 @@ def machine_name(device_type: str) -> str:
     if device_type != "cpu":
         with contextlib.suppress(
             Exception
-        ):  # any: the backend decides what an absent device raises
+        ):  # the error for an absent device depends on the backend
             return str(getattr(torch, device_type).get_device_name())
         return ""
     with contextlib.suppress(OSError):
@@ -61,7 +61,7 @@ def machine_name(device_type: str) -> str:
 
 
 def check_measured(value: object, where: str) -> Measured:
-    """Return the table as a mapping that cannot be changed."""
+    """Return the table as an immutable mapping, or raise a `PolicyError`."""
     example = '{"machine": "Xeon", "torch": "2.13.0"}'
     table = check_mapping(value, where, example)
     for key, entry in table.items():
@@ -78,15 +78,15 @@ def check_measured(value: object, where: str) -> Measured:
     return MappingProxyType(dict(table))
 
 
-def warn_elsewhere(name: str, measured: Measured, device_type: str) -> None:
-    """Warn, once for each policy, if it is used elsewhere than it was measured."""
+def warn_if_moved(name: str, measured: Measured, device_type: str) -> None:
+    """Warn, once for each policy, if it was measured on another machine or release of PyTorch."""
     policy = name, frozenset(measured.items())
-    if not measured or policy in _reported:
+    if not measured or policy in _warned:
         return
-    differing = _differing(measured, here(device_type))
+    differing = _differing(measured, this_machine(device_type))
     if differing:
-        _reported.add(policy)
-        listed = "; ".join(f"{key}: {was}, here {now}" for key, was, now in differing)
+        _warned.add(policy)
+        listed = "; ".join(f"{key}: {old}, here {new}" for key, old, new in differing)
         warnings.warn(
             f"The policy {name!r} was measured elsewhere ({listed}). Its rules are valid here, but its time, memory "
             "and accuracy may differ. Measure again here, or remove [measured] from the file.",
@@ -95,20 +95,20 @@ def warn_elsewhere(name: str, measured: Measured, device_type: str) -> None:
         )
 
 
-def _differing(measured: Measured, current: Measured) -> list[tuple[str, Value, Value]]:
-    """Return the compared keys that differ, with both values; of a version of PyTorch two numbers are compared."""
-    device = measured.get("device", current["device"])
-    keys = _COMPARED if device == current["device"] else ("device", "torch")
+def _differing(measured: Measured, machine: Measured) -> list[tuple[str, Value, Value]]:
+    """Return the compared keys that differ, with both values. Of PyTorch's version, major and minor are compared."""
+    device = measured.get("device", machine["device"])
+    keys = _COMPARED if device == machine["device"] else ("device", "torch")
     return [
-        (key, measured[key], current[key])
+        (key, measured[key], machine[key])
         for key in keys
         if measured.get(key)
-        and current[key]
-        and _same(key, measured[key]) != _same(key, current[key])
+        and machine[key]
+        and _comparable(key, measured[key]) != _comparable(key, machine[key])
     ]
 
 
-def _same(key: str, value: Value) -> object:
+def _comparable(key: str, value: Value) -> object:
     if key == "torch":
         with contextlib.suppress(ValueError):
             return torch_versions.parse(str(value))

@@ -1,13 +1,13 @@
-"""The operations that refuse every mixture of floating dtypes, by device type; a column of the table `default`.
+"""The operations that refuse every mixture of floating dtypes, by device type.
 
-Found by `python -m tools.probe_tables mixed`, with PyTorch 2.13 on the CPU and 2.11 on CUDA; on the installed PyTorch,
-`tests/policy/test_mixed_dtypes.py` compares them.
+`python -m tools.probe_tables mixed` found them, with PyTorch 2.13 on the CPU and 2.11 on CUDA.
+`tests/policy/test_mixed_dtypes.py` compares them with the installed PyTorch.
 
 Invariants:
-    - Such an operation runs in the widest dtype at once. Every other one is tried, and runs in the widest dtype if it
-      raises: it accepts some mixtures, resizes an output before it raises, or is an extension's and unknown.
-    - It refuses every mixture of tensors that each have several elements.
-    - On a device type that is not listed every operation is tried.
+    - Each of them raises an error for any mixture of tensors with several elements, so it runs in the widest dtype at
+      once.
+    - Any other operation is first called with the mixture, and runs in the widest dtype after an error. It may accept
+      some mixtures, resize an output before the error, or be unknown here, as those of extensions.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ REFUSED: Final[Mapping[str, frozenset[str]]] = {
     device_type: frozenset(f"aten::{name}" for name in f"{_ON_BOTH} {others}".split())
     for device_type, others in (("cpu", _ON_CPU), ("cuda", _ON_CUDA))
 }
-"""The dispatcher's names by device type."""
+"""Names in the dispatcher, by device type; empty for other device types."""
 
 
 def refuses_mixtures(name: str, device_type: str) -> bool:
-    """Return True if an operation, by the dispatcher's name, raises on every mixture of floating dtypes."""
+    """Return True if an operation, such as "aten::addmv", refuses every mixture of floating dtypes."""
     return name in REFUSED.get(device_type, ())

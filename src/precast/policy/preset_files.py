@@ -1,7 +1,7 @@
 """The files of the policies that ship with precast, by names such as `torch` and `torch@2.11`.
 
 Invariants:
-    - A name with a release is the preset for that release of PyTorch, whichever one is installed.
+    - A name with a release is the preset for that release of PyTorch, even if another one is installed.
     - An unsupported release is an error that lists the supported ones.
     - PyTorch is not imported here.
 """
@@ -22,11 +22,11 @@ FOLDER: Final = Path(__file__).parent / "presets"
 
 
 class Preset(NamedTuple):
-    """A file that ships with precast, and the release of PyTorch that a name pins it to."""
+    """A file that ships with precast, and the release of PyTorch in the preset's name."""
 
     path: Path
     release: Version | None = None
-    """None follows the installed PyTorch."""
+    """None is the release of the installed PyTorch."""
 
 
 def names() -> tuple[str, ...]:
@@ -42,10 +42,10 @@ def find(name: object) -> Preset | None:
     """
     if not isinstance(name, str):
         return None
-    plain, at, release = name.partition("@")
-    if plain not in names():
+    preset, at, release = name.partition("@")
+    if preset not in names():
         return None
-    return Preset(FOLDER / f"{plain}.toml", _release(plain, release) if at else None)
+    return Preset(FOLDER / f"{preset}.toml", _release(preset, release) if at else None)
 
 
 def is_preset(name: str) -> bool:
@@ -59,12 +59,10 @@ def is_preset(name: str) -> bool:
 def _release(preset: str, text: str) -> Version:
     releases = {torch_versions.spell(version): version for version in torch_versions.supported()}
     if text not in releases:
-        allowed, hint = (
-            ", ".join(f"{preset}@{each}" for each in releases),
-            nearest(text, list(releases)),
-        )
+        hint = nearest(text, list(releases))
+        allowed = ", ".join(f"{preset}@{each}" for each in releases)
         raise PolicyError(
             f"{shown(f'{preset}@{text}')}: precast has no rules of PyTorch {shown(text)}{hint} "
-            f"Allowed: {allowed}, or {preset} for those of the installed PyTorch"
+            f"Allowed: {allowed}, or {preset} for the installed PyTorch"
         )
     return releases[text]

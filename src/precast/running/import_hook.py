@@ -1,10 +1,10 @@
-"""A hook that runs when the program has loaded PyTorch, before its next line.
+"""A hook that runs as soon as the program has imported PyTorch.
 
-Invariants: a program that never loads PyTorch never waits for it; the program may set environment variables that
-PyTorch reads when it is loaded; the hook removes itself when it runs.
+Invariants: PyTorch is imported only by the program, which may not need it, or may set environment variables before;
+the hook removes itself when it runs.
 
-`when_imported` of wrapt is not used: it runs as soon as torch is loaded, when a module of precast that imports torch (a
-program may begin with `precast.autocast`) is incomplete; it stays in `sys.meta_path`; its import takes 0.1 seconds.
+`when_imported` of wrapt would run too early, before the module of precast that imports torch is complete. It also stays
+in `sys.meta_path`, and its import takes 0.1 seconds.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import Any
 __all__ = ["when_torch_is_loaded"]
 
 
-def when_torch_is_loaded(act: Callable[[], None]) -> None:
-    """Call `act` once: now if PyTorch is loaded, else in the import that loads it."""
+def when_torch_is_loaded(callback: Callable[[], None]) -> None:
+    """Call `callback` once: now if PyTorch is loaded, else at the end of the import that loads it."""
     if sys.modules.get("torch") is not None:
-        act()
+        callback()
     else:
-        sys.meta_path.insert(0, _TorchImportHook(act))
+        sys.meta_path.insert(0, _TorchImportHook(callback))
 
 
 class _TorchImportHook(MetaPathFinder):
-    """A finder for torch and precast's modules: a module that loads torch must be complete before the hook runs."""
+    """A finder of torch and of precast's modules. The hook runs when the outermost of them is complete."""
 
-    def __init__(self, act: Callable[[], None]) -> None:
-        self._act = act
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._depth = 0
         self._searching = False
 
     def find_spec(self, fullname: str, *_: Sequence[str] | ModuleType | None) -> ModuleSpec | None:
-        """Return the spec of the other finders, with a loader that calls `_execute` once."""
+        """Return the spec from the other finders, with a loader that calls `_execute`."""
         if self._searching or not (fullname == "torch" or fullname.startswith("precast.")):
             return None
         self._searching = True
@@ -51,7 +51,7 @@ class _TorchImportHook(MetaPathFinder):
         return spec
 
     def _execute(self, loader: Any, module: ModuleType) -> None:
-        """Run a module's code, and the hook after the outermost module that has loaded PyTorch."""
+        """Run the code of a module, and then the hook, if the module is the outermost one and has loaded PyTorch."""
         vars(loader).pop("exec_module", None)
         self._depth += 1
         try:
@@ -60,4 +60,4 @@ class _TorchImportHook(MetaPathFinder):
             self._depth -= 1
         if self._depth == 0 and sys.modules.get("torch") is not None and self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._act()
+            self._callback()

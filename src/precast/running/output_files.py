@@ -12,7 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from precast._internal.atomic_write import is_no_file, refusal
+from precast._internal.atomic_write import foreign_file_error, is_no_file
 
 __all__ = ["OutputFiles", "Rank", "rank_from_environment"]
 
@@ -100,7 +100,7 @@ def _try(path: Path) -> None:
         raise ValueError(f"cannot write {path}: it is a folder; name a file in it")
     advice = ""
     try:
-        if error := refusal(path, "--report or --json"):
+        if error := foreign_file_error(path, "--report or --json"):
             raise ValueError(error)
         advice = ". Nothing was run; name another place with --report or --json"
         if not (is_no_file(path) and os.access(path, os.W_OK)):

@@ -1,7 +1,7 @@
-"""The steps of a run that are traced in full, and counts of operations in all steps.
+"""A full trace of selected steps of a run, and counts of operations in all steps.
 
 Invariants: the full trace is open in the selected steps only; memory does not grow with the run. Both traces see only
-the thread that called `start`, so steps that end in other threads open and close nothing.
+the thread that called `start`, so steps in other threads have no effect on them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["TraceWindow"]
 
 
 class TraceWindow:
-    """Counts operations in all steps, and traces the steps from `begin` to `end` - 1 in full.
+    """A trace of operation counts in all steps, and a full trace of the steps from `begin` to `end` - 1.
 
-    `model` returns the model whose modules are named, when the full trace begins.
+    `model` is called when the full trace begins. It returns the model from which module names are taken.
     """
 
     def __init__(self, begin: int, end: int, model: Callable[[], nn.Module | None]) -> None:
@@ -31,36 +31,36 @@ class TraceWindow:
         self._counter = trace(full=False)
         self._full: Trace | None = None
         self._is_open = False
-        self._last = 0
-        self._steps = 0
+        self._last_step = 0
+        self._full_steps = 0
         self._thread = 0
         self.elsewhere = 0
-        """The number of steps that ended in other threads than the traced one."""
+        """The number of steps that ended in a thread other than the traced one."""
 
     def start(self) -> None:
-        """Start to count."""
+        """Start the counts, in the calling thread."""
         self._thread = threading.get_ident()
         self._counter.__enter__()
 
     def begins(self, step: int) -> None:
-        """Handle the beginning of a step. A second step 0 discards the trace so far."""
+        """Handle the beginning of a step. Another step 0 discards the full trace so far."""
         if step == 0:
             self.elsewhere = 0
         if threading.get_ident() != self._thread:
             self.elsewhere += step > 0
             return
         if self._is_open and step:
-            self._steps += 1
+            self._full_steps += 1
         if step in {0, self._end}:
             self._close()
         if step == 0:
-            self._full, self._steps = None, 0
+            self._full, self._full_steps = None, 0
         if step == self._begin:
             self._full = trace(self._model())
             self._full.__enter__()
             self._is_open = True
         if self._is_open:
-            self._last = step
+            self._last_step = step
 
     def stop(self) -> None:
         """End both traces, if called in the traced thread."""
@@ -70,19 +70,19 @@ class TraceWindow:
 
     @property
     def traced(self) -> list[int] | None:
-        """The first step of the full trace, and the step after its last one."""
-        return None if self._full is None else [self._begin, self._last + 1]
+        """The first step of the full trace and the step after its last one; None without such a trace."""
+        return None if self._full is None else [self._begin, self._last_step + 1]
 
     def counts(self) -> list[RuleCount]:
         """Return the calls and casts of each operation with a rule, in all steps."""
         return self._counter.counts
 
     def data(self) -> TraceData | None:
-        """Return the full trace. Its number of steps includes skipped ones, unlike that of a trace alone."""
+        """Return the full trace. Its number of steps includes steps that the scaler skipped, unlike in other traces."""
         if self._full is None:
             return None
         data = data_of(self._full)
-        return replace(data, totals=replace(data.totals, steps=self._steps))
+        return replace(data, totals=replace(data.totals, steps=self._full_steps))
 
     def _close(self) -> None:
         if self._full is not None and self._is_open:

@@ -25,7 +25,7 @@ from precast._internal import cures
 from precast._internal.pytree import map_tensors, tensors_in
 from precast.attachment import module_hooks
 from precast.autocast_mode.arguments import check_dtype, dtype_of
-from precast.autocast_mode.region import autocast, disable, naming_policies
+from precast.autocast_mode.region import autocast, disable, policies_in_exports
 from precast.errors import ExportError, PrecastError, PrecastWarning
 from precast.policy.module_plan import plan
 from precast.policy.policy import Policy, as_policy
@@ -110,7 +110,7 @@ def export(
     # Composite operations have no parts in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         args, kwargs = map_tensors((args, kwargs), counted)
-        with _in_region(model, state), naming_policies(), fake_as_real():
+        with _in_region(model, state), policies_in_exports(), fake_as_real():
             recorded = _recorded(model, args, kwargs, dynamic_shapes, strict)
         _warn_of_other_packages(recorded)
         with disable():

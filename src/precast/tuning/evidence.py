@@ -17,7 +17,7 @@ import torch
 from precast._internal.display import aligned, dtype_name, milliseconds, wrapped
 from precast._internal.records import as_json
 from precast._internal.version import __version__
-from precast.policy.measured import here
+from precast.policy.measured import this_machine
 from precast.policy.policy import Policy
 from precast.report.tree import TreeNode
 from precast.tuning.costs import CallCost, ProgramCosts
@@ -132,7 +132,7 @@ class TuningEvidence:
         settings = self.settings
         names = ("task", "base", "objective", "tolerance", "seed")
         table = {
-            **here(settings.device_type),
+            **this_machine(settings.device_type),
             "precast": self.precast,
             "model": self.model,
             "dtype": self.dtype,

@@ -1,9 +1,9 @@
 """The result of `tune`: a policy, the reasons for it, and everything that was measured.
 
 Invariants:
-- `text` is a complete policy file; loading it gives the policy;
-- saving is atomic: the policy at the path, the evidence and the page beside it;
-- printed, it fits into the width of the terminal.
+- `text` is a complete policy file, which loads as the policy;
+- each file is saved completely or not at all;
+- printed lines are not longer than the width of the terminal.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class TuningResult(Displayed):
 
     Attributes:
         policy: the policy. Attach it (`precast.attach(model, result.policy)`) and train in a region of `dtype`.
-        dtype: the 16-bit dtype of the region; torch.float32 where no region is best.
-        because: the reasons for the answer, in one sentence.
+        dtype: the 16-bit dtype of the region; torch.float32 if training or running without a region is best.
+        because: the reasons for this result, in one sentence.
     """
 
     policy: Policy
@@ -55,38 +55,38 @@ class TuningResult(Displayed):
 
     @property
     def evidence(self) -> dict[str, Any]:
-        """Everything that was measured, as plain values for JSON: the content of the file next to the policy's."""
+        """Everything that was measured, as plain values for JSON; `save` writes it next to the policy file."""
         return dict(as_values(self._evidence))
 
     @property
     def name(self) -> str:
-        """The setup of the answer: "tuned", "default", "float32" and so on."""
+        """The name of the best setup: "tuned", "default", "float32" and so on."""
         return self._evidence.answer
 
     @property
     def is_decided(self) -> bool:
-        """False if some setup may be better than the answer, float32, or the search was interrupted."""
+        """False if the search was interrupted, or if the result is float32 and another setup may be better."""
         return self.outcome == "proven"
 
     @property
     def outcome(self) -> Outcome:
-        """The way the search ended."""
+        """The end of the search: "proven", "undecided" or "interrupted"."""
         return self._evidence.outcome
 
     @property
     def text(self) -> str:
-        """The policy as a file, with where it was measured and a reason for each of its rows."""
+        """The policy as the text of a file, with the place of the measurements and a reason for each row."""
         evidence, settings, policy = self._evidence, self._evidence.settings, self.policy
         if self.dtype is torch.float32:
-            does = words_for(settings.task).does
-            usage = f"It casts nothing: {does} without a region, or in one with this policy."
+            verb = words_for(settings.task).does
+            usage = f"It casts nothing: {verb} without a region, or in one with this policy."
         else:
             usage = f"Use it in a region with dtype=torch.{evidence.dtype}"
             if settings.task == "inference":
                 call = f"precast.convert(model, policy, torch.{evidence.dtype}, example=...)"
                 usage += f", or as {call}"
             usage += "."
-        head = [
+        comments = [
             f"Found by precast.tune for {evidence.model} ({evidence.parameters:,} parameters): {evidence.headline}",
             f"Objective {settings.objective} of {settings.task}, tolerance {settings.tolerance:g}, seed "
             f"{settings.seed}; {evidence.date}",
@@ -94,7 +94,7 @@ class TuningResult(Displayed):
             evidence.command,
             usage,
         ]
-        lines = [f"# {line}" for each in head for line in textwrap.wrap(each, 117)]
+        lines = [f"# {line}" for each in comments for line in textwrap.wrap(each, 117)]
         texts = {"name": policy.name, "summary": policy.summary}
         lines += ["", *(f"{key} = {json.dumps(text)}" for key, text in texts.items() if text)]
         return "\n".join([*lines, whole_file(policy, with_reasons=True)])
@@ -102,23 +102,23 @@ class TuningResult(Displayed):
     def save(
         self, path: str | os.PathLike[str], *, page: str | os.PathLike[str] | bool | None = None
     ) -> None:
-        """Write the policy to `path`, and beside it the evidence, with the ending `.json`, and the page, with `.html`.
+        """Write the policy to `path`, and next to it the evidence (`.json`) and the page (`.html`).
 
         Args:
             path: the policy's file.
-            page: another place for the page, or whether there is to be one. None leaves it out where the packages of
-                the extra `report` are not installed.
+            page: another path for the page, or False for no page. None writes a page if the packages of the extra
+                `report` are installed.
 
         Raises:
-            OutputError: a file could not be written; an earlier one is unchanged.
+            OutputError: a file cannot be written; an existing file is then unchanged.
             MissingExtraError: a page is requested, and jinja2 or plotly is not installed.
         """
         target = Path(path)
-        place = target.with_suffix(".html") if page in (None, True) else Path(str(page))
+        page_path = target.with_suffix(".html") if page in (None, True) else Path(str(page))
         try:
             if page is not False:
                 text = html(self._evidence, self.text)
-                atomic_write.replace_own(place, text.encode("utf-8", "replace"))
+                atomic_write.replace_own(page_path, text.encode("utf-8", "replace"))
         except MissingExtraError:
             if page is not None:
                 raise
@@ -127,7 +127,7 @@ class TuningResult(Displayed):
         atomic_write.replace(target, self.text.encode())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the answer and its comparisons as plain values for JSON; `evidence` has everything."""
+        """Return the result and its comparisons as plain values for JSON. `evidence` has all measurements."""
         evidence = self._evidence
         names = ("answer", "outcome", "undecided", "would_decide", "dtype", "because")
         return {

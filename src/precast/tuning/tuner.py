@@ -1,18 +1,18 @@
-"""`tune`: a search for the best policy of a model on this machine, and its proof.
+"""`tune`: the search for the best policy of a model on this machine, and its proof.
 
 1. The model's operations are recorded, and their errors, time and memory in 16 bits are measured.
-2. A policy is chosen that costs least within the allowed errors.
-3. Copies are trained in float32, under the base policy, this policy, and each preset that has other rules for the
-   model's operations. For inference copies are run instead, and compared by a metric.
+2. The policy with the least cost within the allowed errors is chosen.
+3. Copies of the model are trained in float32, under the base policy, the chosen policy and each preset with other rules
+   for the model's operations. For inference, copies are run instead, and compared by a metric.
 
 Invariants:
-- the model is never run or written, only copies of it;
-- the answer has trained as well as float32, within the tolerance, and is better at the objective than float32 and the
-  base policy for certain. Where no policy is, the answer is the better one of these two;
-- a policy under which the gradient of a parameter is zero, and is not in float32, is never the answer;
-- the budget is kept, apart from the step that runs when it ends, and one that is traced. A budget that is too small for
-  any proof is refused;
-- Ctrl-C ends the search, and the best policy that is proven by then is the answer.
+- only copies of the model are run, and the model does not change;
+- the result has trained as well as float32, within the tolerance, and is proven to be better at the objective than
+  float32 and the base policy. If there is no such policy, the result is the better one of these two;
+- a policy under which a parameter has a gradient of zero, and another gradient in float32, is never the result;
+- the search ends within the budget, except for the step that runs then and one traced step. A budget that is too small
+  for any proof is refused;
+- after Ctrl-C the result is the best policy that is proven by then.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ from precast.tuning.training import TrainingTask
 
 __all__ = ["SearchBudget", "duration_text", "evidence_of", "task_of", "tune"]
 
-# Shares of the budget: until groups are not halved any more, then for costs, for each float8 rule, for each choice.
-_ERRORS: Final = 0.3
-_COSTS: Final = 0.15
-_PRODUCTS: Final = 0.1
-_CHOICE: Final = 0.05
-_PROOF: Final = 0.8
-"""The share of the remaining time for the first look at a proof."""
-_SAFETY: Final = 2
-"""The factor by which steps under a policy may be slower than in float32."""
-_SHARES: Final = (1.0, 0.5, 0.25)
-"""The shares of the allowed errors with which a policy is chosen, until its errors together are allowed."""
+# Shares of the budget for: errors, costs, each float8 rule, each choice of a policy.
+_ERRORS_SHARE: Final = 0.3
+_COSTS_SHARE: Final = 0.15
+_PRODUCTS_SHARE: Final = 0.1
+_CHOICE_SHARE: Final = 0.05
+_PROOF_SHARE: Final = 0.8
+"""The share of the remaining time for a proof up to its first comparison."""
+_SLOWDOWN: Final = 2
+"""The factor by which steps under a policy may be slower than in float32; the time is planned for this."""
+_TOLERATED_SHARES: Final = (1.0, 0.5, 0.25)
+"""Shares of the allowed errors for the choice of a policy: the next one is tried if its measured error is too large."""
 _FEWEST_SETUPS: Final = 3
-"""Float32, the base policy, and the chosen one."""
-_ENDED: Final = {"interrupted": "the search was interrupted", "time": "the budget ended"}
+"""Float32, the base policy and the chosen policy."""
+_END_REASONS: Final = {"interrupted": "the search was interrupted", "time": "the budget ended"}
 _PRESETS: Final = ("default", "lean", "torch")
-"""Presets that are compared; `torch` computes what `torch.autocast` does, bit for bit."""
+"""Presets that are compared. `torch` gives the same bits as `torch.autocast`."""
 
 
 def tune(
@@ -99,12 +99,12 @@ def tune(
         objective: The quantity to minimize: "time" of a training step, or "memory" that autograd keeps for the backward
             pass. For inference: "time" of the model's calls, or "memory" of its weights with the results of operations.
         tolerance: The relative difference of the loss, after training, or of the metric, that does not count.
-        budget: The most seconds that the search takes. One that is too small for any comparison is refused at once.
+        budget: The time limit of the search in seconds. It is refused at once if it is too small for any comparison.
         options: Rarely used arguments: a metric, candidates, the base policy, the random seed.
 
     Returns:
-        The policy with its evidence. It is the one of float32 or the base policy where no better one is proven. Where
-        the measurements leave open whether another is better than float32, `is_decided` is False.
+        The policy with its evidence. If no better policy is proven, it is that of float32 or the base policy. If the
+        measurements cannot tell whether another policy is better than float32, `is_decided` is False.
 
     Raises:
         TuningError: The model cannot be copied, the step returns no scalar loss, there are no batches, the loss reaches
@@ -157,7 +157,7 @@ def task_of(workload: Workload) -> TuningTask:
 
 
 class SearchBudget:
-    """The time of a search, and the steps of a proof for which there is time."""
+    """The time limit of a search, and the number of steps in a proof that fit into the remaining time."""
 
     def __init__(self, task: TuningTask, seconds: float) -> None:
         self._start = time.monotonic()
@@ -171,13 +171,13 @@ class SearchBudget:
         return time.monotonic() - self._start
 
     def share(self, share: float) -> float:
-        """Return the time at which a share of the budget is spent, on `time.monotonic`'s clock."""
+        """Return the deadline, on the clock of `time.monotonic`, at which this share of the budget is used."""
         return self._start + share * self._seconds
 
     def measure_step(self, setups: int) -> None:
-        """Measure a step in float32; refuse a budget that is too small even for a proof without measurements.
+        """Measure a step in float32, and raise an error if the budget is too small for a proof alone.
 
-        The time so far does not count: on a busy machine most of it loads code.
+        The time before this call is not counted here, because it is mostly spent to load code.
         """
         self._step_seconds = self._task.seconds()
         if self._seconds < self._proof_seconds(self._task.steps[0], setups):
@@ -189,24 +189,24 @@ class SearchBudget:
             )
 
     def sufficient(self, setups: int) -> float:
-        """Return a budget in which so many setups are compared in the shortest trainings."""
-        proof = _SAFETY * self._proof_seconds(self._task.steps[0], setups) / _PROOF
-        return max(proof / (1 - _ERRORS - _COSTS), proof + self.elapsed())
+        """Return a budget that suffices to compare this number of setups by the shortest trainings."""
+        proof = _SLOWDOWN * self._proof_seconds(self._task.steps[0], setups) / _PROOF_SHARE
+        return max(proof / (1 - _ERRORS_SHARE - _COSTS_SHARE), proof + self.elapsed())
 
     def steps_for(self, setups: int) -> int:
-        """Return the steps of a training for which there is time; 0 if that is less than the fewest."""
+        """Return the number of steps for which each training has time; 0 if it is below the minimum."""
         least, most = self._task.steps
         seconds = self._seconds - self.elapsed()
-        steps = int(_PROOF * seconds / (_SAFETY * self._proof_seconds(1, setups)))
+        steps = int(_PROOF_SHARE * seconds / (_SLOWDOWN * self._proof_seconds(1, setups)))
         return min(steps, most) if steps >= least else 0
 
     def _proof_seconds(self, steps: int, setups: int) -> float:
-        """Return the time of a proof up to its first look, if steps take as long as in float32."""
+        """Return the time of a proof up to its first comparison, if all steps take as long as in float32."""
         return steps * self._step_seconds * setups * LEAST_PAIRS
 
 
 class _PolicySearch:
-    """One search, while it runs."""
+    """One search with its evidence so far."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _PolicySearch:
         self._best: Setup = FLOAT32
 
     def run(self, candidates: Sequence[torch.dtype | str]) -> TuningResult:
-        """Search, and return the answer."""
+        """Search, and return the result."""
         evidence = self._evidence
         try:
             self._search(candidates)
@@ -242,7 +242,7 @@ class _PolicySearch:
         evidence.seconds = self._budget.elapsed()
         if not evidence.interrupted:
             evidence.traced = self._task.traced(best)
-        self._tell("done", evidence.because)
+        self._report_progress("done", evidence.because)
         policy = Policy("float32", {}, "promote") if best.policy is None else best.policy
         policy = evidence.measured_policy(policy)
         return TuningResult(policy, best.dtype, evidence.because, evidence)
@@ -251,11 +251,11 @@ class _PolicySearch:
         task, budget, settings, evidence = self._task, self._budget, self._settings, self._evidence
         dtypes = [each for each in candidates if isinstance(each, torch.dtype)]
         rules = [str(each) for each in candidates if isinstance(each, str)]
-        self._tell("record", f"a {task.words.run} in float32")
+        self._report_progress("record", f"a {task.words.run} in float32")
         budget.measure_step(_FEWEST_SETUPS)
         setups = self._setups(dtypes or [torch.bfloat16], rules)
-        count = next((n for n in range(len(setups), 0, -1) if budget.steps_for(n + 1)), 0)
-        tried, untried = setups[:count], [setup.name for setup in setups[count:]]
+        setup_count = next((n for n in range(len(setups), 0, -1) if budget.steps_for(n + 1)), 0)
+        tried, untried = setups[:setup_count], [setup.name for setup in setups[setup_count:]]
         if not tried:
             evidence.because = "measuring errors and costs left no time to compare anything"
             evidence.undecided = untried
@@ -265,11 +265,11 @@ class _PolicySearch:
         evidence.proof = proof = prove(
             task,
             tried,
-            steps=budget.steps_for(count + 1) or task.steps[0],
+            steps=budget.steps_for(setup_count + 1) or task.steps[0],
             tolerance=settings.tolerance,
             deadline=budget.share(1.0),
             timed=settings.objective == "time",
-            progress=partial(self._tell, "prove"),
+            progress=partial(self._report_progress, "prove"),
         )
         judge = Judge(settings.objective, proof, task)
         self._best, text = judge.best(tried, {s.name for s in tried if s.policy is self._base})
@@ -278,8 +278,8 @@ class _PolicySearch:
         reasons += [p.because for p in evidence.products if f"tuned with {p.rule}" not in names]
         if untried:
             reasons.append(f"there was no time to try {', '.join(untried)}")
-        if proof.ended in _ENDED:
-            reasons.append(_ENDED[proof.ended])
+        if proof.ended in _END_REASONS:
+            reasons.append(_END_REASONS[proof.ended])
         evidence.because = "; ".join(reasons)
         evidence.interrupted = proof.ended == "interrupted"
         if self._best is FLOAT32 and not evidence.interrupted:
@@ -293,25 +293,27 @@ class _PolicySearch:
         return f"a budget of {duration_text(self._budget.sufficient(setups))} or more"
 
     def _setups(self, dtypes: Sequence[torch.dtype], rules: Sequence[str]) -> list[Setup]:
-        """Return the setups of the base policy, the chosen ones, and last those of presets."""
-        task, share = self._task, (_ERRORS + _COSTS) / len(dtypes)
+        """Return the setups of the base policy, then those of chosen policies, and last those of presets."""
+        task, share = self._task, (_ERRORS_SHARE + _COSTS_SHARE) / len(dtypes)
         setups: list[Setup] = []
         presets: list[Setup] = []
         for number, dtype in enumerate(dtypes, 1):
-            self._tell("record", f"the operations of a {task.words.run}, in {dtype_name(dtype)}")
+            self._report_progress(
+                "record", f"the operations of a {task.words.run}, in {dtype_name(dtype)}"
+            )
             program = task.record(self._base, dtype)
             errors = measure_sensitivity(
                 task.meter,
                 program,
                 self._base,
                 **self._allowed,
-                deadline=self._budget.share(number * share - _COSTS / len(dtypes)),
-                progress=partial(self._tell, "errors"),
+                deadline=self._budget.share(number * share - _COSTS_SHARE / len(dtypes)),
+                progress=partial(self._report_progress, "errors"),
             )
             costs = measure_costs(
                 program,
                 deadline=self._budget.share(number * share),
-                progress=partial(self._tell, "costs"),
+                progress=partial(self._report_progress, "costs"),
             )
             self._evidence.add_search(program, errors, costs)
             suffix = f" in {dtype_name(dtype)}" if len(dtypes) > 1 else ""
@@ -329,13 +331,13 @@ class _PolicySearch:
     def _choose(
         self, program: TunedProgram, errors: Sensitivity, costs: ProgramCosts
     ) -> tuple[DtypeChoice, Policy, str]:
-        """Return the choice that costs least within the allowed errors, its policy, and a parameter without training.
+        """Return the choice with the least cost within the allowed errors, its policy, and an untrained parameter.
 
-        Errors that were measured in groups may add up to more where all operations run together in 16 bits.
+        The error of all 16-bit operations together may be larger than the sum of errors that were measured in groups.
         """
         objective = self._settings.objective
         loss, gradient = (each**2 for each in self._allowed.values())
-        for share in _SHARES:
+        for share in _TOLERATED_SHARES:
             choice = choose(
                 program,
                 costs,
@@ -343,17 +345,17 @@ class _PolicySearch:
                 objective=objective,
                 loss=loss * share**2,
                 gradient=gradient * share**2,
-                seconds=max(1.0, _CHOICE * self._settings.budget),
+                seconds=max(1.0, _CHOICE_SHARE * self._settings.budget),
             )
 
             def reason(row: PolicyRow, choice: DtypeChoice = choice) -> str:
                 return reason_of(row, program, costs, errors.sites, choice, objective=objective)
 
             policy = policy_of(choice, program, self._base, reason=reason)
-            together = self._task.meter.errors(Setup("tuned", policy, program.low))
-            if together.fits(loss, gradient):
+            errors_of_policy = self._task.meter.errors(Setup("tuned", policy, program.low))
+            if errors_of_policy.fits(loss, gradient):
                 break
-        return choice, policy, together.silent
+        return choice, policy, errors_of_policy.silent
 
     def _with_products(
         self,
@@ -363,24 +365,24 @@ class _PolicySearch:
         policy: Policy,
         rules: Sequence[str],
     ) -> list[Setup]:
-        """Return the setups with some products under each rule for products.
+        """Return a setup for each rule for products that some products of the model can have.
 
-        Float8 rules change the last 16-bit setup that has products, and `lower_out_fp32` the chosen policy.
+        Float8 rules are added to the last 16-bit setup with products, and `lower_out_fp32` to the chosen policy.
         """
         meter, settings = self._task.meter, self._settings
         with_products = [s for s in in_16_bits if s.policy and products_of(program, s.policy)]
-        around = [*in_16_bits, *with_products][-1]
+        changed_setup = [*in_16_bits, *with_products][-1]
         setups = []
         for rule in rules:
-            self._tell("costs", f"products in {rule}")
+            self._report_progress("costs", f"products in {rule}")
             if rule in FLOAT8_RULES:
                 setup, products = choose_products(
                     meter,
                     program,
-                    around,
+                    changed_setup,
                     rule,
                     objective=settings.objective,
-                    deadline=time.monotonic() + _PRODUCTS * settings.budget,
+                    deadline=time.monotonic() + _PRODUCTS_SHARE * settings.budget,
                     **self._allowed,
                 )
             else:
@@ -389,14 +391,14 @@ class _PolicySearch:
             setups += [setup] if setup is not None else []
         return setups
 
-    def _tell(self, stage: Any, text: str) -> None:
+    def _report_progress(self, stage: Any, text: str) -> None:
         if self._progress is not None:
-            now, budget = self._budget.elapsed(), self._settings.budget
-            self._progress(TuningProgress(stage, text, now, budget, self._best.name))
+            elapsed, budget = self._budget.elapsed(), self._settings.budget
+            self._progress(TuningProgress(stage, text, elapsed, budget, self._best.name))
 
 
 def duration_text(seconds: float) -> str:
-    """Return a time in the form that the command line takes, in whole minutes or seconds, rounded up."""
+    """Return a time as the command line accepts it, rounded up to whole seconds or minutes."""
     whole = math.ceil(seconds)
     return f"{whole}s" if whole <= 90 else f"{math.ceil(seconds / 60)}m"
 
@@ -413,10 +415,12 @@ def _other_presets(base: Policy, program: TunedProgram) -> Iterator[Policy]:
 
 
 def _rules_for(policy: Policy, program: TunedProgram) -> object:
-    """Return the rules of a policy that change how a program runs."""
+    """Return the rules of a policy that have an effect on a program."""
     table, _ = expanded_rules(policy, program.device)
     called = {call.overload for site in program.sites for call in site.calls}
     rules = {(name, table[name].rule) for name in called if name in table}
-    rows = {(name, rule) for name, rule in rules if rule is not Rule.KEEP}  # the same as no row
+    rows = {
+        (name, rule) for name, rule in rules if rule is not Rule.KEEP
+    }  # `keep` is the same as no row
     modules = {pattern: repr(rule) for pattern, rule in policy.modules.items()}
     return policy.mixed, rows, modules

@@ -27,11 +27,11 @@ from torch.nn import Parameter, UninitializedParameter
 
 from precast._torch import (
     StreamMark,
+    abort_process_groups,
     counts_versions,
     fused_copy,
     is_captured,
     is_plain,
-    leave_process_groups,
     stream_of,
     version_of,
     without_torch_function,
@@ -184,7 +184,7 @@ def handle_of(parameter: Tensor, key: CopyKey) -> CopyHandle | None:
             copy.invalidate()
         current = copy is not None and copy.is_valid_for(parameter)
         if current and held_parameter.stale:
-            leave_process_groups()
+            abort_process_groups()
             raise StaleWeightError(stale_message(held_parameter.name, key))
         if is_captured(parameter):
             return _captured(copy) if copy and current and not parameter.requires_grad else None

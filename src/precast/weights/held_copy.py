@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast._torch import (
     StreamMark,
     impl_address,
@@ -38,7 +38,7 @@ from precast.weights.samples import WeightSamples
 
 __all__ = ["Copy", "CopyHandle", "lock", "unless_finalizing"]
 
-lock: Final = survives_fork(threading.RLock())
+lock: Final = make_fork_safe(threading.RLock())
 """Held while copies are created, dropped, handed out or written; not needed to use an entry of a thread's cache."""
 
 

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from precast._torch import (
     HostCopy,
+    abort_process_groups,
     dispatch_modes,
     is_capturing,
     is_real,
-    leave_process_groups,
     stream_of,
     without_torch_function,
 )
@@ -90,7 +90,7 @@ def check_at_entry() -> None:
     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
         _mark_stale(*write)  # its next use may rewrite the copy anyway, so the entry raises nothing
     else:
-        leave_process_groups()
+        abort_process_groups()
         raise StaleWeightError(stale_message(write[0].name, write[1]))
 
 

@@ -185,12 +185,16 @@ def test_a_model_is_made_by_a_function_a_class_or_is_there(model: str, kind: str
 
 
 WRONG = {
-    "no colon": ("zoo_of_models", 2, "write MODULE:FACTORY"),
-    "no factory": ("zoo_of_models:", 2, "write MODULE:FACTORY"),
-    "no such module": ("zoo_of_modls:x", 2, "there is no module 'zoo_of_modls' to import"),
-    "no such part of a package": ("torch.nn.modls:x", 2, "no module 'torch.nn.modls' to import"),
-    "no such name": ("zoo_of_models:Decodr", 2, "there is no 'Decodr' in zoo_of_models"),
-    "not callable": ("zoo_of_models:three", 2, "zoo_of_models:three is of type int"),
+    "no colon": ("zoo_of_models", 2, "expected MODULE:FACTORY"),
+    "no factory": ("zoo_of_models:", 2, "expected MODULE:FACTORY"),
+    "no such module": ("zoo_of_modls:x", 2, "no module named 'zoo_of_modls'"),
+    "no such part of a package": ("torch.nn.modls:x", 2, "no module named 'torch.nn.modls'"),
+    "no such name": ("zoo_of_models:Decodr", 2, "zoo_of_models has no attribute 'Decodr'"),
+    "not callable": (
+        "zoo_of_models:three",
+        2,
+        "zoo_of_models:three: expected a function that returns a model, got int",
+    ),
     "a factory that raises": ("zoo_of_models:fails", 1, "failed: RuntimeError: no weights here"),
     "not a model": ("zoo_of_models:text", 1, "expected a torch.nn.Module, got str"),
     "a module that needs another": ("broken_module:x", 1, "No module named 'no_such_package_of_"),
@@ -370,8 +374,8 @@ def test_an_example_leaves_the_model_and_the_random_numbers_as_they_were() -> No
     ("arguments", "code", "message"),
     [
         ((*EXAMPLE, "zoo_of_models:too_wide"), 1, "the model failed on the example: "),
-        ((*EXAMPLE, "zoo_of_models:nothing"), 2, "there is no 'nothing' in zoo_of_models"),
-        ((*EXAMPLE, "inputs"), 2, "write MODULE:NAME, as in my_package.models:example"),
+        ((*EXAMPLE, "zoo_of_models:nothing"), 2, "zoo_of_models has no attribute 'nothing'"),
+        ((*EXAMPLE, "inputs"), 2, "expected MODULE:NAME, as in my_package.models:example"),
         ((*EXAMPLE, "zoo_of_models:fails"), 1, "zoo_of_models:fails() failed"),
         (("softmax", "--example", "zoo_of_models:inputs"), 2, "it goes with --model"),
     ],

@@ -93,7 +93,7 @@ def test_a_script_that_fails_is_shown_with_its_error(tmp_path: Path) -> None:
 
 def test_wrong_usage_runs_nothing(tmp_path: Path) -> None:
     for arguments, message in [
-        (["missing.py"], "there is no script 'missing.py'"),
+        (["missing.py"], "no script 'missing.py'"),
         (["--step", "train", "train.py"], "expected MODULE:NAME"),
         (["--policy", "bf16", "train.py"], "that is a dtype"),
     ]:

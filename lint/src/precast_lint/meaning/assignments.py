@@ -105,7 +105,11 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
         result = _last_in_straight_code(source, at, stores)
         return result.value if result is not None else None
     binding = source.names.only_binding(owner)
-    arguments = source.values.handed.to(binding) if binding is not None and depth else []
+    arguments = (
+        source.values.call_arguments.for_unannotated(binding)
+        if binding is not None and depth
+        else []
+    )
     values = [
         _stored_on(source, value, name, value, depth - 1) if isinstance(value, cst.Name) else None
         for value in arguments
@@ -202,7 +206,7 @@ def by_default(source: Source, node: Node | None, depth: int = 3) -> Node | None
     binding = source.names.only_binding(result)
     if binding is None or binding.kind != "param":
         return None
-    values = source.values.handed.whatever_to(binding) or [binding.value]
+    values = source.values.call_arguments.for_parameter(binding) or [binding.value]
     if len(values) > 1 or values[0] is None:
         return None
     return (

@@ -95,7 +95,7 @@ def called_method(source: Source, call: Node) -> cst.FunctionDef | None:
             return None
     if method is None or method.decorators or method.node.asynchronous is not None:
         return None
-    if source.values.handed.is_static(method.node):
+    if source.values.call_arguments.is_static(method.node):
         return method.node
     first = method.node.params.params[:1]
     is_plain = bool(first) and first[0].name.value in ("self", "cls")
@@ -196,7 +196,7 @@ def followed_call(source: Source, call: Node) -> tuple[cst.FunctionDef, dict[str
     ]
     owner = called_object(source, call)
     is_method = isinstance(call.func, cst.Attribute) or owner is not None
-    if is_method and not source.values.handed.is_static(function):
+    if is_method and not source.values.call_arguments.is_static(function):
         params = params[1:]  # self
     positional: list[Node] = [arg.value for arg in call.args if arg.keyword is None]
     by_keyword: dict[str, Node] = {

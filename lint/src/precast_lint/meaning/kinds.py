@@ -15,7 +15,7 @@ from precast_lint.meaning.regions import TRAINERS
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, is_self, strings
+from precast_lint.parsing.syntax import Node, cst, is_self, string_value
 
 __all__ = [
     "is_device",
@@ -99,7 +99,7 @@ def texts(source: Source, node: Node | None, depth: int = _DEPTH) -> frozenset[s
     """Return the possible values of an expression, if they are all strings; else empty."""
     if node is None or depth == 0:
         return frozenset()
-    text = strings(node)
+    text = string_value(node)
     if text is not None:
         return frozenset({text})
     if isinstance(node, cst.IfExp):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from precast_lint.meaning.assignments import by_default, the_value, values_seen
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source, once
-from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, strings, walk
+from precast_lint.parsing.syntax import Node, cst, dotted, methods_named, string_value, walk
 
 __all__ = [
     "AUTOCASTS",
@@ -146,7 +146,7 @@ def arguments_of(source: Source, call: cst.Call) -> Arguments:
         resolved, is_whole = more.keywords, not more.starred and not more.positional
     elif isinstance(table, cst.Dict):
         entries = [e for e in table.elements if isinstance(e, cst.DictElement)]
-        resolved = {name: e.value for e in entries if (name := strings(e.key)) is not None}
+        resolved = {name: e.value for e in entries if (name := string_value(e.key)) is not None}
         is_whole = len(resolved) == len(table.elements)
     else:
         return arguments
@@ -264,7 +264,7 @@ def _around_yield(source: Source, item: Node) -> list[tuple[cst.With, cst.WithIt
 
 def _generator(source: Source, call: cst.Call) -> cst.FunctionDef | None:
     """The function that `contextlib.contextmanager` decorates and a call runs."""
-    function = source.values.handed.function_called(call)
+    function = source.values.call_arguments.called_function(call)
     func = call.func
     if function is None and isinstance(func, cst.Attribute):
         definition = source.values.object_class(func.value)
@@ -288,12 +288,12 @@ def _made_by(source: Source, item: Node) -> list[Node]:
         item = the_value(source, item) or item
     if isinstance(item, cst.IfExp):
         return [item.body, item.orelse]
-    returned = source.values.returned(item) if isinstance(item, cst.Call) else []
+    returned = source.values.results(item) if isinstance(item, cst.Call) else []
     if len(returned) > 1:
         return returned
     if len(returned) == 1 and isinstance(returned[0], cst.IfExp):
         return [returned[0].body, returned[0].orelse]
-    call = source.values.constructed(item)
+    call = source.values.constructor(item)
     return [call] if call is not None else []
 
 
@@ -307,13 +307,13 @@ def _device(source: Source, node: Node | None) -> str | None:
         node = node.args[0].value
     elif isinstance(node, cst.Attribute) and node.attr.value == "type":
         node = node.value
-    definition = source.values.constructed(node)
+    definition = source.values.constructor(node)
     if isinstance(definition, cst.Call) and source.origin(definition.func) == "torch.device":
         node = the_value(source, definition.args[0].value) if definition.args else None
     if isinstance(node, cst.IfExp) and isinstance(node.test, cst.Call):
         is_there = source.origin(node.test.func) == "torch.cuda.is_available"
         node = node.body if is_there else node
-    text = strings(node) if node is not None else None
+    text = string_value(node) if node is not None else None
     return text.partition(":")[0] if text else None
 
 
@@ -343,14 +343,14 @@ def _named(source: Source, node: Node) -> str | None:
         index = definition.slice[0].slice
         argument = by_default(source, index.value) if isinstance(index, cst.Index) else None
         table = the_value(source, definition.value)
-        text = strings(argument) if argument is not None else None
+        text = string_value(argument) if argument is not None else None
         entries = table.elements if text and isinstance(table, cst.Dict) else ()
         for entry in entries:
-            if isinstance(entry, cst.DictElement) and strings(entry.key) == text:
+            if isinstance(entry, cst.DictElement) and string_value(entry.key) == text:
                 result = source.origin(entry.value)
                 return result if result in _FLOAT16 else None
         return None
     if not isinstance(definition, cst.Call):
         return None
-    origins = {source.origin(value) for value in source.values.returned(definition)}
+    origins = {source.origin(value) for value in source.values.results(definition)}
     return origins.pop() if len(origins) == 1 else None

@@ -16,7 +16,7 @@ from precast_lint.meaning.regions import regions_around
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, is_self, strings, walk
+from precast_lint.parsing.syntax import Node, cst, is_self, string_value, walk
 
 __all__ = [
     "LAYERS",
@@ -188,7 +188,7 @@ def constant(source: Source, node: Node | None, depth: int = 8) -> float | None:
         return float(base**exponent)
     if isinstance(node, cst.Call) and source.names.builtin(node.func) == "float":
         only = node.args[0].value if len(node.args) == 1 else None
-        text = strings(only) if only is not None else None
+        text = string_value(only) if only is not None else None
         return _parsed(text) if text is not None else constant(source, only, depth - 1)
     if isinstance(node, cst.Name):
         binding = source.names.only_binding(node)
@@ -235,7 +235,7 @@ def _default(source: Source, binding: Binding, depth: int) -> float | None:
     """Return the number that all calls of this file pass to a parameter, or else its default value."""
     if binding.kind != "param":
         return None
-    values = source.values.handed.whatever_to(binding) or [binding.value]
+    values = source.values.call_arguments.for_parameter(binding) or [binding.value]
     numbers = {constant(source, value, depth - 1) for value in values}
     return numbers.pop() if len(numbers) == 1 else None
 
@@ -268,9 +268,9 @@ def _is_update(source: Source, binding: Binding) -> bool:
     return is_target and isinstance(outer.operator, _IN_PLACE)  # type: ignore[union-attr]
 
 
-def _handed(source: Source, results: list[Binding]) -> list[Node] | None:
+def _passed_arguments(source: Source, results: list[Binding]) -> list[Node] | None:
     """Return the arguments of all calls of this file for a parameter that is not bound again; None if unknown."""
-    values = source.values.handed.whatever_to(results[0]) if len(results) == 1 else []
+    values = source.values.call_arguments.for_parameter(results[0]) if len(results) == 1 else []
     entries = [value for value in values if value is not None]
     return entries if entries and len(entries) == len(values) <= _CALLS else None
 
@@ -290,7 +290,7 @@ def is_half(source: Source, node: Node, depth: int = 10) -> bool:
         return any(halves) and all(h or n for h, n in zip(halves, numbers, strict=True))
     if isinstance(node, cst.Name):
         results = _kept(source, node)
-        values = _handed(source, results)
+        values = _passed_arguments(source, results)
         if values is not None:
             return all(
                 not any(regions_around(source, value)) and is_half(source, value, depth - 3)
@@ -370,7 +370,7 @@ def is_lowered(source: Source, node: Node, depth: int = 12) -> bool:
         return _is_lowered_arithmetic(source, node, depth)
     if isinstance(node, cst.Name):
         results = _kept(source, node)
-        arguments = _handed(source, results)
+        arguments = _passed_arguments(source, results)
         if arguments is not None:
             return all(is_lowered(source, value, depth - 3) for value in arguments)
         values = [b.value for b in results if b.kind == "assign" and b.value is not None]
@@ -431,7 +431,7 @@ def _ends_with_layer(source: Source, module: Node) -> bool:
 
 def modules_in(source: Source, module: Node) -> list[Node]:
     """Return the modules of `nn.Sequential(...)`; empty if one is unknown."""
-    definition = source.values.constructed(module)
+    definition = source.values.constructor(module)
     if not isinstance(definition, cst.Call) or source.origin(definition.func) not in _SEQUENTIALS:
         return []
     table = (

@@ -17,9 +17,9 @@ from typing import Any
 from precast_lint.model import version
 from precast_lint.parsing.names import is_none
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, string_value, walk
 
-__all__ = ["SINCE", "evaluate_test", "names_releases", "value_given"]
+__all__ = ["SINCE", "evaluate_test", "names_releases", "single_value"]
 
 SINCE = {
     "torch.autocast": "1.10",
@@ -117,7 +117,7 @@ def names_releases(source: Source, node: Node) -> bool:
     """Return True if a test names single releases, so that its result for newer ones may differ on purpose."""
     exact = (cst.Equal, cst.NotEqual, cst.In, cst.NotIn)
     inner = list(walk(node))
-    values = [value_given(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
+    values = [single_value(source, n) for n in inner if isinstance(n, (cst.Name, cst.Attribute))]
     return any(
         isinstance(n, exact) or (isinstance(n, cst.Name) and n.value == "startswith")
         for part in (inner, *(walk(value) for value in values))
@@ -142,7 +142,7 @@ def _written(source: Source, node: Node, depth: int) -> str:  # noqa: PLR0912 - 
         return "own"
     if origin == "torch.version.__version__":
         return "plain"
-    if (value := value_given(source, node)) is not node:
+    if (value := single_value(source, node)) is not node:
         return again(value)
     if (part := _unpacked(source, node)) is not None:
         return f"tuple({again(part[0])})[{part[1]}]"
@@ -150,7 +150,7 @@ def _written(source: Source, node: Node, depth: int) -> str:  # noqa: PLR0912 - 
         return _name(source, node)
     if isinstance(node, (cst.Integer, cst.Float)):
         return node.value
-    if (text := strings(node)) is not None:
+    if (text := string_value(node)) is not None:
         return repr(text)
     if isinstance(node, (cst.Tuple, cst.List)):
         inside = "".join(f"{again(element.value)}, " for element in node.elements)
@@ -234,7 +234,7 @@ def _call(source: Source, node: cst.Call, again: Callable[[Node], str]) -> str:
         return f"has({since!r})" if len(node.args) == 2 else f"(has({since!r}) or None)"
     if any(arg.star or arg.keyword for arg in node.args):
         raise _Unknown
-    returned = source.values.returned(node)
+    returned = source.values.results(node)
     if len(returned) == 1 and not node.args:
         return again(returned[0])
     arguments = ", ".join(again(arg.value) for arg in node.args)
@@ -252,7 +252,7 @@ def _since_of_name(source: Source, call: cst.Call) -> str | None:
     arguments = {"hasattr": 2, "getattr": 3}.get(source.names.builtin(call.func) or "")
     if len(call.args) != arguments or not all(is_none(arg.value) for arg in call.args[2:]):
         return None
-    path = f"{source.names.path(call.args[0].value)}.{strings(call.args[1].value)}"
+    path = f"{source.names.path(call.args[0].value)}.{string_value(call.args[1].value)}"
     return _OLDER.get(path) or SINCE.get(path)
 
 
@@ -270,7 +270,7 @@ def _unpacked(source: Source, node: Node) -> tuple[Node, int] | None:
     return (statement.value, places.index(binding.node)) if binding.node in places else None
 
 
-def value_given(source: Source, node: Node) -> Node:
+def single_value(source: Source, node: Node) -> Node:
     """Return the only value of a name or an attribute of self, or the expression itself."""
     result = source.values.sources(node)
     if len(result) != 1 or source.origin(node) is not None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import elements
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, string_value
 
 __all__ = ["Containers"]
 
@@ -26,7 +26,7 @@ class ValueSource(Protocol):
     names: NameTable
     parents: dict[Node, Node]
 
-    def returned(self, call: cst.Call) -> list[Node]:
+    def results(self, call: cst.Call) -> list[Node]:
         """The values that a call of a function of this file returns."""
 
     def sources(self, node: Node | None) -> list[tuple[Node | None, Node | None]]:
@@ -50,7 +50,7 @@ class Containers:
         index = node.slice[0].slice if len(node.slice) == 1 else None
         if not isinstance(index, cst.Index):
             return None
-        named = strings(index.value)
+        named = string_value(index.value)
         if named is not None:
             result = self._named(node.value, named, _DEPTH)
             if result:
@@ -65,7 +65,7 @@ class Containers:
         assign = self.parents.get(outer) if isinstance(outer, cst.AssignTarget) else None
         if not isinstance(assign, cst.Assign) or not isinstance(line, (cst.Tuple, cst.List)):
             return self.of_loop(target)
-        returned = self.values.returned(assign.value) if isinstance(assign.value, cst.Call) else []
+        returned = self.values.results(assign.value) if isinstance(assign.value, cst.Call) else []
         arguments = [elements(value, len(line.elements)) for value in returned]
         place = next(i for i, one in enumerate(line.elements) if one is element)
         results = [values[place] for values in arguments]
@@ -106,7 +106,7 @@ class Containers:
         if isinstance(func, cst.Attribute) and not node.args:
             expected = {"values": None, "items": 1}.get(func.attr.value, -1)
             return func.value if expected == place else None
-        if place is None and self.values.returned(node):
+        if place is None and self.values.results(node):
             return node
         name = self.values.names.builtin(func)
         plain = [arg.value for arg in node.args if arg.keyword is None and not arg.star]
@@ -152,7 +152,7 @@ class Containers:
     def _held(self, node: Node, depth: int) -> Iterator[Node | None]:
         """Yield the elements of the values of a name or an attribute of self, and those that are added later."""
         values = (
-            [(value, None) for value in self.values.returned(node)]
+            [(value, None) for value in self.values.results(node)]
             if isinstance(node, cst.Call)
             else self.values.sources(node)
         )
@@ -171,11 +171,11 @@ class Containers:
         """Return the values of a key of a table."""
         if isinstance(node, cst.Dict):
             entries = [e for e in node.elements if isinstance(e, cst.DictElement)]
-            return [e.value for e in entries if strings(e.key) == name]
+            return [e.value for e in entries if string_value(e.key) == name]
         if isinstance(node, cst.Call) and self.values.names.builtin(node.func) == "dict":
             return [a.value for a in node.args if a.keyword is not None and a.keyword.value == name]
         if isinstance(node, cst.Call) and depth:
-            returned = self.values.returned(node)
+            returned = self.values.results(node)
             return [n for value in returned for n in self._named(value, name, depth - 1)]
         if depth == 0 or not isinstance(node, (cst.Name, cst.Attribute)):
             return []
@@ -213,7 +213,7 @@ class Containers:
                 for one in node.targets:
                     if isinstance(one.target, cst.Subscript):
                         index = one.target.slice[0].slice
-                        name = strings(index.value) if isinstance(index, cst.Index) else None
+                        name = string_value(index.value) if isinstance(index, cst.Index) else None
                         results.append((one.target.value, name, node.value))
             elif type(node) is cst.Call and isinstance(node.func, cst.Attribute) and _appends(node):
                 results.append((node.func.value, None, node.args[0].value))

@@ -64,7 +64,7 @@ class Family:
             home in self.bases(other) and methods_named(other, name) for other in self._direct
         )
 
-    def run_by_self(self, function: cst.FunctionDef) -> list[cst.FunctionDef]:
+    def implementations(self, function: cst.FunctionDef) -> list[cst.FunctionDef]:
         """Return the methods that `self.name()` may run: for an abstract method, those of the subclasses."""
         if not is_left_open(function):
             return [function]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from precast_lint.parsing.depth import guard
-from precast_lint.parsing.syntax import Node, children, cst, dotted, strings
+from precast_lint.parsing.syntax import Node, children, cst, dotted, string_value
 
 __all__ = ["Binding", "Scope", "Scopes", "elements"]
 
@@ -312,7 +312,7 @@ class Scopes:
 
     def _annotation(self, node: Node, scope: Scope) -> None:
         """An annotation, in which strings are code."""
-        text = strings(node)
+        text = string_value(node)
         if text is not None:
             self._quoted(node, text, scope)
             return

@@ -1,7 +1,7 @@
-"""LibCST, loaded when a file is first parsed; a fast walk over its nodes; parents and dotted names.
+"""Access to the syntax trees of LibCST: a lazy import, a fast walk, and the text of names and strings.
 
-Invariants: importing this module does not import LibCST (a quarter of a second); the walk leaves
-whitespace, punctuation and operators out, and visits every other node once.
+Invariants: importing this module does not import LibCST, which takes a quarter of a second. A walk visits each node
+once, except for whitespace, punctuation and operators.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from libcst import CSTNode as Node
 else:
 
-    class _Lazy:
-        """A proxy of the package `libcst` that imports it when one of its names is first used."""
+    class _LazyLibCST:
+        """A proxy of the package `libcst`, which is imported when one of its names is first used."""
 
         def __getattr__(self, name: str) -> Any:
             value = getattr(import_module("libcst"), name)
             setattr(self, name, value)
             return value
 
-    cst = _Lazy()
+    cst = _LazyLibCST()
     Node = object
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "enclosing_class",
     "is_self",
     "methods_named",
-    "strings",
+    "string_value",
     "walk",
 ]
 
@@ -53,19 +53,19 @@ def _child_fields(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(kind) if not _TRIVIA.match(f.name))
 
 
-class _Kinds(dict[type, bool]):
-    """Return True for node classes; faster than `issubclass`, because nodes are abstract classes."""
+class _NodeClasses(dict[type, bool]):
+    """A table that maps a class to True if it is a node class. `issubclass` is slow: node classes are abstract."""
 
     def __missing__(self, kind: type) -> bool:
         self[kind] = issubclass(kind, cst.CSTNode)
         return self[kind]
 
 
-_is_node = _Kinds()
+_is_node = _NodeClasses()
 
 
 def children(node: Node) -> Iterator[Node]:
-    """The nodes directly inside one, whitespace and punctuation left out."""
+    """Yield the child nodes of a node, without whitespace, punctuation and operators."""
     for name in _child_fields(type(node)):
         value = getattr(node, name)
         if _is_node[type(value)]:
@@ -77,7 +77,7 @@ def children(node: Node) -> Iterator[Node]:
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """A node and all nodes inside it."""
+    """Yield a node and all nodes inside it."""
     stack = [node]
     while stack:
         inner = stack.pop()
@@ -86,26 +86,26 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def enclosing_class(node: Node, parents: dict[Node, Node]) -> cst.ClassDef | None:
-    """Return the innermost class that a node is in."""
+    """Return the innermost class definition around a node."""
     inner: Node | None = node
     while inner is not None and not isinstance(inner, cst.ClassDef):
         inner = parents.get(inner)
     return inner
 
 
-def methods_named(home: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
-    """Return the methods of one name that the body of a class defines."""
-    functions = (line for line in home.body.body if isinstance(line, cst.FunctionDef))
+def methods_named(class_def: cst.ClassDef, name: str) -> list[cst.FunctionDef]:
+    """Return the methods with this name in the body of a class."""
+    functions = (line for line in class_def.body.body if isinstance(line, cst.FunctionDef))
     return [function for function in functions if function.name.value == name]
 
 
 def is_self(node: Node | None) -> bool:
-    """Return True for the name self or cls."""
+    """Return True for the names `self` and `cls`."""
     return isinstance(node, cst.Name) and node.value in ("self", "cls")
 
 
 def dotted(node: Node | None) -> str | None:
-    """`a.b.c` as text; None for anything but names and attributes of names."""
+    """Return the text `a.b.c` of a name or of attributes of a name; None for other expressions."""
     parts: list[str] = []
     while isinstance(node, cst.Attribute):
         parts.append(node.attr.value)
@@ -115,8 +115,8 @@ def dotted(node: Node | None) -> str | None:
     return ".".join([node.value, *reversed(parts)])
 
 
-def strings(node: Node) -> str | None:
-    """The value of a string literal; None for f-strings, bytes and anything else."""
+def string_value(node: Node) -> str | None:
+    """Return the value of a string literal; None for f-strings, bytes and other expressions."""
     if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
         value = node.evaluated_value
         return value if isinstance(value, str) else None

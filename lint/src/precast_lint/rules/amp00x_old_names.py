@@ -1,6 +1,6 @@
-"""AMP001 to AMP004 and AMP006: uses of the deprecated names of PyTorch's AMP, one row of a table for each kind of use.
+"""AMP001 to AMP004 and AMP006: uses of deprecated names of PyTorch's AMP.
 
-`renaming/old_names.py` finds the uses, each with the code of its rule, and makes the fixes.
+`renaming/old_names.py` finds the uses, with the code of the rule for each, and makes the fixes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["RULES"]
 
 
 def _rule(*, code: str, **texts: Any) -> LintRule:
-    """Return a rule that reports the uses with its code; the texts are fields of `LintRule`."""
+    """Return a rule that reports the uses with this code. `texts` are the other fields of `LintRule`."""
 
     def check(source: Source) -> Iterator[LintFinding]:
         yield from old_names.findings(source, rule)
@@ -33,8 +33,8 @@ RULES = (
         message="`{old}` is deprecated; use `{new}` with the device type",
         what="Calls of `torch.cuda.amp.autocast`, also as decorators.",
         why=(
-            "It is deprecated since PyTorch 2.4 and warns at each call. The new name takes the device type first, and "
-            "its other parameters have another order, so positional arguments cannot stay as they are."
+            "It has been deprecated since PyTorch 2.4 and warns at each call. The new name takes the device type first "
+            "and has its other parameters in another order, so positional arguments have to change."
         ),
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cuda autocast",),
@@ -51,7 +51,7 @@ RULES = (
         name="cpu-autocast",
         message="`{old}` is deprecated; use `{new}` with the device type",
         what="Calls of `torch.cpu.amp.autocast`, also as decorators.",
-        why="It is deprecated since PyTorch 2.4 and warns whenever it is called.",
+        why="It has been deprecated since PyTorch 2.4 and warns at each call.",
         fine="The code has to run on PyTorch before 1.12: set `min-torch`.",
         words=("cpu autocast",),
         example="""
@@ -67,7 +67,7 @@ RULES = (
         name="grad-scaler",
         message="`{old}` is deprecated; use `{new}` with the device",
         what="Calls of `torch.cuda.amp.GradScaler` and `torch.cpu.amp.GradScaler`.",
-        why="They are deprecated since PyTorch 2.4 and warn whenever they are called.",
+        why="They have been deprecated since PyTorch 2.4 and warn at each call.",
         fine="The code has to run on PyTorch before 2.3: set `min-torch`.",
         words=("cuda GradScaler", "cpu GradScaler"),
         example="""
@@ -83,8 +83,8 @@ RULES = (
         message="`{old}` is deprecated; use `{new}` with the device type",
         what="Uses of `torch.cuda.amp.custom_fwd` and `torch.cuda.amp.custom_bwd`.",
         why=(
-            "They are deprecated since PyTorch 2.4 and warn whenever they are called. The new ones need the device "
-            "type, and take it by keyword alone, so a decorator without parentheses becomes a call."
+            "They have been deprecated since PyTorch 2.4 and warn at each call. The new ones need the device type as a "
+            "keyword argument, so a decorator without parentheses becomes a call."
         ),
         fine="The code has to run on PyTorch before 2.4: set `min-torch`.",
         words=("custom_fwd", "custom_bwd"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from precast_lint.meaning.guards import is_guarded, is_tried
+from precast_lint.meaning.guards import is_expected_to_fail, is_guarded
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted
@@ -13,18 +13,18 @@ from precast_lint.renaming import old_names
 
 __all__ = ["PACKAGES", "RULE"]
 
-# The packages of AMP -> the public names that any version of PyTorch has had there.
-_BOTH = frozenset({"GradScaler", "autocast", "autocast_mode", "grad_scaler"})
-_CUSTOM = frozenset({"custom_bwd", "custom_fwd"})
+_COMMON_NAMES = frozenset({"GradScaler", "autocast", "autocast_mode", "grad_scaler"})
+_DECORATORS = frozenset({"custom_bwd", "custom_fwd"})
+# The packages of AMP, each with the public names that it has had in any version of PyTorch.
 PACKAGES = {
-    "torch.amp": _BOTH | _CUSTOM | {"autocast_decorator", "is_autocast_available"},
-    "torch.cuda.amp": _BOTH | _CUSTOM | {"amp_definitely_not_available", "common"},
-    "torch.cpu.amp": _BOTH,
+    "torch.amp": _COMMON_NAMES | _DECORATORS | {"autocast_decorator", "is_autocast_available"},
+    "torch.cuda.amp": _COMMON_NAMES | _DECORATORS | {"amp_definitely_not_available", "common"},
+    "torch.cpu.amp": _COMMON_NAMES,
 }
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each private name, each import of torch._six, and each name that AMP never had."""
+    """Yield a finding for each private name, each use of `torch._six`, and each name that AMP has never had."""
     yield from old_names.findings(source, RULE)
     for statement in source.all(cst.ImportFrom):
         is_six = dotted(statement.module) == "torch._six" and not statement.relative
@@ -50,14 +50,14 @@ def _unknown(source: Source) -> Iterator[LintFinding]:
             name = dotted(alias.name) or ""
             if _is_unknown(package, name) and not _is_expected(source, statement):
                 yield source.find(RULE, alias, _message(package, name))
-    own = {source.names.path(n.target) for n in source.all(cst.AssignTarget)}
+    assigned = {source.names.path(n.target) for n in source.all(cst.AssignTarget)}
     for node in source.all(cst.Attribute):
         path = source.names.path(node) or ""
         package, _, name = path.rpartition(".")
-        if package not in PACKAGES or not _is_unknown(package, name) or path in own:
+        if package not in PACKAGES or not _is_unknown(package, name) or path in assigned:
             continue
-        inside = isinstance(source.parents.get(node), cst.Attribute)
-        if not inside and not _is_expected(source, node):
+        is_prefix = isinstance(source.parents.get(node), cst.Attribute)
+        if not is_prefix and not _is_expected(source, node):
             yield source.find(RULE, node, _message(package, name))
 
 
@@ -66,21 +66,19 @@ def _is_unknown(package: str, name: str) -> bool:
 
 
 def _is_expected(source: Source, node: Node) -> bool:
-    return is_guarded(source, node) or is_tried(source, node)
+    return is_guarded(source, node) or is_expected_to_fail(source, node)
 
 
 def _message(package: str, name: str) -> str:
-    others = [p for p in PACKAGES if name in PACKAGES[p]]
+    same = [f"{other}.{name}" for other in PACKAGES if name in PACKAGES[other]]
     near = difflib.get_close_matches(name.lower(), [n.lower() for n in PACKAGES[package]], 1, 0.75)
-    intent = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]
-    result = [f"{other}.{name}" for other in others] or intent
-    hint = f"; `{result[0]}` may be meant" if result else ""
+    similar = [f"{package}.{n}" for n in PACKAGES[package] if n.lower() in near]
+    candidates = same or similar
+    hint = f"; did you mean `{candidates[0]}`?" if candidates else ""
     return f"`{package}` has no `{name}` in any version of PyTorch{hint}"
 
 
-_SIX_MESSAGE = (
-    "`torch._six` was removed in PyTorch 2.0; its names are Python's own, such as `math.inf`"
-)
+_SIX_MESSAGE = "`torch._six` was removed in PyTorch 2.0; use Python's own names, such as `math.inf`"
 
 
 RULE = LintRule(

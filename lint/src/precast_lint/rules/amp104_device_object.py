@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from precast_lint.editing.imports import name_for
 from precast_lint.meaning.functions import NEW_CUSTOM
-from precast_lint.meaning.guards import is_tried
+from precast_lint.meaning.guards import is_expected_to_fail
 from precast_lint.meaning.kinds import is_device, texts
 from precast_lint.meaning.regions import NEW_AUTOCASTS
 from precast_lint.model import Applicability, Fix, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, string_value
 
 __all__ = ["RULE"]
 
@@ -31,7 +31,7 @@ def check(source: Source) -> Iterator[LintFinding]:
     for call, arguments in source.calls(*NEW_AUTOCASTS, *NEW_CUSTOM, *_QUERIES):
         origin = source.origin(call.func) or ""
         value = arguments.get("device_type", None if origin in NEW_CUSTOM else 0)
-        if value is None or arguments.starred or is_tried(source, call):
+        if value is None or arguments.starred or is_expected_to_fail(source, call):
             continue
         if is_device(source, value):
             yield source.find(RULE, value, fix=_typed(source, call, value))
@@ -62,9 +62,9 @@ def _beginning(node: Node | None) -> str | None:
         first = node.parts[0] if node.parts else None
         text = first.value if isinstance(first, cst.FormattedStringText) else None
     elif isinstance(node, cst.BinaryOperation):
-        text = strings(node.left) if isinstance(node.operator, (cst.Add, cst.Modulo)) else None
+        text = string_value(node.left) if isinstance(node.operator, (cst.Add, cst.Modulo)) else None
     elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        text = strings(node.func.value) if node.func.attr.value == "format" else None
+        text = string_value(node.func.value) if node.func.attr.value == "format" else None
     else:
         text = None
     return text if text is not None and ":" in text else None
@@ -90,7 +90,7 @@ def _described(source: Source, node: Node) -> Node | None:
 
 def _typed(source: Source, call: cst.Call, value: Node) -> Fix | None:
     if isinstance(value, cst.Call) and source.origin(value.func) == "torch.device":
-        text = strings(value.args[0].value) if len(value.args) == 1 else None
+        text = string_value(value.args[0].value) if len(value.args) == 1 else None
         if text is not None and _root(value.func) == _root(call.func):
             return _literal(source, value, text)
     if isinstance(value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
@@ -112,7 +112,7 @@ def _literal(source: Source, value: Node, text: str) -> Fix:
 
 
 def _without_index(source: Source, call: cst.Call, value: Node) -> Fix | None:
-    text = strings(value)
+    text = string_value(value)
     if text is not None:
         return _literal(source, value, text)
     beginning = _beginning(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from precast_lint.meaning.guards import is_guarded, is_tried
+from precast_lint.meaning.guards import is_expected_to_fail, is_guarded
 from precast_lint.meaning.kinds import is_tensor
 from precast_lint.meaning.regions import AUTOCASTS
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
@@ -46,7 +46,7 @@ def check(source: Source) -> Iterator[LintFinding]:
     for decorated in _decorating(source):
         yield source.find(RULE, decorated, _TENSOR)
     for call, _ in source.calls(*AUTOCASTS):
-        if is_tried(source, call) or is_guarded(source, call):
+        if is_expected_to_fail(source, call) or is_guarded(source, call):
             continue
         parent = source.parents[call]
         if isinstance(parent, cst.Expr) or (
@@ -99,9 +99,9 @@ def _decorating(source: Source) -> Iterator[cst.Call]:
     for call in source.all(cst.Call):
         if not isinstance(call.func, (cst.Name, cst.Attribute)):
             continue
-        definition = source.values.constructed(call.func)
+        definition = source.values.constructor(call.func)
         is_region = isinstance(definition, cst.Call) and source.origin(definition.func) in AUTOCASTS
-        if is_region and _takes_tensor(source, call) and not is_tried(source, call):
+        if is_region and _takes_tensor(source, call) and not is_expected_to_fail(source, call):
             yield call
 
 

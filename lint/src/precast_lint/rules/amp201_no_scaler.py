@@ -87,7 +87,7 @@ def _last_name(node: Node) -> str:
 
 def _is_returned_from_region(source: Source, value: Node | None) -> bool:
     """Return True if a value is a call of a method or module of this file that returns from within a region."""
-    returned = source.values.returned(value) if isinstance(value, cst.Call) else []
+    returned = source.values.results(value) if isinstance(value, cst.Call) else []
     if returned:
         return all(_is_lower(source, node, _DEEP) for node in returned)
     calls = (node for node in walk(value) if isinstance(node, cst.Call)) if value else ()
@@ -104,7 +104,7 @@ def _is_result(source: Source, backward: cst.Call) -> bool:
     inside = [n for part in (*parts, *backward.args) for n in walk(part)]
     return any(
         isinstance(n, cst.Call)
-        and bool(source.values.returned(n))
+        and bool(source.values.results(n))
         and _is_returned_from_region(source, n)
         for n in inside
     )
@@ -122,7 +122,9 @@ def _yielded(source: Source, target: Node) -> list[Node]:
     """Return the values of a loop over a generator of this file: `for loss in losses(batches)`."""
     loop = source.parents.get(target)
     call = loop.iter if isinstance(loop, cst.For) and loop.target is target else None
-    function = source.values.handed.function_called(call) if isinstance(call, cst.Call) else None
+    function = (
+        source.values.call_arguments.called_function(call) if isinstance(call, cst.Call) else None
+    )
     if function is None or function.decorators:
         return []
     yields = [node.value for node in walk(function.body) if isinstance(node, cst.Yield)]

@@ -10,7 +10,7 @@ from precast_lint.meaning.regions import arguments_of, regions
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, string_value, walk
 from precast_lint.parsing.values import SCALERS
 
 __all__ = ["RULE"]
@@ -76,7 +76,7 @@ def _is_for_cpu(source: Source, call: cst.Call, arguments: Arguments) -> bool:
     if (source.origin(call.func) or "").startswith("torch.cpu."):
         return True
     device = arguments.get("device", 0)
-    return device is not None and strings(device) == "cpu"
+    return device is not None and string_value(device) == "cpu"
 
 
 RULE = LintRule(

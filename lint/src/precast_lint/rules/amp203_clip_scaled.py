@@ -9,7 +9,7 @@ from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, dotted, walk
 from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event, key
-from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
+from precast_lint.training_step.protocol import may_use, no_other_calls, scales_by_hand, wrong_nodes
 
 __all__ = ["RULE"]
 
@@ -44,11 +44,11 @@ def check(source: Source) -> Iterator[LintFinding]:
     ) -> tuple[_State, Callable[[_State, Event, Say], _State]] | None:
         if not any(_needs_size(source, event) for event in flow.events()):
             return None
-        if scales_by_hand(flow, scaler) or not only_here(flow, scaler, "unscale_"):
+        if scales_by_hand(flow, scaler) or not no_other_calls(flow, scaler, "unscale_"):
             return None
         return _before(source, flow, scaler), _follower(source, scaler)
 
-    for node, message in judged(source, follow):
+    for node, message in wrong_nodes(source, follow):
         yield source.find(RULE, node, message)
 
 
@@ -92,7 +92,7 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
             return (state if isinstance(state, frozenset) else frozenset()) | {definition}
         if event.kind in ("scaler_step", "zero_grad", "optimizer_step"):
             return _UNKNOWN
-        if hides(source, event, scaler):
+        if may_use(source, event, scaler):
             return _HIDDEN if state in (_SCALED, _HIDDEN) else _UNKNOWN
         if _needs_size(source, event):
             is_other = isinstance(state, frozenset) and _is_of_other(source, event, state)
@@ -108,7 +108,7 @@ def _follower(source: Source, scaler: str) -> Callable[[_State, Event, Say], _St
 def _optimizer_of(source: Source, event: Event) -> cst.Call | None:
     """Return the call that creates the optimizer whose gradients are unscaled; None if it is unknown."""
     value = event.arguments.get("optimizer", 0) if event.arguments is not None else None
-    definition = source.values.constructed(value)
+    definition = source.values.constructor(value)
     return definition if isinstance(definition, cst.Call) else None
 
 

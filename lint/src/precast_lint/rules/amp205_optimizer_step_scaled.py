@@ -14,14 +14,14 @@ from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.protocol import hides, judged, only_here, scales_by_hand
+from precast_lint.training_step.protocol import may_use, no_other_calls, scales_by_hand, wrong_nodes
 
 __all__ = ["RULE"]
 
 _ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.optim.Adamax")
-_NO_EPS = 1e-12
+_NEGLIGIBLE_EPS = 1e-12
 _UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
-_INSPECTION = re.compile(
+_INSPECTING_NAME = re.compile(
     r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$",
     re.IGNORECASE,
 )
@@ -31,17 +31,17 @@ _AGAIN = "`scaler.step` steps this optimizer again: leave the step to the scaler
 
 @dataclass(frozen=True)
 class _StepState:
-    """The backward passes since the last step, and what was done with their gradients.
+    """The backward passes since the last step, and the later uses of their gradients.
 
     Attributes:
         scaled: True after a backward of a scaled loss.
         plain: True after a backward of another loss.
         unscaled: True after `unscale_`.
-        inspected: True if a function of another file ran after `unscale_`: it may look for inf and NaN.
+        inspected: True if code that may look for inf and NaN ran after `unscale_`.
         stepped: The optimizers that the scaler has stepped.
-        by_hand: The optimizers that stepped with unscaled gradients, each with the step, and with True if something
-            may skip it. The step is wrong if the scaler steps the optimizer too, or if nothing skips it.
-        hidden: True after code that is not followed, which may have computed the gradients.
+        by_hand: The optimizers that the program itself stepped with unscaled gradients, each with the step and with
+            True if a test may skip it. The step is wrong if no test does, or if the scaler steps the optimizer too.
+        hidden: True after a call of code that is not followed and may have computed the gradients.
     """
 
     scaled: bool = False
@@ -54,48 +54,48 @@ class _StepState:
 
 
 def check(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each `optimizer.step()` with scaled gradients, and for each beside `scaler.step`."""
+    """Yield a finding for each `optimizer.step()` with scaled gradients or in addition to `scaler.step`."""
 
     def follow(
         flow: FunctionFlow, scaler: str
     ) -> tuple[_StepState, Callable[[_StepState, Event, Say], _StepState]] | None:
-        if not flow.comes_by("optimizer_step"):
+        if not flow.has_events("optimizer_step"):
             return None
         by_hand = scales_by_hand(flow, scaler)
-        never = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
-        never = never and only_here(flow, scaler, "step")
+        is_unused = not any(e.kind in ("scaler_step", "unscale") for e in flow.events())
+        is_unused = is_unused and no_other_calls(flow, scaler, "step")
         inspects = _inspects(flow)
 
         def on(state: _StepState, event: Event, say: Say) -> _StepState:
-            if _only_asks(event, scaler) and not by_hand:
+            if _only_reads(event, scaler) and not by_hand:
                 return state
-            if hides(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
-                state = _judge_by_hand(state, state.by_hand, say)
-            if event.kind == "optimizer_step" and _has_own_gradients(source, event.node):
+            if may_use(source, event, scaler) or event.kind in ("backward", "zero_grad", "return"):
+                state = _report_steps_by_hand(state, state.by_hand, say)
+            if event.kind == "optimizer_step" and _computes_gradients(source, event.node):
                 return _StepState()
-            if never and event.kind == "optimizer_step" and not state.scaled:
-                return _StepState()  # correct, but no excuse for a path on which the loss is scaled
-            if event.kind == "assign":  # the name of an optimizer now means another one
+            if is_unused and event.kind == "optimizer_step" and not state.scaled:
+                return _StepState()  # not `say.good`: on another path the loss may be scaled
+            if event.kind == "assign":  # the variable now refers to another optimizer
                 name = event.receiver or ""
-                again = frozenset(entry for entry in state.by_hand if entry[0] == name)
-                state = _judge_by_hand(state, again, say)
+                repeated = frozenset(entry for entry in state.by_hand if entry[0] == name)
+                state = _report_steps_by_hand(state, repeated, say)
                 return replace(state, stepped=state.stepped - {name})
-            if hides(source, event, scaler):
+            if may_use(source, event, scaler):
                 return _StepState(hidden=True)
-            # The scale that `update` makes smaller also tells that gradients were not finite.
-            if inspects or event.kind == "update" or _is_foreign_call(source, event):
+            # A program can also test whether `update` has lowered the scale.
+            if inspects or event.kind == "update" or _calls_unknown_function(source, event):
                 state = replace(state, inspected=state.inspected or state.unscaled)
-            return _on(state, event, say, scaler)
+            return _next_state(state, event, say, scaler)
 
-        return (_StepState(), on) if only_here(flow, scaler, "unscale_") else None
+        return (_StepState(), on) if no_other_calls(flow, scaler, "unscale_") else None
 
-    for node, message in judged(source, follow):
-        if message == _TWICE or not _cancels(source, node):
+    for node, message in wrong_nodes(source, follow):
+        if message == _TWICE or not _scale_cancels(source, node):
             yield source.find(RULE, node, message)
 
 
-def _has_own_gradients(source: Source, step: Node) -> bool:
-    """Return True if a step has a closure that computes gradients without scaling the loss."""
+def _computes_gradients(source: Source, step: Node) -> bool:
+    """Return True if a step has a closure, which computes gradients, and does not scale the loss."""
     if not isinstance(step, cst.Call) or not step.args:
         return False
     closure = step.args[0].value
@@ -109,8 +109,8 @@ def _has_own_gradients(source: Source, step: Node) -> bool:
     )
 
 
-def _only_asks(event: Event, scaler: str) -> bool:
-    """Return True if a call reads a scaler and does not change gradients."""
+def _only_reads(event: Event, scaler: str) -> bool:
+    """Return True if a call only reads a scaler."""
     call = event.node
     return (
         event.kind == "call"
@@ -121,7 +121,7 @@ def _only_asks(event: Event, scaler: str) -> bool:
     )
 
 
-def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
+def _next_state(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
     if event.kind == "backward":
         if event.scaler == scaler:
             return replace(state, scaled=True, unscaled=False, inspected=False, stepped=frozenset())
@@ -129,16 +129,16 @@ def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
     if event.kind == "unscale":
         return replace(state, unscaled=True)
     if event.kind == "scaler_step":
-        again = frozenset(entry for entry in state.by_hand if entry[0] == event.optimizer)
-        for _, step, _ in again:
+        repeated = frozenset(entry for entry in state.by_hand if entry[0] == event.optimizer)
+        for _, step, _ in repeated:
             say.bad(step, _AGAIN)
         stepped = state.stepped | {event.optimizer or ""}
-        return replace(state, stepped=stepped, by_hand=state.by_hand - again)
+        return replace(state, stepped=stepped, by_hand=state.by_hand - repeated)
     if event.kind == "optimizer_step":
         if state.unscaled and not state.plain and event.optimizer not in state.stepped:
             entry = (event.optimizer or "", event.node, state.inspected)
             return _StepState(by_hand=state.by_hand | {entry})
-        _judge(state, event, say)
+        _report_step(state, event, say)
         return _StepState()
     if event.kind == "zero_grad" or (event.kind == "call" and event.receiver == scaler):
         return _StepState()
@@ -148,10 +148,10 @@ def _on(state: _StepState, event: Event, say: Say, scaler: str) -> _StepState:
 def _inspects(flow: FunctionFlow) -> bool:
     """Return True if a name in a function, or in one that it calls, suggests a test for inf and NaN."""
     nodes = [*flow.nodes, *(node for _, inner in flow.called for node in inner)]
-    return any(_INSPECTION.search(node.value) for node in nodes if isinstance(node, cst.Name))
+    return any(_INSPECTING_NAME.search(node.value) for node in nodes if isinstance(node, cst.Name))
 
 
-def _is_foreign_call(source: Source, event: Event) -> bool:
+def _calls_unknown_function(source: Source, event: Event) -> bool:
     """Return True if an event calls a function that is not PyTorch's, not built in and not followed."""
     func = event.node.func if isinstance(event.node, cst.Call) else None
     if event.kind != "call" or not isinstance(func, cst.Name):
@@ -160,10 +160,10 @@ def _is_foreign_call(source: Source, event: Event) -> bool:
     return not is_torchs and source.names.builtin(func) is None
 
 
-def _judge_by_hand(
+def _report_steps_by_hand(
     state: _StepState, steps: frozenset[tuple[str, Node, bool]], say: Say
 ) -> _StepState:
-    """Judge and forget steps with unscaled gradients that the scaler did not repeat."""
+    """Report steps with unscaled gradients that the scaler did not repeat, and remove them from the state."""
     for _, step, may_be_skipped in steps:
         if may_be_skipped:
             say.good(step)
@@ -172,24 +172,22 @@ def _judge_by_hand(
     return replace(state, by_hand=state.by_hand - steps)
 
 
-def _judge(state: _StepState, event: Event, say: Say) -> None:
+def _report_step(state: _StepState, event: Event, say: Say) -> None:
     if event.optimizer in state.stepped:
         say.bad(event.node, _TWICE)
     elif state.scaled and not state.plain and not state.unscaled:
         say.bad(event.node)
-    elif (
-        state.plain or state.hidden or state.unscaled
-    ):  # otherwise the loop with the backward did not run
+    elif state.plain or state.hidden or state.unscaled:  # not if no backward ran on this path
         say.good(event.node)
 
 
-def _cancels(source: Source, step: Node) -> bool:
-    """Return True if the scale cancels: Adam divides by the size of gradients, if `eps` is very small.
+def _scale_cancels(source: Source, step: Node) -> bool:
+    """Return True if the scale has no effect: an Adam with a very small `eps` divides by the size of the gradients.
 
-    The scale has to be constant: no scaler of the file is updated.
+    The scale has to be constant, so no scaler of the file may be updated.
     """
     func = step.func if isinstance(step, cst.Call) else None
-    definition = source.values.constructed(func.value) if isinstance(func, cst.Attribute) else None
+    definition = source.values.constructor(func.value) if isinstance(func, cst.Attribute) else None
     if not isinstance(definition, cst.Call) or source.origin(definition.func) not in _ADAMS:
         return False
     arguments = Arguments.of(definition)
@@ -198,7 +196,7 @@ def _cancels(source: Source, step: Node) -> bool:
     )
     no_decay = arguments.get("weight_decay", 4) is None or decay == 0
     updates = any(source.instance(owner) in SCALERS for _, owner, _ in source.methods("update"))
-    return epsilon is not None and epsilon <= _NO_EPS and no_decay and not updates
+    return epsilon is not None and epsilon <= _NEGLIGIBLE_EPS and no_decay and not updates
 
 
 RULE = LintRule(
@@ -207,12 +205,12 @@ RULE = LintRule(
     severity=Severity.ERROR,
     fix=Applicability.NONE,
     message="the gradients here are those of a scaled loss: use `scaler.step(optimizer)`",
-    what="`optimizer.step()` after `scaler.scale(loss).backward()`, in place of `scaler.step(optimizer)` or beside it.",
+    what="`optimizer.step()` after `scaler.scale(loss).backward()`, instead of `scaler.step(optimizer)` or with it.",
     why=(
         "The optimizer gets gradients that are 65536 times too large, and nothing skips the step if they are inf or "
-        "NaN. Beside `scaler.step`, the optimizer steps twice, even if the scaler skips its step."
+        "NaN. In addition to `scaler.step`, the optimizer steps twice, or once although the scaler skips the step."
     ),
-    fine="Code of another file unscales the gradients.",
+    fine="Code in another file unscales the gradients.",
     words=("scale( .step(",),
     check=check,
     example="""

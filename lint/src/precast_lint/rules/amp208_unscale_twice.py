@@ -12,12 +12,12 @@ from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event, key
 from precast_lint.training_step.protocol import (
     comes_each_time,
-    followed,
-    hides,
     leading_to,
     loop_around,
     loops_around,
-    only_here,
+    may_use,
+    no_other_calls,
+    scaler_flows,
 )
 
 __all__ = ["RULE"]
@@ -45,7 +45,7 @@ class _Follower:
         self.pending: set[Node] = set()  # without an update when the function ends
 
     def on(self, state: _State, event: Event, _: Say) -> _State:
-        if hides(self.source, event, self.scaler):
+        if may_use(self.source, event, self.scaler):
             return frozenset()
         if event.kind == "return":
             self.pending |= {node for _, node in state}
@@ -67,8 +67,8 @@ class _Follower:
 
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each `unscale_` of an optimizer whose gradients are unscaled already."""
-    for flow, scaler in followed(source):
-        if not flow.comes_by(("unscale", scaler)) or not only_here(flow, scaler, "update"):
+    for flow, scaler in scaler_flows(source):
+        if not flow.has_events(("unscale", scaler)) or not no_other_calls(flow, scaler, "update"):
             continue
         follower = _Follower(source, scaler)
         start: _State = frozenset()
@@ -212,7 +212,7 @@ def _counts(source: Source, test: Node, depth: int = 2) -> bool:
         if isinstance(inner, cst.Comparison) and key(source, inner.left) in added:
             return True
         if depth and isinstance(inner, cst.Call):
-            returned = source.values.returned(inner)
+            returned = source.values.results(inner)
             if returned and all(_counts(source, value, depth - 1) for value in returned):
                 return True
         binding = source.names.only_binding(inner) if isinstance(inner, cst.Name) else None

@@ -12,7 +12,12 @@ from precast_lint.parsing.syntax import Node, cst
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow
 from precast_lint.training_step.flow_events import key
-from precast_lint.training_step.protocol import assigned_in, followed, loop_around, loop_in
+from precast_lint.training_step.protocol import (
+    assigned_in,
+    innermost_loop,
+    loop_around,
+    scaler_flows,
+)
 
 __all__ = ["RULE"]
 
@@ -21,7 +26,7 @@ _IN_STEP = "each call creates this scaler: create one before the loop that calls
 
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each scaler that is created in the loop with its backward and step."""
-    for flow, scaler in followed(source):
+    for flow, scaler in scaler_flows(source):
         definitions = [
             e for e in flow.nodes if isinstance(e, cst.Assign) and _makes(source, e, scaler)
         ]
@@ -34,7 +39,7 @@ def check(source: Source) -> Iterator[LintFinding]:
         if len(definitions) != 1 or again:
             continue
         steps = [e for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler]
-        if any(_is_used_in(source, flow, scaler, loop_in(flow, e.node)) for e in steps):
+        if any(_is_used_in(source, flow, scaler, innermost_loop(flow, e.node)) for e in steps):
             roots = {_root(e.optimizer) for e in steps}
             bound = source.scopes.owned[flow.node].bindings
             is_own = any(b.kind != "param" for root in roots for b in bound.get(root, ()))
@@ -43,7 +48,7 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _makes(source: Source, statement: cst.Assign, scaler: str) -> bool:
-    definition = source.values.constructed(statement.value)
+    definition = source.values.constructor(statement.value)
     return (
         isinstance(statement.value, cst.Call)
         and isinstance(definition, cst.Call)
@@ -67,7 +72,7 @@ def _is_under_test(source: Source, statement: Node) -> bool:
 def _is_used_in(source: Source, flow: FunctionFlow, scaler: str, loop: Node | None) -> bool:
     """Return True if a loop, not an inner one, has the backward and the step; None means the function's body."""
     events = [e for e in flow.events() if e.scaler == scaler]
-    own = [e for e in events if loop_in(flow, e.node) is loop]
+    own = [e for e in events if innermost_loop(flow, e.node) is loop]
     assigned = assigned_in(source, loop) if loop is not None else set()
     steps = [e for e in own if e.kind == "scaler_step"]
     roots = {_root(e.optimizer) for e in steps}
@@ -82,7 +87,11 @@ def _root(name: str | None) -> str:
 def _runs_in_loop(source: Source, function: Node, optimizers: set[str]) -> bool:
     """Return True if all calls of a function are in loops over batches, with optimizers from before the loop."""
     assert isinstance(function, (cst.FunctionDef, cst.Module))
-    calls = source.values.handed.calls(function) if isinstance(function, cst.FunctionDef) else []
+    calls = (
+        source.values.call_arguments.calls(function)
+        if isinstance(function, cst.FunctionDef)
+        else []
+    )
     calls = calls or _calls_of_objects(source, function)
     return bool(calls) and all(_is_in_loop(source, function, call, optimizers) for call in calls)
 

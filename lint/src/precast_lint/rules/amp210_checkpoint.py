@@ -10,7 +10,7 @@ from precast_lint.meaning.assignments import values_seen
 from precast_lint.meaning.functions import called_function
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.source import Source, once
-from precast_lint.parsing.syntax import Node, cst, strings, walk
+from precast_lint.parsing.syntax import Node, cst, string_value, walk
 from precast_lint.parsing.values import SCALERS
 from precast_lint.training_step.flow import FunctionFlow, flows
 from precast_lint.training_step.flow_events import is_optimizer, key
@@ -140,7 +140,7 @@ def _dictionary(source: Source, node: Node) -> _Saved | None:
         if value is None or (more := _added(source, node)) is None:
             return None
         node, added = value, more
-    returned = source.values.returned(node) if isinstance(node, cst.Call) else []
+    returned = source.values.results(node) if isinstance(node, cst.Call) else []
     if len(returned) == 1:
         node = returned[0]
     entries = _entries(source, node)
@@ -159,7 +159,7 @@ def _added(source: Source, name: cst.Name) -> list[tuple[str, Node]] | None:
         statement = source.parents.get(target) if target is not None else None
         if isinstance(parent, cst.Subscript) and isinstance(target, cst.AssignTarget):
             index = parent.slice[0].slice
-            text = strings(index.value) if isinstance(index, cst.Index) else None
+            text = string_value(index.value) if isinstance(index, cst.Index) else None
             if text is None or not isinstance(statement, cst.Assign):
                 return None
             results.append((text, statement.value))
@@ -201,7 +201,7 @@ def _entries(source: Source, node: Node) -> tuple[tuple[str, Node], ...] | None:
         results: list[tuple[str, Node]] = []
         for element in node.elements:
             if isinstance(element, cst.DictElement):
-                results.append((strings(element.key) or "", element.value))
+                results.append((string_value(element.key) or "", element.value))
                 continue
             inner = _entries(source, element.value)
             if inner is None:
@@ -236,8 +236,8 @@ def _is_saved_for_scaler(source: Source, flow: FunctionFlow) -> bool:
             if not isinstance(call, cst.Call) or called_function(source, call) is not flow.node:
                 continue
             scaler = _scaler(source, other)
-            handed = any(_SCALER_NAME.search(key(source, arg.value) or "") for arg in call.args)
-            if scaler is not None and not handed and not is_off(source, scaler):
+            is_passed = any(_SCALER_NAME.search(key(source, arg.value) or "") for arg in call.args)
+            if scaler is not None and not is_passed and not is_off(source, scaler):
                 return True
     return False
 

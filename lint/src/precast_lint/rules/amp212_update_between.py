@@ -11,11 +11,11 @@ from precast_lint.parsing.syntax import Node, cst, walk
 from precast_lint.training_step.flow import FunctionFlow, Say
 from precast_lint.training_step.flow_events import Event
 from precast_lint.training_step.protocol import (
-    followed,
-    hides,
     loop_around,
     may_backward,
-    only_here,
+    may_use,
+    no_other_calls,
+    scaler_flows,
 )
 
 __all__ = ["RULE"]
@@ -32,13 +32,13 @@ class _UpdateState:
 
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each update that is followed by a step with gradients of the old scale."""
-    for flow, scaler in followed(source):
+    for flow, scaler in scaler_flows(source):
         used = ("backward", scaler), ("scaler_step", scaler), ("update", scaler)
-        if not flow.comes_by(*used) or not only_here(flow, scaler, "scale"):
+        if not flow.has_events(*used) or not no_other_calls(flow, scaler, "scale"):
             continue
 
         def on(state: _UpdateState, event: Event, say: Say, scaler: str = scaler) -> _UpdateState:
-            if hides(source, event, scaler) or may_backward(source, event):
+            if may_use(source, event, scaler) or may_backward(source, event):
                 return _UpdateState()
             return _on(state, event, say, scaler)
 

@@ -129,7 +129,7 @@ def _is_output(source: Source, node: Node, at: Node, depth: int, grads: bool = T
         return False
     if isinstance(plain, cst.Call):
         forward = called_forward(source, plain)
-        returned = returned_by(forward) if forward is not None else source.values.returned(plain)
+        returned = returned_by(forward) if forward is not None else source.values.results(plain)
         return bool(returned) and all(
             _is_output(source, value, value, depth - 1, grads)
             or _is_forward_inside(source, value, grads)

@@ -134,9 +134,9 @@ def _given(source: Source, name: cst.Name) -> list[Node]:
     if binding is None:
         return []
     if binding.kind == "param":
-        handed = source.values.handed.whatever_to(binding)
-        entries = [value for value in handed if value is not None]
-        return entries if len(entries) == len(handed) else []
+        arguments = source.values.call_arguments.for_parameter(binding)
+        entries = [value for value in arguments if value is not None]
+        return entries if len(entries) == len(arguments) else []
     element = source.parents.get(binding.node)
     line = source.parents.get(element) if isinstance(element, cst.Element) else None
     target = source.parents.get(line) if isinstance(line, cst.Tuple) else None

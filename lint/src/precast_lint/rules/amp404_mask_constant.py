@@ -109,7 +109,9 @@ def _has_only_other_regions(source: Source) -> bool:
 def _is_in_other_region(source: Source, node: Node, depth: int = 3) -> bool:
     """Return True if a tensor is computed in a region that is off, or of another dtype."""
     bindings = source.names.bindings(node)
-    arguments = [value for b in bindings if depth for value in source.values.handed.whatever_to(b)]
+    arguments = [
+        value for b in bindings if depth for value in source.values.call_arguments.for_parameter(b)
+    ]
     if any(
         value is not None and _is_in_other_region(source, value, depth - 1) for value in arguments
     ):

@@ -11,7 +11,7 @@ from precast_lint.meaning.tensors import constant, operation, value_of
 from precast_lint.model import Applicability, LintFinding, LintRule, Severity
 from precast_lint.parsing.arguments import Arguments
 from precast_lint.parsing.source import Source
-from precast_lint.parsing.syntax import Node, cst, strings
+from precast_lint.parsing.syntax import Node, cst, string_value
 from precast_lint.training_step.flow_events import key
 
 __all__ = ["RULE"]
@@ -113,7 +113,9 @@ def _checkpoint(source: Source, state: Node) -> Iterator[LintFinding]:
     """Yield a finding for weights in 16 bits that are saved beside the optimizer's state."""
     table = value_of(source, state)
     elements = table.elements if isinstance(table, cst.Dict) else ()
-    entries = [(strings(e.key) or "", e.value) for e in elements if isinstance(e, cst.DictElement)]
+    entries = [
+        (string_value(e.key) or "", e.value) for e in elements if isinstance(e, cst.DictElement)
+    ]
     if any("optim" in name and "state_dict" in source.code(value) for name, value in entries):
         low = [v for name, v in entries if "optim" not in name and _is_low_model(source, v)]
         for value in low[:1]:

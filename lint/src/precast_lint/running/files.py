@@ -1,7 +1,7 @@
-"""Search for the files to check, and reading of them.
+"""The search for files to check, and their content.
 
-Invariants: folders that are links are not entered, so loops end; a file that cannot be read becomes a note,
-not an error; the files are sorted, so two runs report in the same order.
+Invariants: links to folders are not followed, so the search ends; files are sorted, so the order of reports is always
+the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from precast_lint.selecting.settings import LintSettings
 __all__ = ["find", "read"]
 
 _SUFFIXES = (".py", ".pyi", ".ipynb")
-_LEFT_OUT = {
+_EXCLUDED_FOLDERS = {
     "__pycache__",
     "__pypackages__",
     "node_modules",
@@ -25,31 +25,31 @@ _LEFT_OUT = {
     "build",
     "dist",
 }
-_LARGEST = 10 * 2**20
+_MAX_BYTES = 10 * 2**20
 
 
 def find(paths: Iterable[Path], settings: LintSettings) -> Iterator[Path]:
-    """Yield the given files, and those in the given folders, each once."""
+    """Yield the files among `paths` and the files in the folders among them, each once."""
     visited: set[Path] = set()
     for path in paths:
-        for file in _inside(path, settings) if path.is_dir() else [path]:
+        for file in _files_in(path, settings) if path.is_dir() else [path]:
             if file not in visited:
                 visited.add(file)
                 yield file
 
 
-def _inside(folder: Path, settings: LintSettings) -> Iterator[Path]:
+def _files_in(folder: Path, settings: LintSettings) -> Iterator[Path]:
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
-        yield folder  # reading it reports the reason
+        yield folder  # `read` then raises the error
         return
     for entry in entries:
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            hidden = entry.name in _LEFT_OUT or entry.name.startswith(".")
-            if not hidden and not settings.excludes(path):
-                yield from _inside(path, settings)
+            is_excluded = entry.name in _EXCLUDED_FOLDERS or entry.name.startswith(".")
+            if not is_excluded and not settings.excludes(path):
+                yield from _files_in(path, settings)
         elif not entry.name.endswith(_SUFFIXES) or settings.excludes(path):
             continue
         elif not (entry.is_symlink() and path.is_dir()):
@@ -57,17 +57,17 @@ def _inside(folder: Path, settings: LintSettings) -> Iterator[Path]:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a file.
+    """Return the bytes of a file.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a regular file, or too large for a program.
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file, or larger than 10 MiB.
     """
-    result = os.stat(path)
-    if not stat.S_ISREG(result.st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is not a regular file")
-    if result.st_size > _LARGEST:
+    if status.st_size > _MAX_BYTES:
         raise ValueError(
-            f"it has {result.st_size / 2**20:.0f} MiB, and files over {_LARGEST // 2**20} are left out"
+            f"it has {status.st_size / 2**20:.0f} MiB; the limit is {_MAX_BYTES // 2**20} MiB"
         )
     return path.read_bytes()

@@ -92,7 +92,7 @@ class FunctionFlow:
         """Return all events of the function once, in the order of the text."""
         return self._events
 
-    def comes_by(self, *kinds: str | tuple[str, str | None]) -> bool:
+    def has_events(self, *kinds: str | tuple[str, str | None]) -> bool:
         """Return True if the function has events of all given kinds, or of the pairs of a kind and a scaler."""
         self.events()
         return self._kinds.issuperset(kinds)

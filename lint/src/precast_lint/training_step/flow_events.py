@@ -231,7 +231,7 @@ def _acts_as_optimizer(source: Source, node: Node) -> bool:
     last = node.attr if isinstance(node, cst.Attribute) else node
     if not isinstance(last, cst.Name) or not _NAME.search(last.value):
         return False
-    definition = source.values.constructed(node)
+    definition = source.values.constructor(node)
     if isinstance(definition, cst.Call) and not _MAKER.search(dotted(definition.func) or ""):
         return False
     entry = source.instance(node)

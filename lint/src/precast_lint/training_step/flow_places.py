@@ -63,7 +63,7 @@ class FlowPlace:
         self._object = of_object  # the caller's key of self
         self._settled = 0  # facts on parameters from the call: `limit=None`, or a default of None
         for name, holds in settled:
-            self._settled |= (1 if holds else 2) << shared.facts.place(name)
+            self._settled |= (1 if holds else 2) << shared.facts.position(name)
         self._events: dict[object, Event] = {}
         self._called: dict[Follow, FlowPlace | None] = {}
         self._scaled: dict[object, Scaled] = {}
@@ -75,7 +75,7 @@ class FlowPlace:
     @property
     def deciding(self) -> int:
         """The bits of the tests for a scaler, by the names of this function."""
-        return self.facts.bits(self._deciding)
+        return self.facts.bits_of(self._deciding)
 
     def called(self, follow: Follow) -> FlowPlace | None:
         """Return the place of a called function; None if it runs already, or is nested too deeply."""
@@ -135,7 +135,7 @@ class FlowPlace:
         entry, result = self._forgotten.get(line, (-1, 0))
         if entry != len(self.facts):
             for name in line.assigned:
-                result |= self.facts.about(name)
+                result |= self.facts.bits_with_name(name)
             self._forgotten[line] = len(self.facts), result
         return result
 
@@ -192,7 +192,7 @@ class FlowPlace:
         """Return the caller's facts on self and on the arguments, in the names of this function."""
         if self._is_of_object:
             return _moved(facts, self._moves_of_object[0]) | self._settled
-        return facts & self.facts.of_self | _moved(facts, self._in) | self._settled
+        return facts & self.facts.bits_of_self | _moved(facts, self._in) | self._settled
 
     def left(self, before: int, after: int) -> int:
         """Return the caller's facts after the call, with those on self and on arguments from this function."""
@@ -202,7 +202,7 @@ class FlowPlace:
             for place, _ in into:
                 mine |= 3 << place
             return before & ~mine | _moved(after, out)
-        own = self.facts.of_self
+        own = self.facts.bits_of_self
         return before & ~own | after & own | _moved(after, self._out)
 
     @property
@@ -220,7 +220,8 @@ class FlowPlace:
                 (t, f"self.{t[len(owner) + 1 :]}") for t in entries if t.startswith(f"{owner}.")
             }
             ways = [
-                (self.facts.place(outer), self.facts.place(here)) for outer, here in sorted(pairs)
+                (self.facts.position(outer), self.facts.position(here))
+                for outer, here in sorted(pairs)
             ]
             into = (*ways, *(way for way in self._in if way not in ways))
             out = (*((here, outer) for outer, here in ways), *self._out)
@@ -231,13 +232,13 @@ class FlowPlace:
         """Return the bits of all names that this function, or one that it calls, may test, pass or assign."""
         if self._asked[0] < len(self.facts):
             reach = reach_of(self._shared.source, self._function)
-            result = self.facts.bits(reach.tests)
+            result = self.facts.bits_of(reach.tests)
             for name in reach.assigned:
-                result |= self.facts.about(name)
-            result |= self.facts.under(reach.handed)
+                result |= self.facts.bits_with_name(name)
+            result |= self.facts.bits_with_prefix(reach.handed)
             if self._frame is not None:
-                result |= self.facts.under(self._frame.names.values())
-                result |= self.facts.bits(self._frame.names)
+                result |= self.facts.bits_with_prefix(self._frame.names.values())
+                result |= self.facts.bits_of(self._frame.names)
             self._asked = len(self.facts), result
         return self._asked[1]
 
@@ -276,8 +277,12 @@ def _ways(facts: TestResults, frame: Frame | None) -> tuple[_Ways, _Ways]:
     if frame is None:
         return (), ()
     called = {value: name for value, name in frame.called.items() if value}
-    into = [(facts.place(value), facts.place(name)) for value, name in called.items()]
-    out = [(facts.place(name), facts.place(value)) for name, value in frame.names.items() if value]
+    into = [(facts.position(value), facts.position(name)) for value, name in called.items()]
+    out = [
+        (facts.position(name), facts.position(value))
+        for name, value in frame.names.items()
+        if value
+    ]
     return tuple(into), tuple(out)
 
 

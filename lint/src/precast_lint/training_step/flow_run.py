@@ -30,7 +30,7 @@ from precast_lint.training_step.flow_code import (
     Try,
 )
 from precast_lint.training_step.flow_events import Event
-from precast_lint.training_step.flow_facts import joined
+from precast_lint.training_step.flow_facts import merge_facts
 from precast_lint.training_step.flow_places import FlowPlace, Scaled
 
 __all__ = ["FlowRun", "Say", "TooManyPaths"]
@@ -222,7 +222,7 @@ class FlowRun:
 
     def _branch(self, part: Branch, place: FlowPlace, paths: _Paths) -> _Paths:
         """Run both sides of a test, each on the paths that may reach it, and merge the paths."""
-        at = place.facts.place(part.text)
+        at = place.facts.position(part.text)
         yes, no = (1 << at, 2 << at) if part.holds else (2 << at, 1 << at)
         holds = {Path(p.state, p.facts | yes, p.scaled): None for p in paths if not p.facts & no}
         fails = {Path(p.state, p.facts | no, p.scaled): None for p in paths if not p.facts & yes}
@@ -325,7 +325,7 @@ def _joined(paths: _Paths) -> _Paths:
         return paths
     after: _Paths = {}
     for (state, scaled), facts in groups.items():
-        for entry in joined(frozenset(facts)) if len(facts) > 1 else facts:
+        for entry in merge_facts(frozenset(facts)) if len(facts) > 1 else facts:
             after[Path(state, entry, scaled)] = None
     return after
 

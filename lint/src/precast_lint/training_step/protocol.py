@@ -17,19 +17,19 @@ from precast_lint.training_step.flow import FunctionFlow, Say, flows
 from precast_lint.training_step.flow_events import Event, key
 
 __all__ = [
-    "asks_scale",
     "assigned_in",
     "comes_each_time",
-    "followed",
-    "hides",
+    "depends_on_scale",
+    "innermost_loop",
     "is_off",
-    "judged",
     "leading_to",
     "loop_around",
-    "loop_in",
     "loops_around",
-    "only_here",
+    "may_use",
+    "no_other_calls",
+    "scaler_flows",
     "scales_by_hand",
+    "wrong_nodes",
 ]
 
 _State = TypeVar("_State", bound=Hashable)
@@ -41,7 +41,7 @@ _WRITES = re.compile(r"print|str|format|round|float|warning|error|exception|add_
 
 
 @once
-def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
+def scaler_flows(source: Source) -> list[tuple[FunctionFlow, str]]:
     """Return each function with each scaler in it that can be followed there."""
     return [
         (flow, scaler)
@@ -51,12 +51,12 @@ def followed(source: Source) -> list[tuple[FunctionFlow, str]]:
     ]
 
 
-def only_here(flow: FunctionFlow, scaler: str, *methods: str) -> bool:
+def no_other_calls(flow: FunctionFlow, scaler: str, *methods: str) -> bool:
     """Return True if no other function of the file calls these methods of a scaler."""
     return flow.is_local(scaler) or not flow.called_elsewhere(scaler, *methods)
 
 
-def judged(
+def wrong_nodes(
     source: Source,
     follow: Callable[
         [FunctionFlow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None
@@ -67,7 +67,7 @@ def judged(
     `follow` returns the start state and the rule's function for a function and a scaler, or None to skip the function.
     """
     says: dict[str, Say] = {}
-    for flow, scaler in followed(source):
+    for flow, scaler in scaler_flows(source):
         following = follow(flow, scaler)
         if following is not None:
             flow.judge(*following, says.setdefault(scaler, Say()))
@@ -87,7 +87,7 @@ def judged(
                 yield node, message
 
 
-def hides(source: Source, event: Event, scaler: str) -> bool:
+def may_use(source: Source, event: Event, scaler: str) -> bool:
     """Return True if a call may use a scaler in code that is not followed: it passes the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
@@ -141,7 +141,7 @@ def _hides(source: Source, call: Node) -> bool:
     return not any(func.attr.value in source.values.attributes(one) for one in family)
 
 
-def asks_scale(flow: FunctionFlow, scaler: str) -> bool:
+def depends_on_scale(flow: FunctionFlow, scaler: str) -> bool:
     """Return True if a function uses a scaler's scale for more than printing or arithmetic."""
     source = flow.source
     return any(
@@ -269,7 +269,7 @@ def loop_around(source: Source, node: Node) -> Node | None:
     return next(iter(loops_around(source, node)), None)
 
 
-def loop_in(flow: FunctionFlow, node: Node) -> Node | None:
+def innermost_loop(flow: FunctionFlow, node: Node) -> Node | None:
     """Return the innermost loop around a node, or around the call that leads to its function."""
     return next(
         (loop for at in leading_to(flow, node) for loop in loops_around(flow.source, at)), None
@@ -329,6 +329,6 @@ def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
 
 def is_off(source: Source, scaler: Node) -> bool:
     """Return True if a scaler is made with `enabled=False`."""
-    call = source.values.constructed(scaler)
+    call = source.values.constructor(scaler)
     enabled = Arguments.of(call).get("enabled") if isinstance(call, cst.Call) else None
     return isinstance(enabled, cst.Name) and enabled.value == "False"

@@ -1,6 +1,6 @@
 """The results of a demo as a table and a picture.
 
-Invariants: matplotlib is imported when a picture is drawn, never before. Its global state is neither used nor changed.
+Invariants: matplotlib is imported only for a picture, and its global state is neither used nor changed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from precast.diagnostics.hardware.machine import times
 
 __all__ = ["failure", "picture_png", "render", "require_matplotlib"]
 
-_SAME: Final = 0.03  # speeds this close are the same: less than the spread of a step's time
+_EQUAL_SPEED: Final = 0.03  # a smaller difference is called "the same": times vary more
 _COLORS: Final = ("#1f6feb", "#d1570a")
 _INK, _GRID = "#1f2328", "#d0d7de"
 
 
 def require_matplotlib() -> None:
-    """Raise an error before a minute of training if the picture cannot be drawn.
+    """Raise an error if no picture can be drawn. To be called before the training, which takes a minute.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -41,7 +41,7 @@ def require_matplotlib() -> None:
 
 
 def title(result: DemoResult) -> str:
-    """Return one line on the task, the device and the seed."""
+    """Return one line with the task, the device and the seed."""
     size, device = result.task.size, str(result.task.device)
     if result.threads is not None:
         device += f" ({plural(result.threads, 'thread')})"
@@ -50,7 +50,7 @@ def title(result: DemoResult) -> str:
 
 
 def failure(result: DemoResult) -> str | None:
-    """Return a message if a run ended with a loss that is not finite."""
+    """Return a message if the last loss of a run is not finite, else None."""
     for run in (result.float32, result.mixed):
         if not math.isfinite(run.losses[-1]):
             return f"the {run.name} run ended with loss {run.losses[-1]}; try another --seed"
@@ -58,9 +58,11 @@ def failure(result: DemoResult) -> str | None:
 
 
 def render(result: DemoResult) -> RenderableType:
-    """Return the table, and notes on the speed of the dtype and on the memory, for rich."""
+    """Return the table, with notes on the dtype's speed and on the memory, as a rich object."""
     float32, mixed, speedup, report = result.float32, result.mixed, result.speedup, result.machine
-    comparison = "the same" if abs(speedup - 1) <= _SAME else "faster" if speedup > 1 else "slower"
+    comparison = (
+        "the same" if abs(speedup - 1) <= _EQUAL_SPEED else "faster" if speedup > 1 else "slower"
+    )
     ratio = f"{speedup:.2f}x" if speedup >= 1 else times(speedup)
     memory = f"{mixed.peak_bytes / float32.peak_bytes:.2f}x the memory"
     scale = f"scale {mixed.scales[-1]:g} at the end" if mixed.scales else "no scaler needed"
@@ -69,15 +71,15 @@ def render(result: DemoResult) -> RenderableType:
     table.add_column("float32", justify="right", overflow="fold")
     table.add_column(mixed.name, justify="right", overflow="fold")
     table.add_column("mixed compared with float32", overflow="fold")
-    seconds, sizes = ([text(run) for run in (float32, mixed)] for text in (_step_time, _memory))
+    seconds, sizes = ([show(run) for run in _runs(result)] for show in (_step_time, _memory))
     table.add_row("time per step, median", *seconds, f"{ratio}: {comparison}")
     table.add_row("peak memory of a step", *sizes, memory)
     table.add_row("final loss", f"{float32.losses[-1]:.4f}", f"{mixed.losses[-1]:.4f}")
     table.add_row("steps skipped by scaler", "-", str(mixed.skipped), scale)
     table.add_row("computed", "native", report.diagnosis, "by measured speed")
-    at = f": a linear layer at {times(report.ratio)} float32's speed" if report.ratio else ""
-    speed = f"{report.dtype} is {report.diagnosis} on {report.device}{at}"
-    notes = f"- {speed}.\n- Memory is that of tensors in the last step, not of the process."
+    detail = f": a linear layer at {times(report.ratio)} float32's speed" if report.ratio else ""
+    speed = f"{report.dtype} is {report.diagnosis} on {report.device}{detail}"
+    notes = f"- {speed}.\n- Memory is the peak of the tensors in the last step, not of the process."
     return Group(Text(title(result), "bold"), table, Text(notes))
 
 
@@ -130,16 +132,16 @@ def _draw_losses(axes: Any, result: DemoResult) -> None:
 
 
 def _draw_costs(axes: Any, result: DemoResult) -> None:
-    """Draw two bars each for time and memory, the longer of length 1, with the figure beside each."""
-    for place, (name, text) in enumerate((("seconds", _step_time), ("peak_bytes", _memory))):
+    """Draw two bars for time and two for memory. The longer bar has length 1; the value stands beside each."""
+    for position, (name, show) in enumerate((("seconds", _step_time), ("peak_bytes", _memory))):
         longest = max(getattr(run, name) for run in _runs(result))
         for run, color, offset in zip(_runs(result), _COLORS, (-0.2, 0.2), strict=True):
-            at, length = place + offset, getattr(run, name) / longest
-            axes.barh(at, length, height=0.36, color=color)
-            axes.text(length + 0.03, at, text(run), color=_INK, fontsize=8, va="center")
+            y, length = position + offset, getattr(run, name) / longest
+            axes.barh(y, length, height=0.36, color=color)
+            axes.text(length + 0.03, y, show(run), color=_INK, fontsize=8, va="center")
     axes.set_yticks(range(2), ["time", "memory"])
     axes.set_ylim(1.6, -0.6)
-    axes.set_xlim(0, 1.45)  # includes the figure beside the longest bar
+    axes.set_xlim(0, 1.45)  # includes the value beside the longer bar
     _style(axes, "cost of a step (shorter is better)")
     axes.set_xticks([])
     axes.spines["bottom"].set_visible(False)

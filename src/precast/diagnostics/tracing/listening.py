@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from precast import _torch
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast._torch.optimizer_hooks import on_optimizer_step
 from precast.diagnostics.failures import Failures
 from precast.diagnostics.tracing import call_sites
@@ -101,7 +101,7 @@ class _ThreadListeners(threading.local):
 _thread: Final = _ThreadListeners()
 _INHERITED: Final = "precast traces"
 # A thread that has this lock acquires those of the imported modules, so this one is created after them.
-_lock: Final = survives_fork(threading.Lock())
+_lock: Final = make_fork_safe(threading.Lock())
 _listener_count = 0
 _hooks: Final[list[Callable[[], None]]] = []
 """Removes the one hook on optimizers that all listeners share."""

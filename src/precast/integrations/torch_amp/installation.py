@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from precast import _torch
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast.attachment.called_models import CalledModels
 from precast.engine import registration
 from precast.engine.thread_state import BoundPolicy, installed
@@ -35,7 +35,7 @@ from precast.weights import unversioned_writes
 
 __all__ = ["Installation", "install", "install_to_observe"]
 
-_lock = survives_fork(threading.RLock())
+_lock = make_fork_safe(threading.RLock())
 _installations: list[Installation] = []
 _replaced: Final[list[Callable[[], None]]] = []
 """Functions that restore the names of PyTorch's that were replaced."""
@@ -137,7 +137,7 @@ def _put_in_force() -> None:
     policy = _installations[-1].policy if _installations else None
     before = _meanings()
     for device in filter(_torch.has_device, DEVICE_TYPES):
-        installed(device).follow(None if policy is None else registration.bind(policy, device))
+        installed(device).set_policy(None if policy is None else registration.bind(policy, device))
     has_pending = any(bound and bound.undefined_operations for bound in _bound_policies())
     ours = {unversioned_writes.check_at_exit: policy is not None, _bind_again: has_pending}
     hooks = registration.cache_clear_hooks

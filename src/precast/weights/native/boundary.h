@@ -40,14 +40,14 @@ static_assert(offsetof(HeldRecord, owner) == 64);
 struct ThreadNumbers {
   int64_t guard_id = 0;
   int64_t written_guard_id = 0;
-  int64_t lends = 0;
+  int64_t policies_inherited = 0;
   int64_t open = 0;
   int64_t attempts = 0;
 };
 static_assert(sizeof(ThreadNumbers) == 40);
 static_assert(offsetof(ThreadNumbers, guard_id) == 0);
 static_assert(offsetof(ThreadNumbers, written_guard_id) == 8);
-static_assert(offsetof(ThreadNumbers, lends) == 16);
+static_assert(offsetof(ThreadNumbers, policies_inherited) == 16);
 static_assert(offsetof(ThreadNumbers, open) == 24);
 static_assert(offsetof(ThreadNumbers, attempts) == 32);
 
@@ -57,8 +57,8 @@ using Callback = void (*)();
 
 #pragma GCC visibility push(default)
 extern "C" {
-void precast_set_python_functions(void* keep, void* drop, void* integer, void* address, void* set_error, void* none,
-    void* error_type);
+void precast_set_python_functions(void* increment_references, void* decrement_references, void* new_integer, void*
+    integer_as_pointer, void* set_error, void* none, void* error_type);
 void precast_begin(precast::Callback compare, int uses_between_checks);
 void precast_end();
 int precast_device(const char* type);

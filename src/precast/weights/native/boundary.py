@@ -165,7 +165,7 @@ class ThreadNumbers(ctypes.Structure):
     _fields_ = (
         ("guard_id", ctypes.c_int64),
         ("written_guard_id", ctypes.c_int64),
-        ("lends", ctypes.c_int64),
+        ("policies_inherited", ctypes.c_int64),
         ("open", ctypes.c_int64),
         ("attempts", ctypes.c_int64),
     )
@@ -174,7 +174,7 @@ class ThreadNumbers(ctypes.Structure):
     """The number of the guard id of the policies in force."""
     written_guard_id: int
     """The number of the guard id in the flags; 0 while they are being changed."""
-    lends: int
+    policies_inherited: int
     """1 if PyTorch's own threads have this thread's policies."""
     open: int
     """The number of open regions without a record in Python."""
@@ -197,8 +197,8 @@ COMPARE: Final = ctypes.CFUNCTYPE(None)
 """The type of the callback that compares a held copy with its parameter."""
 
 _DECLARATIONS: Final = """
-void set_python_functions(pointer keep, pointer drop, pointer integer, pointer address, pointer set_error, \
-object none, object error_type)
+void set_python_functions(pointer increment_references, pointer decrement_references, pointer new_integer, \
+pointer integer_as_pointer, pointer set_error, object none, object error_type)
 void begin(callback compare, int uses_between_checks)
 void end()
 int device(text type)

@@ -1,7 +1,7 @@
-// The body of an exported function: no C++ exception crosses the boundary.
+// Exported functions: a C++ exception in one of them becomes a Python exception.
 //
-// Invariant: the caller holds the GIL (`ctypes.PyDLL`, or a built-in function), and checks Python's error indicator after
-// the call.
+// Invariant: the caller holds the GIL (`ctypes.PyDLL`, or a built-in function), and checks Python's error indicator
+// after the call.
 #pragma once
 
 #include "boundary.h"
@@ -12,23 +12,23 @@
 
 namespace precast {
 
-// Functions of Python's C API, by their addresses: the library needs no header of Python.
+// Functions and objects of Python's C API. Python sets their addresses, so that the library needs no header of Python.
 struct PythonFunctions {
-  static inline void (*keep)(void*) = nullptr;
-  static inline void (*drop)(void*) = nullptr;
-  static inline void* (*integer)(long) = nullptr;
-  static inline void* (*address)(void*) = nullptr;
+  static inline void (*increment_references)(void*) = nullptr;
+  static inline void (*decrement_references)(void*) = nullptr;
+  static inline void* (*new_integer)(long) = nullptr;
+  static inline void* (*integer_as_pointer)(void*) = nullptr;
   static inline void (*set_error)(void*, const char*) = nullptr;
   static inline void* none = nullptr;
   static inline void* error_type = nullptr;
 
   static void* new_reference(void* object) {
-    keep(object);
+    increment_references(object);
     return object;
   }
 };
 
-// Returns the result of `body`. An exception of C++ becomes one of Python, and the result is then zero or null.
+// Returns the result of `body`; after a C++ exception it sets a Python exception, and returns zero or null.
 template <class Body>
 auto guarded(const Body& body) noexcept -> decltype(body()) {
   try {

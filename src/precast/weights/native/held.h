@@ -69,7 +69,7 @@ class HeldCopy : public std::enable_shared_from_this<HeldCopy> {
   const c10::TensorImpl* const source_;
   const at::ScalarType dtype_;
   at::Tensor copy_;
-  std::optional<SourceSnapshot> place_;  // the parameter's memory when the copy was lent
+  std::optional<SourceSnapshot> lent_source_;  // the parameter's memory when the copy was lent
 };
 
 // A held parameter in compiled kernels.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from precast._internal.locks import survives_fork
+from precast._internal.locks import make_fork_safe
 from precast.errors import PrecastError, PrecastWarning
 from precast.weights.native import library_file
 
@@ -67,7 +67,7 @@ class Unavailable:
         return f"{self.reason}. Mend it: {self.remedy}" if self.remedy else f"{self.reason}."
 
 
-_lock = survives_fork(threading.RLock())
+_lock = make_fork_safe(threading.RLock())
 
 
 def load() -> Library | Unavailable:

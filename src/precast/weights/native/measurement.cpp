@@ -1,7 +1,7 @@
 // Measurements of float32 and bfloat16 values: a fingerprint, statistics and a sketch, as
 // `comparison/sketches.py` defines them, in one pass.
 //
-// Invariant: the fingerprint has the bits of the Python implementation; the other numbers differ by their rounding alone.
+// Invariant: the fingerprint equals that of the Python implementation; the other results differ by rounding only.
 #include "exported.h"
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 namespace precast {
 namespace {
 
-constexpr int64_t kSize = 127, kBlock = kSize * kSize, kOffsets = 8192, kLanes = 4;
-constexpr int64_t kSigns = kBlock + kOffsets;  // of a table
+constexpr int64_t kSketchSize = 127, kBlockSize = kSketchSize * kSketchSize, kOffsets = 8192, kLanes = 4;
+constexpr int64_t kSignTableSize = kBlockSize + kOffsets;
 constexpr uint64_t kMask = kOffsets - 1;
 
 using Words = int32_t __attribute__((vector_size(16)));
@@ -33,34 +33,34 @@ __attribute__((always_inline)) inline void load(Type& result, const Element* dat
   std::memcpy(&result, data, sizeof result);
 }
 
-// The results, in the order of the measurement.
+// The results, in the order in which `comparison/sketches.py` reads them.
 struct Measurement {
   uint64_t fingerprint;
   double low, high, sum, squares, nonfinite;
-  double sketch[kSize];
+  double sketch[kSketchSize];
 };
 
-// SplitMix64, odd.
-uint64_t mixed(uint64_t number) {
+// The hash of a number by SplitMix64, made odd.
+uint64_t odd_hash(uint64_t number) {
   number *= 0x9E3779B97F4A7C15U;
   number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9U;
   number = (number ^ (number >> 27)) * 0x94D049BB133111EBU;
   return (number ^ (number >> 31)) | 1;
 }
 
-// Adds the elements of one block. `kLanes` at once; those beyond the end of a row repeat its last one, and a mask keeps
-// them out of sums.
+// Adds the results of one block, `kLanes` elements at once. Lanes beyond the end of a row repeat its last element, and
+// a mask excludes them from sums.
 template <class Element>
 PRECAST_VECTORIZED void add_block(
     const Element* data, int64_t count, const uint64_t* factors, const float* signs_a, const float* signs_b,
-    uint64_t mix, Measurement& result) {
+    uint64_t block_factor, Measurement& result) {
   Floats low = Floats{} + INFINITY, high = Floats{} - INFINITY;
-  Doubles sum{}, squares{}, sketch[kSize / kLanes + 1] = {};
+  Doubles sum{}, squares{}, sketch[kSketchSize / kLanes + 1] = {};
   Words nonfinite{};
   Longs hash{};
-  for (int64_t row = 0; row < count; row += kSize) {
-    const auto width = static_cast<int32_t>(std::min(kSize, count - row));
-    Element elements[kSize + 1];
+  for (int64_t row = 0; row < count; row += kSketchSize) {
+    const auto width = static_cast<int32_t>(std::min(kSketchSize, count - row));
+    Element elements[kSketchSize + 1];
     std::copy_n(data + row, width, elements);
     std::fill(elements + width, std::end(elements), elements[width - 1]);
     for (int32_t column = 0; column < width; column += kLanes) {
@@ -86,28 +86,29 @@ PRECAST_VECTORIZED void add_block(
       hash += __builtin_convertvector(words & mask, Longs) * factor;
     }
   }
-  for (int64_t i = 0; i < kSize; ++i) {
+  for (int64_t i = 0; i < kSketchSize; ++i) {
     result.sketch[i] += sketch[i / kLanes][i % kLanes];
   }
-  uint64_t part = 0;
+  uint64_t block_hash = 0;
   for (int64_t i = 0; i < kLanes; ++i) {
     result.low = std::min<double>(result.low, low[i]);
     result.high = std::max<double>(result.high, high[i]);
     result.sum += sum[i];
     result.squares += squares[i];
     result.nonfinite += nonfinite[i];
-    part += hash[i];
+    block_hash += hash[i];
   }
-  result.fingerprint += part * mix;
+  result.fingerprint += block_hash * block_factor;
 }
 
 template <class Element>
 void add(const void* data, int64_t count, const uint64_t* factors, const float* signs, Measurement& result) {
-  for (int64_t first = 0, number = 0; first < count; first += kBlock, ++number) {
-    const uint64_t offset = mixed((uint64_t{1} << 41) + number);
+  for (int64_t first = 0, number = 0; first < count; first += kBlockSize, ++number) {
+    const uint64_t offset = odd_hash((uint64_t{1} << 41) + number);
     add_block(
-        static_cast<const Element*>(data) + first, std::min(kBlock, count - first), factors,
-        signs + (offset >> 20 & kMask), signs + kSigns + (offset >> 40 & kMask), mixed(2 * number + 1), result);
+        static_cast<const Element*>(data) + first, std::min(kBlockSize, count - first), factors,
+        signs + (offset >> 20 & kMask), signs + kSignTableSize + (offset >> 40 & kMask), odd_hash(2 * number + 1),
+        result);
   }
 }
 
@@ -116,7 +117,7 @@ void add(const void* data, int64_t count, const uint64_t* factors, const float* 
 
 using namespace precast;
 
-// Measures contiguous values. The tables of factors and signs are read up to `kLanes` elements beyond a block.
+// Measures contiguous values. The tables of factors and signs are read up to `kLanes` elements beyond the block.
 void precast_measure(void* data, int64_t count, int is_bfloat16, void* factors, void* signs, void* result) {
   guarded([&] {
     auto& measurement = *static_cast<Measurement*>(result);

@@ -1,12 +1,12 @@
-// Entry and exit of a region in one call: the changes that Python made once are repeated as a whole.
+// Entry and exit of a region in one call, which repeats the changes of an earlier entry that Python made.
 //
 // Invariants:
-// - a snapshot contains everything that a region changes in its thread. A fast entry has one from before and one from
-//   after;
-// - a fast entry is used only in the state from before, so the exit can restore that state;
-// - the regions entered here are on a stack above Python's records. Python moves them to its records, outermost first,
-//   when it needs these;
-// - each function changes everything or nothing, and signals of Python cannot interrupt it. The caller holds the GIL.
+// - a snapshot contains all state of the thread that a region changes. A fast entry has one from before the entry and
+//   one from after it;
+// - a fast entry is used only if the thread's state equals the snapshot from before, so the exit can restore it;
+// - the regions entered here are on a stack above Python's records. When Python needs its records, it moves these
+//   regions to them, outermost first;
+// - each function makes all its changes or none, and no Python signal handler interrupts it. The caller holds the GIL.
 #include "exported.h"
 #include "kernel.h"
 #include "torch_api.h"
@@ -17,14 +17,14 @@
 namespace precast {
 namespace {
 
-// The policies that PyTorch's own threads inherit. Python keeps the object alive as long as a snapshot that names it.
-// An owning reference here would form a cycle, through the policy's own fast entry, that the garbage collector cannot
-// see.
+// The policies that PyTorch's own threads inherit. Python keeps the object alive as long as a snapshot has its address:
+// an owning reference here would form a cycle, through the fast entry of a policy in it, which the garbage collector
+// does not see.
 struct InheritedPolicies {
   PyObject* object = nullptr;
   c10::impl::PyInterpreter* interpreter = nullptr;
 
-  static InheritedPolicies now() {
+  static InheritedPolicies current() {
     using Objects = at::impl::ThreadLocalPythonObjects;
     if (!Objects::contains(kInherited)) {
       return {};
@@ -34,8 +34,8 @@ struct InheritedPolicies {
     return {entry->ptr(interpreter), interpreter};
   }
 
-  void pass_on() const {
-    PythonFunctions::keep(object);  // the next line takes this reference
+  void set() const {
+    PythonFunctions::increment_references(object);  // `SafePyObject` owns this reference
     at::impl::ThreadLocalPythonObjects::set(kInherited, std::make_shared<c10::SafePyObject>(object, interpreter));
   }
 };
@@ -71,17 +71,17 @@ struct Snapshot {
   int64_t bound, guard_id;
   InheritedPolicies inherited;
 
-  explicit Snapshot(c10::DeviceType of)
-      : device(of),
-        flags(Flags::of(of)),
+  explicit Snapshot(c10::DeviceType device)
+      : device(device),
+        flags(Flags::of(device)),
         low(Flags::of(GuardDevices::low)),
         high(Flags::of(GuardDevices::high)),
         cache_enabled(at::autocast::is_autocast_cache_enabled()),
         optimizes_torchscript(torch::jit::getGraphExecutorOptimize()),
-        policy(ThreadState::here().policies[static_cast<size_t>(of)]),
-        bound(ThreadState::here().slots->bound[static_cast<size_t>(of)]),
+        policy(ThreadState::here().policies[static_cast<size_t>(device)]),
+        bound(ThreadState::here().slots->bound[static_cast<size_t>(device)]),
         guard_id(ThreadState::here().slots->guard_id),
-        inherited(InheritedPolicies::now()) {}
+        inherited(InheritedPolicies::current()) {}
 
   bool is_current(const ThreadState& here) const {
     const ThreadSlots& slots = *here.slots;
@@ -91,24 +91,24 @@ struct Snapshot {
         optimizes_torchscript == torch::jit::getGraphExecutorOptimize();
   }
 
-  // Changes the thread's state from `now` to this one.
-  void replace(const Snapshot& now, ThreadState& here) const {
+  // Changes the state of a thread from `current` to this one.
+  void restore(const Snapshot& current, ThreadState& here) const {
     flags.set(device);
-    if (!(low == now.low)) {
+    if (!(low == current.low)) {
       low.set(GuardDevices::low);
     }
-    if (!(high == now.high)) {
+    if (!(high == current.high)) {
       high.set(GuardDevices::high);
     }
     at::autocast::set_autocast_cache_enabled(cache_enabled);
-    if (optimizes_torchscript != now.optimizes_torchscript) {
+    if (optimizes_torchscript != current.optimizes_torchscript) {
       torch::jit::setGraphExecutorOptimize(optimizes_torchscript);
     }
     here.policies[static_cast<size_t>(device)] = policy;
     here.slots->bound[static_cast<size_t>(device)] = bound;
     here.slots->guard_id = here.slots->written_guard_id = guard_id;
-    if (inherited.object != nullptr && inherited.object != now.inherited.object) {
-      inherited.pass_on();
+    if (inherited.object != nullptr && inherited.object != current.inherited.object) {
+      inherited.set();
     }
   }
 };
@@ -117,13 +117,13 @@ struct Snapshot {
 
 struct FastEntry {
   Snapshot before, after;
-  int64_t registration, installed;
+  int64_t registration, installed;  // the numbers of the registered kernels and of the installed policy
 
   bool is_usable(const ThreadState& here) const {
     return registration == Process::registration && here.kind == ThreadKind::Python && !Process::is_watched &&
         installed == Process::installed_numbers[static_cast<size_t>(before.device)] &&
-        (here.slots->lends != 0 || after.inherited.object == nullptr) && !at::impl::torch_function_mode_enabled() &&
-        before.is_current(here);
+        (here.slots->policies_inherited != 0 || after.inherited.object == nullptr) &&
+        !at::impl::torch_function_mode_enabled() && before.is_current(here);
   }
 };
 
@@ -137,22 +137,23 @@ void precast_set_guard_devices(int low, int high) {
 }
 
 void precast_set_python_functions(
-    void* keep, void* drop, void* integer, void* address, void* set_error, void* none, void* error_type) {
-  PythonFunctions::keep = reinterpret_cast<void (*)(void*)>(keep);
-  PythonFunctions::drop = reinterpret_cast<void (*)(void*)>(drop);
-  PythonFunctions::integer = reinterpret_cast<void* (*)(long)>(integer);
-  PythonFunctions::address = reinterpret_cast<void* (*)(void*)>(address);
+    void* increment_references, void* decrement_references, void* new_integer, void* integer_as_pointer,
+    void* set_error, void* none, void* error_type) {
+  PythonFunctions::increment_references = reinterpret_cast<void (*)(void*)>(increment_references);
+  PythonFunctions::decrement_references = reinterpret_cast<void (*)(void*)>(decrement_references);
+  PythonFunctions::new_integer = reinterpret_cast<void* (*)(long)>(new_integer);
+  PythonFunctions::integer_as_pointer = reinterpret_cast<void* (*)(void*)>(integer_as_pointer);
   PythonFunctions::set_error = reinterpret_cast<void (*)(void*, const char*)>(set_error);
   PythonFunctions::none = PythonFunctions::new_reference(none);
   PythonFunctions::error_type = PythonFunctions::new_reference(error_type);
 }
 
-// Allows the fast entries made since the kernels with this registration number were registered; 0 allows none.
+// Allows only fast entries that were made under the registration of kernels with this number; 0 allows none.
 void precast_allow_fast_entries(int64_t registration) {
   Process::registration = registration;
 }
 
-// The address of the number of the bound policy on a device type in this thread.
+// Returns the address at which this thread has the number of the policy in force on a device type.
 void* precast_bound_number(int device) {
   return guarded([&]() -> void* { return &ThreadState::here().slots->bound.at(static_cast<size_t>(device)); });
 }
@@ -171,7 +172,7 @@ void precast_free_snapshot(void* snapshot) {
   }
 }
 
-// Makes the fast entry from the snapshot and the present state.
+// Makes a fast entry from a snapshot, of the state before an entry, and the current state, after it.
 void* precast_fast_entry(void* before) {
   return guarded([&]() -> void* {
     const auto& earlier = *static_cast<const Snapshot*>(before);
@@ -189,39 +190,38 @@ void precast_free_fast_entry(void* fast_entry) {
   }
 }
 
-// Enters a region and returns 1; returns 0 without changes if the state differs from that of the fast entry, or if
-// there is an observer. The arguments are the address of the fast entry, the region, the fast entry's object and an empty
-// record.
+// Enters a region and returns 1. Returns 0 without changes if the fast entry cannot be used in the current state. The
+// arguments are the address of the fast entry, the region, the `FastEntry` of Python, and an empty record.
 void* precast_enter(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
   return guarded([&]() -> void* {
     ThreadState& here = ThreadState::here();
-    const auto& entry = *static_cast<const FastEntry*>(PythonFunctions::address(arguments[0]));
+    const auto& entry = *static_cast<const FastEntry*>(PythonFunctions::integer_as_pointer(arguments[0]));
     if (!entry.is_usable(here)) {
-      return PythonFunctions::integer(0);
+      return PythonFunctions::new_integer(0);
     }
     void *owner = arguments[1], *entry_object = arguments[2], *record = arguments[3];
     here.open.push_back({&entry, owner, entry_object, record, 0});
     for (void* object : {owner, entry_object, record}) {
-      PythonFunctions::keep(object);
+      PythonFunctions::increment_references(object);
     }
     here.slots->open = static_cast<int64_t>(here.open.size());
-    entry.after.replace(entry.before, here);
+    entry.after.restore(entry.before, here);
     here.open.back().count = at::autocast::increment_nesting();
-    return PythonFunctions::integer(1);
+    return PythonFunctions::new_integer(1);
   });
 }
 
-// Leaves the thread's innermost region if the owner, the only argument, entered it here and its state is unchanged.
+// Leaves the innermost region of the thread if it is the only argument, was entered here, and the state is unchanged.
 // Returns a `RegionExit`.
 void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*count*/) {
   return guarded([&]() -> void* {
     ThreadState& here = ThreadState::here();
-    const auto result = [](RegionExit exit) { return PythonFunctions::integer(static_cast<long>(exit)); };
+    const auto result = [](RegionExit exit) { return PythonFunctions::new_integer(static_cast<long>(exit)); };
     if (here.open.empty() || here.open.back().owner != arguments[0]) {
       return result(RegionExit::Elsewhere);
     }
-    const OpenRegion left = here.open.back();
-    const Snapshot& after = left.fast_entry->after;
+    const OpenRegion region = here.open.back();
+    const Snapshot& after = region.fast_entry->after;
     const ThreadSlots& slots = *here.slots;
     if (Process::is_watched || at::impl::torch_function_mode_enabled() ||
         after.bound != slots.bound[static_cast<size_t>(after.device)] || after.guard_id != slots.guard_id ||
@@ -230,14 +230,14 @@ void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*c
     }
     here.open.pop_back();
     here.slots->open = static_cast<int64_t>(here.open.size());
-    left.fast_entry->before.replace(after, here);
+    region.fast_entry->before.restore(after, here);
     const int count = at::autocast::decrement_nesting();
     if (count == 0) {
       at::autocast::clear_cache();
       here.copies.clear();
     }
-    for (void* object : {left.record, left.entry_object, left.owner}) {
-      PythonFunctions::drop(object);
+    for (void* object : {region.record, region.entry_object, region.owner}) {
+      PythonFunctions::decrement_references(object);
     }
     return result(
         count == 0               ? RegionExit::Outermost
@@ -248,21 +248,22 @@ void* precast_leave(void* /*module*/, void* const* arguments, std::ptrdiff_t /*c
 
 // Returns 1 if this thread has casts that an optimizer's step makes stale, else 0.
 void* precast_has_leaves(void* /*module*/, void* const* /*arguments*/, std::ptrdiff_t /*count*/) {
-  return guarded([]() -> void* { return PythonFunctions::integer(ThreadState::here().copies.has_leaves() ? 1 : 0); });
+  return guarded(
+      []() -> void* { return PythonFunctions::new_integer(ThreadState::here().copies.has_leaves() ? 1 : 0); });
 }
 
-// An object of an open region, counted from the outermost; None if there is no such region.
+// Returns an object of the open region with this index, from 0 for the outermost; None if there is no such region.
 void* precast_open_region(int64_t index, int part) {
   const auto& open = ThreadState::here().open;
   if (static_cast<size_t>(index) >= open.size()) {
     return PythonFunctions::new_reference(PythonFunctions::none);
   }
   const OpenRegion& region = open[static_cast<size_t>(index)];
-  const auto wanted = static_cast<RegionPart>(part);
+  const auto region_part = static_cast<RegionPart>(part);
   return PythonFunctions::new_reference(
-      wanted == RegionPart::Owner       ? region.owner
-          : wanted == RegionPart::Entry ? region.entry_object
-                                        : region.record);
+      region_part == RegionPart::Owner       ? region.owner
+          : region_part == RegionPart::Entry ? region.entry_object
+                                             : region.record);
 }
 
 int precast_open_count(int64_t index) {
@@ -270,7 +271,7 @@ int precast_open_count(int64_t index) {
   return static_cast<size_t>(index) < open.size() ? open[static_cast<size_t>(index)].count : 0;
 }
 
-// Removes the outermost region and returns its record; None if there is none.
+// Removes the outermost region from the stack and returns its record; None if the stack is empty.
 void* precast_take_record() {
   ThreadState& here = ThreadState::here();
   if (here.open.empty()) {
@@ -279,12 +280,12 @@ void* precast_take_record() {
   const OpenRegion region = here.open.front();
   here.open.erase(here.open.begin());
   here.slots->open = static_cast<int64_t>(here.open.size());
-  PythonFunctions::drop(region.entry_object);
-  PythonFunctions::drop(region.owner);
+  PythonFunctions::decrement_references(region.entry_object);
+  PythonFunctions::decrement_references(region.owner);
   return region.record;
 }
 
-// Returns 1 if any thread has a region here.
+// Returns 1 if any thread has a region on this stack, else 0.
 int precast_any_open() {
   return guarded([]() -> int {
     std::lock_guard<std::mutex> guard(Process::lock);

@@ -14,22 +14,22 @@ from precast_lint.parsing.names import NameTable
 from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.syntax import Node, cst, enclosing_class, is_self, methods_named
 
-__all__ = ["Handed"]
+__all__ = ["CallArguments"]
 
 
-class Handed:
+class CallArguments:
     """The arguments of one file's calls, by the parameters that get them."""
 
     def __init__(self, names: NameTable, parents: dict[Node, Node]) -> None:
         self.names = names
         self.parents = parents
 
-    def to(self, binding: Binding) -> list[Node | None]:
-        """Return the arguments for a parameter, one for each call; empty if a call is unknown."""
-        return self.whatever_to(binding) if binding.annotation is None else []
+    def for_unannotated(self, binding: Binding) -> list[Node | None]:
+        """Return the arguments for a parameter without an annotation, one for each call; empty if a call is unknown."""
+        return self.for_parameter(binding) if binding.annotation is None else []
 
-    def whatever_to(self, binding: Binding) -> list[Node | None]:
-        """Return the arguments for a parameter, also for an annotated one."""
+    def for_parameter(self, binding: Binding) -> list[Node | None]:
+        """Return the arguments for a parameter, one for each call; empty if a call is unknown."""
         if binding.kind != "param":
             return []
         function = self._function(binding.node)
@@ -41,7 +41,7 @@ class Handed:
         """Return the calls of a function; empty if its name is also used in other ways."""
         return self._calls.get(function, [])
 
-    def function_called(self, call: cst.Call) -> cst.FunctionDef | None:
+    def called_function(self, call: cst.Call) -> cst.FunctionDef | None:
         """Return the function of this file, or the method of the same class, that a call runs."""
         if isinstance(call.func, cst.Name):
             binding = self.names.only_binding(call.func)
