@@ -23,6 +23,6 @@ def test_it_loads_in_silence_draws_the_losses_and_fits(
     resize(browser, width)
     go(browser, path)
     assert browser.get_log("browser") == []
-    sample = "return document.querySelectorAll('#losses .scatterlayer .trace').length"
+    sample = "return document.querySelectorAll('[role=img] .scatterlayer .trace').length"
     assert browser.execute_script(sample) == 2
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
