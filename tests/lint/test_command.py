@@ -267,7 +267,7 @@ def test_a_notebook_changes_only_where_it_is_fixed(here: Path) -> None:
         {"cell_type": "markdown", "metadata": {}, "source": ["torch.cuda.amp.autocast()\n", "é"]},
         {
             "cell_type": "code",
-            "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"],
+            "source": ["%matplotlib inline\n", "!pip install x\n", ",print x\n", "import torch"],
         },
         {"cell_type": "code", "source": ["%%bash\n", "ls"]},
         {

@@ -23,10 +23,11 @@ _OPENING = "if 1:"  # before the separator of an indented cell, which IPython de
 _SPLIT = re.compile(r"^(?:if 1:)?#%%precast-cell-(\d+)\n", re.M)
 _HIDDEN = "pass#precast-magic:"
 _MAGIC = re.compile(r"^(\s*)([%!?].*|[\w., ]+=\s*[%!].*|.*\?)$")
-# Magics and aliases that IPython also accepts without a percent sign, if the line is no Python.
+# Magics and aliases that IPython also accepts without a percent sign, and its calls without brackets, if the line is
+# no Python.
 _AUTOMAGIC = re.compile(
     r"^(\s*)((?:alias|bookmark|cat|cd|conda|cp|dirs|env|less|load|load_ext|ls|ll|mamba|matplotlib|mkdir|more|mv|notebook|"
-    r"pip|popd|prun|pushd|pwd|reset|rm|rmdir|run|set_env|time|timeit|uv|who|whos)(?: +[^\s=(.,].*)?)$"
+    r"pip|popd|prun|pushd|pwd|reset|rm|rmdir|run|set_env|time|timeit|uv|who|whos)(?: +[^\s=(.,].*)?|[,;/]\w.*)$"
 )
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun")
 
