@@ -159,11 +159,14 @@ def test_a_patch_is_printed_also_for_a_setting_that_is_not_better() -> None:
     patch, note = answer_of(result_of(slower)).patch()
     assert patch == "the patch"
     assert note == "The patch is for bfloat16, which was not better here."
+    nothing = result_of()
+    nothing.base.outcomes[0] = TrialOutcome("error", "OSError: gone")
+    assert answer_of(nothing).patch() == ("", "There is no patch: nothing was compared.")
     for setting, reason in [
         (bfloat16(outcome(0.05, None, nonfinite=[11])), "no setting learned as float32"),
         (
             replace(slower, edit=ProgramEdit(["a line"])),
-            "the loop is not plain. Lines for it:\n    a line",
+            "add the lines for bfloat16 by hand:\n    a line",
         ),
     ]:
         patch, note = answer_of(result_of(setting)).patch()

@@ -93,9 +93,14 @@ class TryAnswer:
         if setting is not None and setting.edit.patch:
             note = f"The patch is for {setting.name}, which was not better here."
             return setting.edit.patch, "" if self.chosen else note
-        reason = "no setting learned as float32" if self.experiment.settings else "no step was seen"
+        reason = (
+            "no setting learned as float32."
+            if self.experiment.settings
+            else "nothing was compared."
+        )
         if setting is not None:
-            reason = "\n    ".join(["the loop is not plain. Lines for it:", *setting.edit.lines])
+            by_hand = f"add the lines for {setting.name} by hand:"
+            reason = "\n    ".join([by_hand, *setting.edit.lines])
         if self.experiment.has_own_precision:
             reason = "the script has mixed precision already."
         return "", f"There is no patch: {reason}"
