@@ -234,7 +234,10 @@ def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     for name in ("text", "other", "missing"):
         with pytest.raises(ComparisonError, match=name):
             precast.compare(tmp_path / name, tmp_path / name)
-    with pytest.raises(OutputError, match="did not write"), precast.record(tmp_path / "text"):
+    with (
+        pytest.raises(OutputError, match="was not written by precast"),
+        precast.record(tmp_path / "text"),
+    ):
         pass
 
 

@@ -83,7 +83,7 @@ def test_what_is_saved(result: TuningResult, tmp_path: Path) -> None:
     result.save(tmp_path / "c.toml", page=tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     (tmp_path / "mine.html").write_text("my own")
-    with pytest.raises(OutputError, match="precast did not write"):
+    with pytest.raises(OutputError, match="was not written by precast"):
         result.save(tmp_path / "mine.toml")
     assert (tmp_path / "mine.html").read_text() == "my own"
 

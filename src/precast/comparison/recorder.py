@@ -67,11 +67,7 @@ Logits = str | Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a run that is recorded; `record` describes the fields.
-
-    Raises:
-        ComparisonError: a value is not allowed.
-    """
+    """The part of a run that is recorded; `record` describes the fields."""
 
     level: Level = "operations"
     every: int = 1
