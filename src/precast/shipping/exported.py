@@ -44,6 +44,7 @@ _NAMESPACES = ("aten", "prim", "prims", "quantized", "sparse", "mkldnn", "onednn
                "export", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor",
                "symm_mem")  # fmt: skip
 """The namespaces of operators that PyTorch registers (2.13)."""
+_DEPENDS_ON_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 _FAKE_CONSTANT = (
     "torch.export cannot record the model, because it treats a tensor without values as a constant: usually a "
     f"tensor's `.data`. {cures.EXPORT_DETACH.text}"
@@ -198,9 +199,6 @@ def _why_not_recorded(error: Exception) -> str:
     if "fake tensor in the exported program constant" in str(error):
         return _FAKE_CONSTANT
     return f"torch.export cannot record the model on this example.\n{type(error).__name__}: {str(error).strip()}"
-
-
-_DEPENDS_ON_DATA = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 
 def _warn_of_other_packages(program: torch.export.ExportedProgram) -> None:
