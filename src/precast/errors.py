@@ -1,29 +1,29 @@
 """The exception tree: every error that precast raises on purpose is a `PrecastError`.
 
     PrecastError
-    ├── PolicyError (ValueError)          a policy file or table that cannot be read, or says something impossible
-    ├── RegionError (ValueError, RuntimeError)  an autocast region asked for something that cannot be
+    ├── PolicyError (ValueError)          a policy that cannot be read or is invalid
+    ├── RegionError (ValueError, RuntimeError)  an autocast region that the device or PyTorch does not support
     │   └── RegionTypeError (TypeError)   an argument is missing or of the wrong type
     ├── BannedOperationError (RuntimeError)  an operation that the policy refuses inside a region
-    ├── AttachError (TypeError, ValueError)  `attach` was given what it cannot attach to
+    ├── AttachError (TypeError, ValueError)  a model that `attach` does not support
     ├── ConversionError (ValueError, RuntimeError)  a model that cannot be converted, or a use of a converted
     │                                     model whose results would not be those of its policy
     ├── ExportError (RuntimeError, ValueError)  a model that cannot be exported, or a file that is no exported program
-    ├── StaleWeightError (RuntimeError)   a held weight was written without a trace, so its copy is out of date
+    ├── StaleWeightError (RuntimeError)   a held weight was written undetected, so its copy was stale
     ├── ScalerError (RuntimeError, ValueError, AssertionError)  a gradient scaler used wrongly
-    │   └── BrokenModelError              gradients stay infinite or NaN; `diagnosis` says what was seen
-    ├── MonitorError (TypeError, ValueError)  `monitor` was given what it cannot watch, or impossible settings
-    ├── TuningError (TypeError, ValueError)  `tune` was given what it cannot train copies of
+    │   └── BrokenModelError              gradients stay infinite or NaN; `diagnosis` has the details
+    ├── MonitorError (TypeError, ValueError)  invalid arguments of `monitor`
+    ├── TuningError (TypeError, ValueError)  invalid arguments of `tune`
     ├── ComparisonError (ValueError)      a recording that cannot be read, or two runs that cannot be compared
-    ├── ReportError (ValueError)          a document that no report can be made of; says what is wrong where
+    ├── ReportError (ValueError)          a document from which no report can be made
     ├── BuildError (RuntimeError)         the library of the native engine could not be compiled
-    ├── OutputError (OSError)             a result that could not be written; what was there before still is
-    ├── MissingExtraError (ImportError)   an optional package is not installed; says what to install
-    └── TorchVersionError (ImportError)   the installed PyTorch is older than precast can run on
+    ├── OutputError (OSError)             a file that could not be written; an existing file is unchanged
+    ├── MissingExtraError (ImportError)   an optional package is not installed
+    └── TorchVersionError (ImportError)   the installed PyTorch is too old
 
-    PrecastWarning (UserWarning)          something will not do what was probably meant
+    PrecastWarning (UserWarning)          code that probably does not have the intended effect
 
-Each message says what was asked, what is allowed and what to do.
+Each message names the invalid input, what is allowed, and what to do.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class PrecastError(Exception):
 
 
 class PolicyError(PrecastError, ValueError):
-    """A policy that cannot be read or that says something impossible."""
+    """A policy that cannot be read, or is invalid."""
 
 
 class RegionError(PrecastError, ValueError, RuntimeError):
-    """An autocast region that asks for what the device or PyTorch cannot do.
+    """An autocast region that the device or PyTorch does not support.
 
-    Both a `ValueError` and a `RuntimeError`: PyTorch raises one or the other, and programs catch either.
+    PyTorch raises `ValueError` or `RuntimeError`, and this is a subclass of both.
     """
 
 
@@ -79,44 +79,44 @@ class BannedOperationError(PrecastError, RuntimeError):
 
 
 class AttachError(PrecastError, TypeError, ValueError):
-    """`attach` was given something that it cannot attach to."""
+    """A model that `attach` does not support."""
 
 
 class ConversionError(PrecastError, ValueError, RuntimeError):
-    """A model cannot be converted, and nothing has changed; or a converted model was used in a way it was not made for.
+    """A model that cannot be converted and has not changed, or an unsupported use of a converted model.
 
-    The message names the weight, module or file, and what to do. It is no `TypeError`: operators of tensors turn these
-    into other errors.
+    The message names the weight, module or file, and what to do. It is no `TypeError`, because operators of tensors
+    convert these into other errors.
     """
 
 
 class ExportError(PrecastError, RuntimeError, ValueError):
-    """A model that cannot be exported under a policy, or a file that no exported program can be read from."""
+    """A model that cannot be exported under a policy, or a file that contains no exported program."""
 
 
 class StaleWeightError(PrecastError, RuntimeError):
-    """A held weight was written in a way that no version counter sees; the message names it and the remedy."""
+    """A held weight was written without a change of its version counter. The message names it, and what to do."""
 
 
 class MonitorError(PrecastError, TypeError, ValueError):
-    """`monitor` was given something that it cannot watch, or a setting that is impossible."""
+    """An object that `monitor` cannot watch, or an invalid setting."""
 
 
 class TuningError(PrecastError, TypeError, ValueError):
-    """`tune` was given a model, a step or batches that it cannot train copies of; the message says what it needs."""
+    """A model, a step or batches with which `tune` cannot train copies. The message names the requirement."""
 
 
 class ScalerError(PrecastError, RuntimeError, ValueError, AssertionError):
-    """A gradient scaler used in the wrong order or on tensors that it cannot handle.
+    """A call of a gradient scaler in the wrong order, or on tensors that it does not support.
 
-    A `RuntimeError`, a `ValueError` and an `AssertionError`: PyTorch raises one of them, and programs catch any.
+    PyTorch raises `RuntimeError`, `ValueError` or `AssertionError`, and this is a subclass of all.
     """
 
 
 class BrokenModelError(ScalerError):
-    """Gradients stay infinite or NaN, and neither a lower scale nor the next batch has helped.
+    """Gradients that stay infinite or NaN with lower scales and other batches.
 
-    The steps that were skipped changed no parameter.
+    The skipped steps have changed no parameter.
 
     Attributes:
         diagnosis: the `precast.events.ScalerDiagnosis`: reason, step, scale, names.
@@ -131,37 +131,34 @@ class BrokenModelError(ScalerError):
 
 
 class ComparisonError(PrecastError, ValueError):
-    """A recording that cannot be made or read, or two runs that cannot be compared; the message says what to do."""
+    """A recording that cannot be made or read, or two runs that cannot be compared."""
 
 
 class ReportError(PrecastError, ValueError):
-    """A document that is not as the schema says, or documents that are not of one run."""
+    """A document that does not follow the schema, or documents of different runs."""
 
 
 class BuildError(PrecastError, RuntimeError):
-    """The library of the native engine could not be compiled; the message says why in one line."""
+    """The library of the native engine could not be compiled. The message has the reason in one line."""
 
 
 class OutputError(PrecastError, OSError):
-    """A result could not be written; made as an `OSError` is: its number, the reason, the file.
+    """A file that could not be written. An existing file at its path is unchanged.
 
-    What was at the file's path before is unchanged.
+    The arguments are those of `OSError`: error number, reason and file.
     """
 
     remedy = ""
-    """What the user can do; where it is empty, what the number of the error asks for."""
+    """Advice for the user; if empty, the advice for the error number."""
 
     def __str__(self) -> str:
         remedy = self.remedy or _REMEDIES.get(self.errno or 0, _ANY_REMEDY)
-        return (
-            f"cannot write {self.filename}: {self.strerror}; what was there before is unchanged. "
-            f"{remedy}"
-        )
+        return f"cannot write {self.filename}: {self.strerror}; an existing file is unchanged. {remedy}"
 
 
 _WRITABLE: Final = "Name a file in a folder that you may write to"
 _ROOM: Final = "Free some space, or name a file on another disk"
-_OTHER_FILE: Final = "Name another file, or move that one away"
+_OTHER_FILE: Final = "Name another file, or move the existing one"
 _ANY_REMEDY: Final = "Free some space, or name a file in a folder that you may write to"
 _REMEDIES: Final = {
     errno.EACCES: _WRITABLE,
@@ -170,21 +167,21 @@ _REMEDIES: Final = {
     errno.ENOSPC: _ROOM,
     errno.EDQUOT: _ROOM,
     errno.EEXIST: _OTHER_FILE,
-    errno.EISDIR: "Name a file in it, or another place",
-    errno.ENOENT: "Make the folder, or name a file in one that is there",
+    errno.EISDIR: "Name a file in this folder, or another path",
+    errno.ENOENT: "Create the folder, or name a file in an existing folder",
     errno.ENOTDIR: "Name a file in a folder",
     errno.ENODEV: "Name a file in a folder",
 }
-"""What a user can do about the number of an error."""
+"""The advice for each error number."""
 
 
 class MissingExtraError(PrecastError, ImportError):
-    """An optional package is missing; the message names the extra to install."""
+    """An optional package is not installed. The message has the command that installs it."""
 
 
 class TorchVersionError(PrecastError, ImportError):
-    """The installed PyTorch is older than precast can run on; the message names both and the way out."""
+    """The installed PyTorch is older than the oldest supported version."""
 
 
 class PrecastWarning(UserWarning):
-    """Something that will not do what was probably meant."""
+    """Code that probably does not have the intended effect."""

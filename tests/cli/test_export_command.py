@@ -181,16 +181,20 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
         (
             ("--model", "shipped_models:pair", "--out", "shipped_models.py"),
             1,
-            "unchanged. Name another file, or move that one away",
+            "unchanged. Name another file, or move the existing one",
         ),
         (("--model", "shipped_models:pair", "--out", "other.zip"), 1, "is not a model"),
         (("--model", "shipped_models:pair", "--out", "cut.pt2"), 1, "is not a model"),
         (
             ("--model", "shipped_models:pair", "--out", "mine.pt2"),
             1,
-            "read-only; what was there before is unchanged. Name another file",
+            "read-only; an existing file is unchanged. Name another file",
         ),
-        (("--model", "shipped_models:pair", "--out", "."), 1, "Name a file in it, or another"),
+        (
+            ("--model", "shipped_models:pair", "--out", "."),
+            1,
+            "Name a file in this folder, or another",
+        ),
         (("--model", "shipped_models:pair", "--out", "/dev/null"), 1, "a device or a pipe"),
         (
             ("--model", "shipped_models:pair", "--out", "shipped_models.py/a.pt2"),

@@ -470,7 +470,7 @@ def test_libraries_of_other_versions_are_passed_over(cache: Path) -> None:
     assert not unavailable().is_refused
     older = kept(cache, b"", name=f"{library_file.prefix(VERSION)}0123456789abcdef-1-2.so")
     assert unavailable_again() == Unavailable(
-        f"{older} was compiled from the sources of another precast"
+        f"{older} was compiled from the sources of another version of precast"
     )
 
 
@@ -514,7 +514,7 @@ def test_the_environment_chooses_the_engine(monkeypatch: pytest.MonkeyPatch, cac
     assert library.chosen_engine() == "reference"
     monkeypatch.setenv("PRECAST_ENGINE", "native")
     with pytest.raises(
-        PrecastError, match=r"asks for the native engine, and no library .* precast build$"
+        PrecastError, match=r"PRECAST_ENGINE is .native., but no library .* precast build$"
     ):
         library.chosen_engine()
     monkeypatch.setenv("PRECAST_ENGINE", "fast")
@@ -535,7 +535,7 @@ def test_a_library_that_is_refused_is_told_of_and_one_that_is_not_there_is_not(c
     kept(cache, b"half", name=library_file.file_name(VERSION, "1", b"whole"))
     library._find_once.cache_clear()
     with pytest.warns(
-        PrecastWarning, match=r"^The reference engine runs: .* half written.* precast build$"
+        PrecastWarning, match=r"^The reference engine is used: .* half written.* precast build$"
     ):
         assert library.chosen_engine() == "reference"
 

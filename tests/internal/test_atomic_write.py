@@ -80,7 +80,7 @@ def test_a_full_disk_leaves_the_old_file_and_one_message(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OutputError, match="No space left on device; what was there before is unch"):
+    with pytest.raises(OutputError, match="No space left on device; an existing file is unch"):
         atomic_write.replace(path, b"new")
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["run.json"]
@@ -111,7 +111,7 @@ def test_a_disk_that_is_really_full_is_one_message(
 @pytest.mark.parametrize(
     ("under", "remedy"),
     [
-        ("/proc/self/nowhere/run.json", "Make the folder, or name a file in one that is there"),
+        ("/proc/self/nowhere/run.json", "Create the folder, or name a file in an existing folder"),
         ("{file}/run.json", "Name a file in a folder"),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_one_message(
     file = tmp_path / "file"
     file.write_text("no folder")
     with pytest.raises(
-        PrecastError, match=rf"cannot write .*; what was there before is unchanged\. {remedy}$"
+        PrecastError, match=rf"cannot write .*; an existing file is unchanged\. {remedy}$"
     ):
         atomic_write.replace(Path(under.format(file=file)), b"new")
     assert file.read_text() == "no folder"

@@ -1,7 +1,4 @@
-"""Errors for packages that are not installed. Each names what needs the package and the command that installs it.
-
-Invariant: the command that installs an extra is written here and nowhere else.
-"""
+"""Errors for packages that are not installed, with the command that installs them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _REQUIREMENT: Final = re.compile(r"([\w.-]+)[^;]*; extra == ['\"]([\w-]+)['\"]")
 
 
 def missing_extra(subject: str, package: str, extra: str) -> MissingExtraError:
-    """Return the error to raise if `subject` (of the sentence) needs a package of an optional extra.
+    """Return the error for a package of an optional extra. `subject` names the feature that needs it.
 
     The command in the message installs `package` and all other packages of the extra that are not installed.
     """
@@ -31,7 +28,7 @@ def missing_extra(subject: str, package: str, extra: str) -> MissingExtraError:
 
 
 def missing_requirement(subject: str, error: ModuleNotFoundError) -> MissingExtraError | None:
-    """Return that error for a required package that is missing; None if `error` is about another module."""
+    """Return the error for a package that precast always needs; None if `error` is about another module."""
     package = (error.name or "").partition(".")[0]
     if package not in _REQUIRED:
         return None
@@ -47,7 +44,7 @@ def missing_requirement(subject: str, error: ModuleNotFoundError) -> MissingExtr
 
 
 def _packages_of(extra: str) -> list[str]:
-    """Return the names of the packages that an extra lists, in precast's own metadata."""
+    """Return the names of the packages in an extra, from the metadata of precast."""
     try:
         requirements = metadata.requires("precast") or []
     except metadata.PackageNotFoundError:  # imported from a folder, without an installation

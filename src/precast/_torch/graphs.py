@@ -1,8 +1,6 @@
-"""Exported graphs: operators for regions, branches and loops, and decompositions of composite operations.
+"""Exported graphs: special operators, fake tensors, and decompositions of composite operations.
 
-Invariants:
-
-- the modules that `torch.export` needs are not imported before a program exports.
+Invariant: the modules that `torch.export` needs are not imported before a program exports.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ DTYPE_CHECK: Final = torch.ops.aten._assert_tensor_metadata.default
 
 
 def writes_argument(operation: OpOverload) -> bool:
-    """Return True if an operation writes one of its arguments, by its schema (2.13)."""
+    """Return True if the schema of an operation has an argument that it writes (2.13)."""
     return bool(operation._schema.is_mutable)
 
 
@@ -58,8 +56,8 @@ def has_composite_kernel(target: Any) -> bool:
 def _composite_key(overload: OpOverload) -> Any:
     """Return the dispatch key of the composite kernel of an operation; None if it has none.
 
-    The derivative of most composite operations is that of the operations they call. A few have a separate derivative,
-    and still call operations that autocast sees.
+    The derivative of most composite operations is that of the operations that they call. `_trilinear` has a separate
+    derivative, and still calls operations that autocast sees.
     """
     keys = torch._C.DispatchKey
     key = (
@@ -67,12 +65,11 @@ def _composite_key(overload: OpOverload) -> Any:
         if overload.name() == "aten::_trilinear"
         else keys.CompositeImplicitAutograd
     )
-    has = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key)
-    return key if has else None
+    return key if torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), key) else None
 
 
 def selects_operations_by_value(target: Any) -> bool:
-    """Return True if a kernel selects by its values which operations it calls; autocast sees those (2.13)."""
+    """Return True if the values of its arguments decide which operations, seen by autocast, a kernel calls (2.13)."""
     return isinstance(target, OpOverload) and target.name() == "aten::linalg_matrix_exp"
 
 
@@ -83,45 +80,45 @@ def fake_mode_of(nodes: Iterable[torch.fx.Node]) -> Any:
 
 
 def is_fake(value: Any) -> bool:
-    """Return True if a value is a fake tensor, with which programs are recorded (2.13)."""
+    """Return True for a fake tensor, as used to record a program (2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(value, FakeTensor)
 
 
 def higher_order_name(target: Any) -> str | None:
-    """Return the name of an operator that takes graphs, such as "cond"; None for all others (2.13)."""
+    """Return the name of a higher-order operator, such as "cond"; None for other operations (2.13)."""
     return target.name() if isinstance(target, torch._ops.HigherOrderOperator) else None
 
 
 def run_composite(overload: OpOverload, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run the decomposition of a composite operation (2.13).
 
-    Some have a second decomposition in Python, which supports symbolic sizes where that in C++ does not. For recurrent
-    layers its results differ in their bits, so C++ is used. For resizing it calls none of the operations with rules,
-    and C++ does not support symbolic sizes, so this file implements it. A function mode would call the operation
-    itself.
+    Some operations also have a decomposition in Python, which supports more symbolic sizes than the one in C++ and is
+    preferred. For recurrent layers its results have other bits, so C++ is used. For resizing it calls no operation that
+    has a rule, and C++ does not support symbolic sizes, so `_resize_by_size` is used. Function modes are disabled,
+    because they would call the operation itself.
     """
     key = _composite_key(overload)
-    in_python = overload.py_kernels.get(key)
+    python_kernel = overload.py_kernels.get(key)
     with torch._C.DisableTorchFunction():
         if _RESIZES.match(overload.name()):
-            return _resized(overload, *args, **kwargs)
-        if in_python is not None and overload.overloadpacket.__name__ not in _RECURRENT:
-            return in_python(*args, **kwargs)
+            return _resize_by_size(overload, *args, **kwargs)
+        if python_kernel is not None and overload.overloadpacket.__name__ not in _RECURRENT:
+            return python_kernel(*args, **kwargs)
         try:
             return overload._op_dk(key, *args, **kwargs)
         except RuntimeError:
-            if in_python is None:
+            if python_kernel is None:
                 raise
-            return in_python(*args, **kwargs)  # symbolic sizes
+            return python_kernel(*args, **kwargs)  # symbolic sizes
 
 
 _RECURRENT: Final = ("gru", "lstm", "rnn_relu", "rnn_tanh")
 _RESIZES: Final = re.compile(r"aten::_?upsample_\w+\.vec$")
 
 
-def _resized(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _resize_by_size(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Resize by the overload that takes a size, as aten/src/ATen/native/UpSample.h does (2.13)."""
     names = [argument.name for argument in overload._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -137,7 +134,7 @@ def _resized(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def fake_tensor_context(fake_mode: Any) -> Any:
-    """Return a context in which operations run on the fake tensors of a mode, as in `torch.export` (2.13)."""
+    """Return a context in which operations run on fake tensors, as in `torch.export` (2.13)."""
     from torch._dispatch.python import enable_python_dispatcher
 
     stack = ExitStack()
@@ -149,13 +146,13 @@ def fake_tensor_context(fake_mode: Any) -> Any:
 
 @contextmanager
 def drop_log_on_error() -> Iterator[None]:
-    """Delay what PyTorch logs and prints, and drop it if an error is raised (2.13).
+    """Delay the output of PyTorch's loggers and to stderr, and drop it after an error (2.13).
 
-    The exporter logs the tracebacks of errors that it raises, and prints the graph that it has recorded so far.
+    When the exporter raises an error, it also logs the traceback and prints the graph so far.
     """
     output = io.StringIO()
-    named = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "torch"]
-    handlers = {each for name in named for each in logging.getLogger(name).handlers}
+    names = [n for n in logging.root.manager.loggerDict if n.partition(".")[0] == "torch"]
+    handlers = {each for name in names for each in logging.getLogger(name).handlers}
     streams = {h: h.setStream(output) for h in handlers if type(h) is logging.StreamHandler}
     try:
         with redirect_stderr(output):

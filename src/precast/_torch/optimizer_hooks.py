@@ -2,9 +2,9 @@
 
 Invariants:
 
-- PyTorch has two hooks of precast's while there are listeners, and none otherwise;
+- while there are listeners, two hooks are registered, otherwise none;
 - listeners are called in the order of their registration;
-- a listener may be added or removed during a step; that takes effect with the next call.
+- a listener that is added or removed during a step takes effect at the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ StepListener = Callable[[Optimizer], Any]
 def on_optimizer_step(
     *, before: StepListener | None = None, after: StepListener | None = None
 ) -> Stop:
-    """Call `before` and `after` around each step of each optimizer; return a function that ends that.
+    """Call `before` and `after` around each step of each optimizer. Return a function that ends this.
 
     `before` is called before the optimizer reads the gradients, `after` when it has written its parameters.
     """
@@ -63,8 +63,8 @@ _steps: Final = SharedPatch(_hook_steps)
 def run_next_to_step(optimizer: Optimizer, before: Any, after: Any) -> None:
     """Move two hooks of an optimizer so that no other hook runs between them and the step.
 
-    Hooks run in the order of a dict, whose iteration starts after the global hooks have run (2.13): to be called from a
-    listener of `on_optimizer_step`, with the handles of the hooks.
+    `before` and `after` are their handles. Call this from a listener of `on_optimizer_step`: PyTorch calls these global
+    hooks before it iterates over the dict of an optimizer's hooks (2.13).
     """
     hooks_before: Any = optimizer._optimizer_step_pre_hooks
     hooks_before.move_to_end(before.id)

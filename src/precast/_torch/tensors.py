@@ -1,8 +1,6 @@
-"""Tensors: version and base, users of their memory, and the classes that store plain values.
+"""Private properties of tensors, such as versions and users of memory, and operations on lists of tensors.
 
-Invariants:
-
-- nothing here changes a tensor, except `fused_copy`, `fused_add` and `fused_multiply`, which write their targets.
+Invariant: only `fused_copy`, `fused_add` and `fused_multiply` write tensors.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ def counts_versions(tensor: torch.Tensor) -> bool:
 
 
 def version_if_counted(tensor: torch.Tensor) -> int | None:
-    """Return the version of a tensor; None without a counter: inference tensors have none, even after `p.data = q`."""
+    """Return the version of a tensor; None for inference tensors, which have no counter, even after `p.data = q`."""
     try:
         version = version_of(tensor)
     except RuntimeError:
@@ -63,7 +61,7 @@ def version_if_counted(tensor: torch.Tensor) -> int | None:
 
 
 is_in_graph_tree: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cached_tensor")  # noqa: B009 -- no stub
-"""Return True if CUDA-graph trees manage a tensor's memory, which they write without moving its version counter.
+"""Return True if CUDA-graph trees manage a tensor's memory, which they write without incrementing its version counter.
 PyTorch's own weight cache uses the same test (2.11)."""
 
 
@@ -83,18 +81,18 @@ def has_dense_keys(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _dense_keys(device_type: str) -> frozenset[int]:
-    """Return the dispatch keys of dense tensors created outside and inside of inference mode."""
+    """Return the dispatch keys of dense tensors that are created outside and inside inference mode."""
     keys = set()
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
-        for inference in (False, True):
-            with torch.inference_mode(inference):
+        for is_inference in (False, True):
+            with torch.inference_mode(is_inference):
                 tensor = torch.empty(0, device=device_type)
                 keys.add(torch._C._dispatch_keys(tensor).raw_repr())
     return frozenset(keys)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the size of the elements that a tensor stores; 0 if it is not a fixed number (2.13).
+    """Return the size of the stored elements of a tensor in bytes; 0 if it is symbolic (2.13).
 
     For a sparse tensor this is the size of its values, without the indices.
     """
@@ -120,7 +118,7 @@ def is_plain(kind: type[torch.Tensor]) -> bool:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return True for a `DTensor`. If its module, which is slow to import, is not loaded, there is none."""
+    """Return True for a `DTensor`. Its module is slow to import, so it is only looked up: without it there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -131,13 +129,13 @@ parameter in each call (2.13)."""
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return True if another tensor, a storage object, or anything else uses the memory of a tensor.
+    """Return True if another tensor, array, capsule or storage object uses the memory of a tensor.
 
-    No public function counts the users of a storage (2.13). The storage counts tensors, arrays and capsules; Python
-    counts the variables that refer to its single Python object.
+    No public function counts the users of a storage (2.13). The storage counts tensors, arrays and capsules. Python
+    counts the references to the storage object.
     """
     tensors, variables = _users(tensor)
-    return tensors > _ALONE[0] or variables > _ALONE[1]
+    return tensors > _UNSHARED_COUNTS[0] or variables > _UNSHARED_COUNTS[1]
 
 
 def _users(tensor: torch.Tensor) -> tuple[int, int]:
@@ -146,8 +144,8 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 with isolated():
-    _ALONE: Final = _users(torch.empty(1, device="cpu"))
-"""The counts for a tensor with unshared memory: the tensor itself, and the function that counts."""
+    _UNSHARED_COUNTS: Final = _users(torch.empty(1, device="cpu"))
+"""The result of `_users` for a tensor whose memory has no other users."""
 
 
 def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -159,9 +157,9 @@ def fused_copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None
 
 
 def fused_add(targets: list[torch.Tensor], others: list[torch.Tensor], sign: int = 1) -> None:
-    """Add to each target the other tensor of its dtype, or subtract it with `sign` -1; on CUDA with few kernels (2.13).
+    """Add `sign` times the other tensor, of the same dtype, to each target; on CUDA with few kernels (2.13).
 
-    As for `fused_copy`, no public function does it.
+    As for `fused_copy`, there is no public function.
     """
     torch._foreach_add_(targets, others, alpha=sign)
 

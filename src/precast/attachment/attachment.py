@@ -1,4 +1,4 @@
-"""`attach` keeps the 16-bit copies of a model's weights between regions, and sets the precision of its modules.
+"""`attach`, which holds the 16-bit copies of a model's weights and sets the precision of its modules.
 
 Invariants:
 
@@ -112,10 +112,10 @@ class Attachment(Displayed):
         hold: bool = False,
         give_way: Callable[[], None] | None = None,
     ) -> None:
-        """Create an attachment from arguments checked by `attach`; `give_way` is for the rules of an installed policy.
+        """Create an attachment from arguments that `attach` has checked.
 
-        It is called when an attachment by the program replaces this one. With it, the plan's tables are not put in
-        force, because the installed policy already is.
+        An installed policy passes `give_way`, which is called when an attachment by the program replaces this one. The
+        tables of the plan are then not applied, because the installed policy already is.
 
         Raises:
             PolicyError: another attachment by the program has rules for the same modules.
@@ -134,17 +134,17 @@ class Attachment(Displayed):
         attachments[self] = self._model, plan
         if hold:
             held.attached.append(self)
-            _watch()
+            _update_observation()
         self._end = weakref.finalize(model, self._detach)
         self._end.atexit = False
 
     @property
     def left_alone(self) -> Mapping[str, str]:
-        """Return the name of each parameter that is not held -> the reason."""
+        """Return a mapping from the name of each parameter that is not held to the reason."""
         return MappingProxyType(self._left_alone)
 
     def memory(self) -> int:
-        """Return the bytes of all present copies: 2 per element of a parameter, for each dtype in use."""
+        """Return the bytes of all copies: 2 for each element of a parameter and each dtype in use."""
         return Memory(sum(copy.tensor.nbytes for copy in self._copies()))
 
     def refresh(self) -> None:
@@ -172,7 +172,7 @@ class Attachment(Displayed):
             self.refresh()
 
     def detach(self) -> None:
-        """End the attachment: the model runs as before. A second call does nothing."""
+        """End the attachment, so that the model runs as before it. A second call does nothing."""
         self._end()
 
     def __enter__(self) -> Attachment:
@@ -193,7 +193,7 @@ class Attachment(Displayed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A model that is copied may have its attachment as an attribute. The copy of the model is not attached.
-        return _ended, ()
+        return _detached_attachment, ()
 
     def _copies(self) -> Iterator[Copy]:
         for held_parameter in self._held_parameters.values():
@@ -207,7 +207,7 @@ class Attachment(Displayed):
         regions.cache.invalidate([p for p in parameters if p is not None])
 
     def _find_parameters(self) -> None:
-        """Hold the parameters that the model has now, and release the previous ones."""
+        """Hold the current parameters of the model, and release the previous ones."""
         with held.lock:
             model = self._model()
             if model is None or not self._hold:
@@ -239,11 +239,11 @@ class Attachment(Displayed):
         held.before_next_region.pop(id(self), None)
         if self in held.attached:
             held.attached.remove(self)
-            _watch()
+            _update_observation()
 
 
 def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
-    """Return the ``id`` of each parameter whose memory FSDP allocates and frees, with the reason for not holding it."""
+    """Map the ``id`` of each parameter whose memory FSDP manages to the reason for not holding it."""
     # FSDP is not imported here: a program that has not imported it has no such parameters.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -257,23 +257,23 @@ def _managed_by_fsdp(model: nn.Module) -> dict[int, str]:
     }
 
 
-def _ended() -> Attachment:
+def _detached_attachment() -> Attachment:
     return Attachment(nn.Module())
 
 
 _registrations: Final[list[Callable[[], None]]] = []
-"""Functions that end the observation started by `_observe`."""
+"""Functions that end the observation."""
 
 
-def _watch() -> None:
-    """Start or stop observing writes, while weights are held.
+def _update_observation() -> None:
+    """Start the observation of writes if weights are held, else stop it.
 
-    Modules report new parameters and submodules, optimizers their steps, and process groups the tensors that they
-    write: fused optimizers and collectives do not move version counters (2.13).
+    Observed are new parameters and submodules, steps of optimizers, and the tensors that collectives write: fused
+    optimizers and collectives do not increment version counters (2.13).
     """
     if held.attached and not _registrations:
-        _registrations.append(register_module_parameter_registration_hook(_registered).remove)
-        _registrations.append(register_module_module_registration_hook(_registered).remove)
+        _registrations.append(register_module_parameter_registration_hook(_on_registration).remove)
+        _registrations.append(register_module_module_registration_hook(_on_registration).remove)
         _registrations.append(on_optimizer_step(after=_on_step))
         _registrations.append(on_collectives(held.record_unversioned_writes))
         held.parameter_freed_hooks.append(_refresh_parameters_later)
@@ -293,11 +293,11 @@ def _on_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @runs_uncompiled
-def _registered(module: nn.Module, _name: str, _value: object) -> None:
+def _on_registration(module: nn.Module, _name: str, _value: object) -> None:
     _refresh_parameters_later(a for a in held.attached if id(module) in a._modules)
 
 
 def _refresh_parameters_later(attachments: Iterable[Attachment] = held.attached) -> None:
-    """Search the models for parameters before the next region; a module does not have the new one yet."""
+    """Search the models for parameters before the next region, because a module does not have the new one yet."""
     for attachment in attachments:
         held.before_next_region[id(attachment)] = attachment._find_parameters

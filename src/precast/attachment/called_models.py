@@ -1,10 +1,10 @@
-"""An installed policy's rules for modules, applied to each model that the program calls, from its first call on.
+"""The rules for modules of an installed policy, which are applied to each model when it is first called.
 
 Invariants:
 
-- a model is a module with parameters that is called from outside of all modules. Its module names do not contain the
-  wrappers around it. If a part of it was called before the whole, both are one model from then on;
-- a rule that cannot be applied is recorded as a sentence, and the program continues; an attachment by the program has
+- a model is a module with parameters that is called from outside of all modules. Names of modules do not include the
+  wrappers around it. If a part of it was called before, the whole replaces the part as the model;
+- if a rule cannot be applied, a sentence is recorded and the program continues. An attachment by the program has
   priority;
 - no weights are held, and models are referenced weakly.
 """
@@ -29,25 +29,25 @@ from precast.report.schema import ModuleRuleEffects
 __all__ = ["CalledModels"]
 
 _LIMIT = 16
-"""The number of model classes, and of refusals, to remember."""
+"""The maximum number of recorded model classes, and of recorded refusals."""
 _OWN_POLICY = "the program attached another policy to it"
 
 
 class CalledModels:
-    """Finds models until it is closed, and applies the rules of `policy` to them.
+    """The search for called models until `close`, and the rules of `policy` on them.
 
     `refused` is called with each new sentence about rules that cannot be applied to a model.
     """
 
     def __init__(self, policy: Policy, refused: Callable[[str], None] = lambda _: None) -> None:
         self._policy = policy
-        self._tell = refused
+        self._on_refusal = refused
         self.mutex = ForkSafeLock()
         self._is_open = True
         self._called_modules = WeakIdKeyDictionary()
         """The called modules, as keys."""
         self._attached = WeakIdKeyDictionary()
-        """Model -> its attachment."""
+        """Maps each model to its attachment."""
         self._models: dict[str, int] = {}
         self._unmatched = set(policy.modules)
         self._complaints: dict[str, tuple[str, ...]] = {}
@@ -66,7 +66,7 @@ class CalledModels:
 
     @synchronized
     def rules(self) -> ModuleRuleEffects:
-        """Return the present state of the rules."""
+        """Return the number of rules in effect on each class of models, and the problems."""
         return ModuleRuleEffects(dict(self._models), list(self._problems()))
 
     def _problems(self) -> Iterator[str]:
@@ -78,12 +78,12 @@ class CalledModels:
             yield from (text for text in complaints if " does nothing for " in text)
         elif not self._refusals:
             yield (
-                "the rules in [modules] acted on nothing: no model with parameters was called. One that is called only "
-                "in functions that torch.compile compiles is not found: precast.attach(model, policy) does it there"
+                "the rules in [modules] had no effect: no model with parameters was called. A model that is called "
+                "only in functions that torch.compile compiles is not found: use precast.attach(model, policy)"
             )
 
     def _unmatched_text(self, pattern: str, complaints: list[str]) -> str:
-        """Return the sentence about a pattern without a match. It names the nearest module of a single model."""
+        """Return the sentence about a pattern without a match, with a suggestion if there is one model."""
         start = f"[modules] {pattern!r} matches no "
         of_pattern = [text for text in complaints if text.startswith(start)]
         if len(of_pattern) == 1:
@@ -98,13 +98,13 @@ class CalledModels:
 
     @synchronized
     def _find(self, module: nn.Module) -> None:
-        # A hook that is added to a module during a trace would be in the trace.
+        # A hook that is added to a module during torch.jit.trace would be traced.
         if _torch.is_tracing() or not self._is_open or module in self._called_modules:
             return
         model = unwrapped(module)
         if next(model.parameters(), None) is not None and not self._is_part(model):
             self._attach(model)
-        # Last, so that another thread that calls the module meanwhile waits for its rules.
+        # Last: another thread that calls the module before this waits for the lock, so that the rules apply to it.
         self._called_modules[module] = None
 
     def _is_part(self, model: nn.Module) -> bool:
@@ -115,16 +115,16 @@ class CalledModels:
         for inner in list(model.modules()):
             self._detach(inner)
         kind, reference = type(model).__name__, weakref.ref(model)
-        own = _attached_plan(model)
-        if own is not None and _equal_policies(own.policy, self._policy):
-            self._record(kind, own)
-        elif own is not None:
+        attached = _attached_plan(model)
+        if attached is not None and _equal_policies(attached.policy, self._policy):
+            self._record(kind, attached)
+        elif attached is not None:
             self._refuse(f"do not act on a {kind}: {_OWN_POLICY}")
         else:
             try:
                 planned = plan(model, self._policy)
                 self._attached[model] = Attachment(
-                    model, planned, give_way=lambda: self._gave_way(reference)
+                    model, planned, give_way=lambda: self._on_replaced(reference)
                 )
             except PolicyError as error:
                 self._refuse(f"do not act on a {kind}: {error}")
@@ -137,7 +137,7 @@ class CalledModels:
             attachment.detach()
 
     def _record(self, kind: str, planned: Plan) -> None:
-        """Record the rules in effect on a model of this class, and those without effect."""
+        """Record the number of rules in effect on a model of this class, and the rules without effect."""
         self._unmatched &= set(planned.unmatched)
         if kind in self._models or len(self._models) < _LIMIT:
             acting = sum(module.applied_rule is not None for module in planned.modules)
@@ -145,7 +145,7 @@ class CalledModels:
             self._complaints[kind] = tuple(planned.complaints())
 
     @synchronized
-    def _gave_way(self, reference: weakref.ref[nn.Module]) -> None:
+    def _on_replaced(self, reference: weakref.ref[nn.Module]) -> None:
         model = reference()
         self._detach(model)
         self._refuse(f"no longer act on a {type(model).__name__}: {_OWN_POLICY}")
@@ -154,11 +154,11 @@ class CalledModels:
         sentence = f"the rules in [modules] {text}"
         if sentence not in self._refusals and len(self._refusals) < _LIMIT:
             self._refusals.append(sentence)
-            self._tell(sentence)
+            self._on_refusal(sentence)
 
 
 def _attached_plan(model: nn.Module) -> Plan | None:
-    """Return the plan that the program attached to a model, a part of it, or a model that contains it."""
+    """Return the plan of the program's attachment to a model, to a part of it, or to a model that contains it."""
     for other, planned in attached_models():
         is_related = any(each is other for each in model.modules()) or any(
             each is model for each in other.modules()
@@ -169,5 +169,5 @@ def _attached_plan(model: nn.Module) -> Plan | None:
 
 
 def _equal_policies(one: Policy, other: Policy) -> bool:
-    """Return True if two policies are equal, including rules for modules, which a fingerprint leaves out."""
+    """Return True if two policies are equal, including the rules for modules, which are not in the fingerprint."""
     return one.fingerprint == other.fingerprint and dict(one.modules) == dict(other.modules)

@@ -1,9 +1,9 @@
-"""The running calls of modules with rules in each thread: the flags that each replaced, and where autocast is off.
+"""The running calls of modules with rules in each thread, with the state that each call replaced.
 
 Invariants:
 
-- the end of a call restores what it replaced. A call that Ctrl-C ended without its hook is dropped when the next call
-  begins, when the outermost region ends, or when its plan ends;
+- the end of a call restores the state that it replaced. A call that Ctrl-C ended, without its hook, is dropped when the
+  next call begins, the outermost region ends, or its plan ends;
 - if a rule disabled autocast, a rule inside may enable it again; if the program disabled it, it stays disabled;
 - a checkpoint's rerun in backward has the policy and the flags of the first run.
 """
@@ -46,8 +46,8 @@ __all__ = [
 ]
 
 DisabledDevices = Mapping[str, int]
-"""Device type -> number of open regions when a rule disabled autocast there. With another number of open regions, it is
-not that rule that keeps autocast off."""
+"""Maps a device type to the number of open regions when a rule disabled autocast. With another number of open regions,
+this rule is not the reason that autocast is off."""
 
 
 class ModuleCall(NamedTuple):
@@ -55,18 +55,18 @@ class ModuleCall(NamedTuple):
 
     module: nn.Module
     caller: FrameType | None
-    """The frame that exists until the call ends: the caller of the hook, or a step of a generator."""
+    """A frame that exists until the call ends: the caller of the hook, or a step of a generator."""
     off: DisabledDevices
-    """Autocast disabled by rules before the call."""
+    """The devices on which rules had disabled autocast before the call."""
     casts: WeightCasts | None
-    """The casts of weights in force before the call."""
+    """The casts of weights that were in force before the call."""
     replaced: list[RegionRecord]
     """The state that the rule replaced, by device type."""
 
     def replace(
         self, device: str, enabled: bool, dtype: torch.dtype, bound: BoundPolicy | None
     ) -> None:
-        """Set flags on one device type, and a policy unless it is None."""
+        """Set the flags of a device type, and the policy unless it is None."""
         if _torch.function_modes():
             record_for_export((device, dtype, enabled), None, bound)
         state = thread_state(device).state
@@ -95,7 +95,7 @@ _thread: Final = _ThreadCalls()
 
 
 def begin(module: nn.Module, caller: FrameType | None) -> ModuleCall:
-    """Record the begin of a call, which runs as long as `caller` does."""
+    """Record the beginning of a call, which ends before `caller` does."""
     _torch.checkpoints.begin()
     forget_abandoned(caller)
     call = ModuleCall(module, caller, _thread.off, weight_casts.current(), [])
@@ -104,7 +104,7 @@ def begin(module: nn.Module, caller: FrameType | None) -> ModuleCall:
 
 
 def end(module: nn.Module) -> ModuleCall | None:
-    """End the innermost call; return None if it is of another module, because a hook raised before `begin`."""
+    """End the innermost call. Return None if it is of another module, because a hook failed before `begin`."""
     if not _thread.calls or _thread.calls[-1].module is not module:
         return None
     call = _thread.calls.pop()
@@ -121,10 +121,10 @@ def end(module: nn.Module) -> ModuleCall | None:
 
 
 def forget_abandoned(frame: FrameType | None = None) -> None:
-    """Drop the calls that no longer run in `frame`, by default the caller's.
+    """Drop the calls that no longer run in `frame`, by default that of the caller.
 
-    PyTorch calls no hook where Ctrl-C ends a module. By then the region around the call has ended and restored the
-    flags, but regions of PyTorch restore no policy.
+    PyTorch calls no hook if Ctrl-C ends a module. The region around the call has then restored the flags, but a region
+    of PyTorch restores no policy.
     """
     while _thread.calls and not _is_running(_thread.calls[-1], frame or inspect.currentframe()):
         call = _thread.calls.pop()
@@ -139,7 +139,7 @@ registration.cache_clear_hooks.append(forget_abandoned)
 
 
 def innermost() -> nn.Module | None:
-    """Return the innermost module with a rule that runs in this thread; None without one."""
+    """Return the innermost running module with a rule in this thread; None if there is none."""
     return _thread.calls[-1].module if _thread.calls else None
 
 
@@ -149,7 +149,7 @@ def disabled_devices() -> DisabledDevices:
 
 
 def rule_applies(device: str, off: DisabledDevices) -> bool:
-    """Return True if rules apply on a device type now: autocast is on there, or a rule has disabled it."""
+    """Return True if rules apply on a device type: autocast is on, or a rule has disabled it."""
     return torch.is_autocast_enabled(device) or _is_off_by_rule(device, off)
 
 
@@ -158,7 +158,7 @@ def _is_off_by_rule(device: str, off: DisabledDevices) -> bool:
 
 
 def _set_off(off: DisabledDevices) -> None:
-    """Set the disabled devices, also in the guard id: the flags do not tell compiled functions who changed them."""
+    """Set the disabled devices, and the guard id: compiled functions cannot see from the flags that a rule set them."""
     for device in _thread.off.keys() ^ off.keys():
         guard_id = regions.guard_id.with_policy(
             f"{device} off by a rule", "" if device in off else None
@@ -181,7 +181,7 @@ def _is_running(call: ModuleCall, frame: FrameType | None) -> bool:
 
 
 def _rerun_under_rules(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a checkpoint's function so that its rerun has the present policies, and autocast off where it is now.
+    """Wrap the function of a checkpoint so that its rerun has the current policies and disabled devices.
 
     PyTorch restores its flags, and a region of precast restores its own state. Neither handles rules.
     """

@@ -8,9 +8,10 @@ Invariants:
 
 - a weight is cast once in each call of the module, and the cast is part of the autograd graph: the gradient of the
   weight has the weight's dtype;
-- the module itself is not changed, so other threads, state dicts and optimizers see the weights as they are stored;
-- values that the module writes to a cast (running statistics) are written to the weight when the call ends;
-- the innermost module with a rule for a dtype decides. Weights in the 16-bit dtype of its region are left alone.
+- the module itself does not change, so other threads, state dicts and optimizers see the stored weights;
+- values that the module writes to a cast, such as running statistics, are written to the weight when the call ends;
+- the rule of the innermost module with a rule for a dtype applies. Weights in the 16-bit dtype of its region are not
+  cast.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ __all__ = [
 ]
 
 UncastDtypes = Mapping[str, torch.dtype | None]
-"""Device type -> the 16-bit dtype whose weights are not cast; None if both are cast."""
-
+"""Maps a device type to the 16-bit dtype whose weights are not cast; to None if both are cast."""
 
 _GETTERS: Final = (
     *("shape", "device", "requires_grad", "layout", "ndim", "is_leaf", "names", "grad", "grad_fn"),
@@ -91,7 +91,7 @@ class WeightCasts:
         self.has_buffers = not all(isinstance(t, nn.Parameter) for t in self._registered.values())
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a PyTorch function with the casts in place of the weights."""
+        """Call a PyTorch function with casts instead of the weights."""
         if func in _ON_WEIGHT_ITSELF or func.__name__ == "__set__":
             return func(*args, **kwargs)
         if func == _DTYPE:
@@ -112,7 +112,7 @@ class WeightCasts:
         if not self._is_cast(tensor):
             return tensor
         needs_graph = tensor.requires_grad and torch.is_grad_enabled()
-        if _torch.is_functorch_active():  # a cast belongs to the transform that it was made in
+        if _torch.is_functorch_active():  # a cast belongs to the transform in which it was created
             return tensor.to(torch.float32)
         cast = self._casts.get(id(tensor))
         if cast is None or (needs_graph and not cast.tensor.requires_grad):
@@ -122,11 +122,11 @@ class WeightCasts:
         return cast.tensor
 
     def without_casts(self) -> WeightCasts:
-        """Return a copy without the casts, for code that runs again."""
+        """Return a copy without casts, for code that runs again."""
         return WeightCasts(self.uncast, self._registered.values())
 
     def write_back(self) -> None:
-        """Write the values that the call has written to casts to their weights."""
+        """Write to the weights what the call has written to their casts."""
         for cast in self._casts.values():
             cast.write_back()
 
@@ -141,14 +141,14 @@ class _WeightCast:
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
-        if torch.is_inference_mode_enabled():  # a cast made there would have no version counter
+        if torch.is_inference_mode_enabled():  # a cast that is created there has no version counter
             with torch.inference_mode(False), torch.no_grad():
                 self.tensor = weight.to(torch.float32)
         else:
             self.tensor = weight.to(torch.float32)
         # Kernels of batch norms do not increment the version counters of running statistics (2.13).
         self.is_exposed = not isinstance(weight, nn.Parameter)
-        """True if the cast may have been written without moving its version counter."""
+        """True if the cast may have been written without incrementing its version counter."""
         self._version = _torch.version_of(self.tensor)
         self._node = self.tensor.grad_fn
 
@@ -156,7 +156,7 @@ class _WeightCast:
         """Write the cast's values to the weight, if they have changed."""
         if _torch.version_of(self.tensor) == self._version and not self._has_other_values():
             return
-        # If autograd recorded the write, it also records the copy, or refuses it as for every leaf.
+        # If autograd recorded the write, it also has to record the copy, or raise its error for leaves.
         recorded = self.tensor.grad_fn is not self._node
         with torch.set_grad_enabled(recorded and torch.is_grad_enabled()):
             self.weight.copy_(self.tensor)
@@ -187,14 +187,13 @@ def _is_in_place(name: str) -> bool:
 
 
 def low_weights(module: nn.Module, uncast: UncastDtypes, where: str) -> list[Tensor]:
-    """Return the parameters and buffers in a module that need a cast, with `uncast` in force.
+    """Return the parameters and buffers in a module that need a cast under `uncast`.
 
     Raises:
         PolicyError: one of them belongs to a scripted module; the message begins with `where`.
     """
-    if (
-        _thread.casts is not None
-    ):  # an outer module has casts: the function mode would report float32 as dtype
+    # If an outer module has casts, the function mode would report float32 as the dtype.
+    if _thread.casts is not None:
         with _torch.without_torch_function():
             return _low_weights(module, uncast, where)
     return _low_weights(module, uncast, where)
@@ -229,7 +228,7 @@ _thread: Final = _ThreadCasts()
 
 
 class _CastMode(TorchFunctionMode):
-    """Passes the casts in force in this thread to functions; one object serves all threads and modules."""
+    """The function mode that calls functions with the casts of the thread. There is one object for all threads."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -242,7 +241,7 @@ class _CastMode(TorchFunctionMode):
 
 @_torch.never_compiled
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function with this thread's casts; in a graph, writes to the cast of a buffer would be lost."""
+    """Call a function with this thread's casts. Not compiled: a graph would lose writes to the cast of a buffer."""
     casts = _thread.casts
     return func(*args, **kwargs) if casts is None else casts.call(func, args, kwargs)
 
@@ -251,7 +250,7 @@ _MODE: Final = _CastMode()
 
 
 def add_note(error: BaseException | None, where: str, *, is_for_operations: bool) -> None:
-    """Add advice to an error about dtypes: PyTorch's names neither the rule nor the module."""
+    """Add advice to an error about dtypes, because PyTorch's message names neither the rule nor the module."""
     if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
         return
     if not any(word in str(error) for word in _DTYPE_ERROR_WORDS):
@@ -266,12 +265,12 @@ def add_note(error: BaseException | None, where: str, *, is_for_operations: bool
 
 
 def current() -> WeightCasts | None:
-    """Return the casts that are in force in this thread; None if weights are used as they are stored."""
+    """Return the casts of this thread; None if weights are used in their stored dtype."""
     return _thread.casts
 
 
 def put(casts: WeightCasts | None) -> None:
-    """Put casts in force in this thread; with None, weights are used as they are stored."""
+    """Use these casts in this thread; with None, weights are used in their stored dtype."""
     if casts is _thread.casts:
         return
     _thread.casts = casts
@@ -295,7 +294,7 @@ _torch.custom_function_arguments.append(_cast_all)
 
 @contextmanager
 def using(casts: WeightCasts | None) -> Iterator[None]:
-    """Open a block in which these casts are in force."""
+    """Open a block in which these casts are used."""
     previous = _thread.casts
     put(casts)
     try:

@@ -6,12 +6,12 @@ cache. In all other cases the C++ kernel calls the reference.
 
 Invariants:
 
-- where a policy's rule is the one that PyTorch's kernel implements, that kernel runs. An operation that needs nothing
-  from precast is not overridden, and costs the same as without precast;
+- if PyTorch's kernel implements the policy's rule for an operation, this kernel runs. An operation that needs no kernel
+  of precast is not overridden, and costs the same as without precast;
 - the registered kernels are the same for every policy: they look up the thread's bound policy, and without one (another
   thread, plain `torch.autocast`) call PyTorch's kernel;
-- while there is a watcher, every operation with an autocast kernel is registered, and each kernel calls the watcher.
-  Afterwards the dispatcher has the kernels that it had before.
+- while there is a watcher, all operations with an autocast kernel are overridden, and each kernel calls the watcher.
+  Afterwards the dispatcher has the previous kernels.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _bound_policies: Final[weakref.WeakValueDictionary[tuple[str, ...], BoundPolicy]
     weakref.WeakValueDictionary()
 )
 """Bound policies by device type, engine, name and fingerprint, shared by equal policies. A bound policy lives as long
-as its policy or a user of it: a region, an installation, a thread of PyTorch's own."""
+as its policy, or as a region, an installation or a thread of PyTorch's own that uses it."""
 _defaults: Final[dict[tuple[str, str], BoundPolicy]] = {}
 _torch_kernels: dict[tuple[str, str], TorchKernel] = {}
 _registered: dict[tuple[str, str], DispatcherKernel] = {}
@@ -92,7 +92,7 @@ _registration = Registration()
 
 
 _engine_name: str | None = None
-"""The engine in use; None until it is needed, because choosing it may load the library."""
+"""The engine in use; None until the first use, because the choice may load the library."""
 
 
 def engine() -> str:
@@ -133,17 +133,17 @@ def _choose_engine(name: str) -> None:
 
 
 def _allow_fast_entries() -> None:
-    """Let the library enter regions in one call, if its engine is used and the registered kernels are to stay."""
+    """Allow fast entries if the native engine is used and the registration is active, else forbid them."""
     if native_engine.api is not None:
         is_allowed = native_engine.is_used and _registration.is_active
         native_engine.api.allow_fast_entries(_registration.number if is_allowed else 0)
 
 
 def _load_native() -> None:
-    """Load the library, and give it the present state."""
+    """Load the library, and pass the current state to it."""
     loaded = library.load()
     assert isinstance(loaded, library.Library), loaded
-    # What is on the dispatcher already is put there anew, with PyTorch's own kernels known to the library.
+    # Kernels that are already registered have to be registered again, after the library has recorded PyTorch's kernels.
     assert unregister(), "the library is loaded while no region is open and nothing is installed"
     with _lock, held.lock:
         api = NativeApi(
@@ -159,7 +159,7 @@ def _load_native() -> None:
         _permanent_libraries.append(operations)
         native_engine.load(api)
         api.watch(bool(watchers))
-        if watchers:  # so that the library takes note of PyTorch's kernels before those of the watcher stand above
+        if watchers:  # the library records PyTorch's kernels before they are overridden again
             _remove_kernels()
         for held_parameter in held.held_parameters.values():
             api.hold(held_parameter.source, True)
@@ -167,7 +167,7 @@ def _load_native() -> None:
 
 
 _permanent_libraries: Final[list[Library]] = []
-"""What stays registered as long as the process lives."""
+"""Libraries that stay registered until the process ends."""
 
 
 @_torch.never_compiled
@@ -208,9 +208,10 @@ def clear_cache() -> None:
 
 
 def _on_cleared_cache(by_program: bool) -> None:
-    """Drop the copies when `torch.clear_autocast_cache` is called; by the program, also held ones and spare memory.
+    """Drop this thread's casts when `torch.clear_autocast_cache` is called.
 
-    That call is PyTorch's remedy after a write that no version counter records.
+    If the program calls it, which is PyTorch's remedy after a write without a version counter, also invalidate held
+    copies and free spare memory.
     """
     clear_cache()
     if by_program:
@@ -223,7 +224,7 @@ _optimizer_hooks: Final[list[Callable[[], None]]] = []
 
 
 def _observe_optimizers(observe: bool) -> None:
-    """Start or stop observing optimizer steps: fused ones write weights without moving version counters (2.13)."""
+    """Start or stop observing optimizer steps: fused optimizers do not increment version counters (2.13)."""
     if observe and not _optimizer_hooks:
         _optimizer_hooks.append(on_optimizer_step(after=_on_step))
     elif not observe and _optimizer_hooks:
@@ -236,11 +237,11 @@ def _on_step(optimizer: Optimizer) -> None:
 
 
 def bind_default(device_type: str) -> BoundPolicy:
-    """Return the bound policy of a region without a policy, outside of all regions and installations."""
-    return _defaults.get((device_type, engine())) or _remember_default(device_type)
+    """Return the bound policy of a region that has no policy, is not inside another, and if none is installed."""
+    return _defaults.get((device_type, engine())) or _bind_and_store_default(device_type)
 
 
-def _remember_default(device_type: str) -> BoundPolicy:
+def _bind_and_store_default(device_type: str) -> BoundPolicy:
     bound = _defaults[device_type, engine()] = bind(Policy.load("default"), device_type)
     return bound
 
@@ -249,11 +250,11 @@ def unregister(*, kernels: bool = True) -> bool:
     """Remove precast's hooks and kernels from PyTorch; the next region entered adds them again.
 
     Args:
-        kernels: also remove the kernels from the dispatcher. Only if no other thread computes: PyTorch does not support
-            the removal of a kernel during a call. Kernels that stay call PyTorch's.
+        kernels: also remove the kernels from the dispatcher. Not allowed while other threads compute: PyTorch does not
+            support the removal of a kernel during a call. Kernels that are not removed call PyTorch's.
 
     Returns:
-        True if done. False while a thread is in a region, or a policy is installed.
+        False if nothing was removed, because a thread is in a region or a policy is installed.
     """
     global _registration  # noqa: PLW0603 -- the dispatcher is one for the process
     with _lock:
@@ -331,7 +332,7 @@ def _remove_watcher_kernels() -> None:
     while _watcher_libraries:
         _torch.destroy(_watcher_libraries.pop())
     for (name, device_type), entry in _watcher_kernels.items():
-        if (name, device_type) in _registered:  # a policy has come to need it meanwhile
+        if (name, device_type) in _registered:  # a policy needs it by now
             base = _torch_kernels[name, device_type]
             _override(_library(name), base, entry)
             _compile(base)
@@ -391,11 +392,11 @@ _UNKNOWN_TO_TORCHSCRIPT: Final = {
     "aten::_grouped_mm": Rule.LOWER,
     "aten::linalg_pinv": Rule.FP32,
 }
-"""Rules of `default` for operations that TorchScript's own casts do not know: their kernels run there, too."""
+"""Rules of `default` for operations that TorchScript does not cast, so that precast's kernels run there too."""
 
 
 def _matches_torch(policy: Policy, base: TorchKernel, entry: Entry | None) -> bool:
-    """Return True if the policy treats an operation as PyTorch does, except where PyTorch raises an error."""
+    """Return True if the policy runs an operation as PyTorch does, except for calls that PyTorch refuses."""
     if not base.compiled:
         if entry is None or entry.builds:  # a build that has the operation has its kernel too
             return True
@@ -432,7 +433,7 @@ def _kernel_for(policy: Policy, base: TorchKernel, entry: Entry | None) -> Kerne
 
 
 def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
-    """Return True if rules hold for the operations inside one with this rule, unless it is rerun after an error."""
+    """Return True if rules also apply to the operations that an operation with this rule calls, in its first run."""
     base = torch_kernel(op.name, op.device_type)
     if rule != Rule.PROMOTE or base is None or base.compiled:
         return rule in (Rule.FALLTHROUGH, Rule.FP32_IF_REFUSED)
@@ -476,7 +477,7 @@ def _number(name: str, device_type: str) -> int:
 def _native_policy(
     api: NativeApi, policy: Policy, actions: dict[str, Action], device_type: str
 ) -> int:
-    """Return the library's number of a policy: the actions of its compiled kernels."""
+    """Return the address of a policy in the library, where it consists of the actions of compiled kernels."""
     numbered = {_number(name, device_type): action for name, action in actions.items()}
     by_number = bytes(numbered.get(number, Action.PASS) for number in range(len(_numbers)))
     number: int = api.policy(policy.mixed == "promote", by_number, len(by_number))
@@ -491,11 +492,11 @@ class TorchKernel:
     kernel: DispatcherKernel
     compiled: bool
     rule: Rule | None
-    """The rule that PyTorch's kernel implements; None without a kernel, or if it is another rule."""
+    """The rule that PyTorch's kernel implements; None if there is no kernel, or no such rule."""
 
 
 def torch_kernel(name: str, device_type: str) -> TorchKernel | None:
-    """Return the kernel at an operation's autocast key without precast's; None if PyTorch has no such operation."""
+    """Return the kernel below precast's at an operation's autocast key; None if the operation is not defined."""
     cached = _torch_kernels.get((name, device_type))
     if cached is not None:
         return cached
@@ -513,7 +514,7 @@ def torch_kernel(name: str, device_type: str) -> TorchKernel | None:
 
 
 def _register(base: TorchKernel) -> None:
-    """Register one kernel for all policies at the operation's autocast key, once."""
+    """Register the kernel of an operation, which is the same for all policies, at its autocast key, unless it is."""
     key = base.op.name, base.op.device_type
     if key in _registered:
         if key not in _watcher_kernels:
@@ -548,7 +549,7 @@ def _compile(base: TorchKernel) -> None:
 
 
 def _mixture(base: TorchKernel) -> Mixture:
-    """Return the calls on mixed dtypes that a compiled kernel does not leave to PyTorch's."""
+    """Return the kind of calls with mixed dtypes that a compiled kernel does not pass to PyTorch's kernel."""
     if not base.compiled:
         refuses = refuses_mixtures(base.op.name, base.op.device_type)
         return Mixture.REFUSED if refuses else Mixture.ANY

@@ -1,8 +1,8 @@
-"""Accelerate on precast: `use` gives an `Accelerator` a policy, a scaler that reports its steps, and a monitor.
+"""`use`, which adds a policy, a `precast.GradScaler` and monitors to an `Accelerator`.
 
 No name of Accelerate's is replaced, and this file does not import it. The `torch.autocast` regions that Accelerate
-opens, around models and in `accelerator.autocast()`, use the installed policy. Its scaler, which prepared optimizers
-refer to as well, stays the same object and gets the class and the contents of a precast scaler.
+opens, around models and in `accelerator.autocast()`, use the installed policy. Prepared optimizers refer to its scaler,
+so this object is not replaced: it gets the class and the attributes of a precast scaler.
 
 Invariant: the end of `use` restores PyTorch's regions and scaler, with the current scale.
 """
@@ -39,24 +39,24 @@ def use(
 
     Args:
         accelerator: The `accelerate.Accelerator`.
-        models: Models, as passed to `prepare`: events use the names of their parameters, and the policy's rules for
-            modules apply to their modules.
+        models: The models that are passed to `prepare`. Events name their parameters, and the policy's rules for
+            modules apply to them.
         policy: A `Policy`, the name of a preset or the path of a policy file.
         scaler: A `precast.GradScaler` with your own settings, for "fp16". None creates one with the settings and the
             scale of Accelerate's.
-        every: Number of steps between two counts of the models' numbers; None counts nothing.
+        every: Number of steps between two counts of the models' values; None counts nothing.
 
     Returns:
         The session, which ends with its ``with`` block or by its `end`.
 
     Raises:
-        ScalerError: A scaler was passed, but Accelerate has none here, or FSDP's.
+        ScalerError: A scaler was passed, but Accelerate has no scaler, or that of FSDP.
         PolicyError: The policy cannot be read.
     """
-    theirs, device = accelerator.scaler, accelerator.device.type
+    original, device = accelerator.scaler, accelerator.device.type
     precision = f"its mixed_precision is {accelerator.mixed_precision!r} on {device!r}"
-    scaler = chosen_scaler(theirs, device, scaler, precision)
-    return AcceleratorSession(theirs, scaler, models, policy, every)
+    scaler = chosen_scaler(original, device, scaler, precision)
+    return AcceleratorSession(original, scaler, models, policy, every)
 
 
 class AcceleratorSession(AbstractContextManager["AcceleratorSession"]):
@@ -65,12 +65,12 @@ class AcceleratorSession(AbstractContextManager["AcceleratorSession"]):
     Attributes:
         scaler: The scaler in use; None if there is none.
         attachments: The attachment of each model.
-        monitors: The monitor of each model, if numbers are counted.
+        monitors: The monitor of each model, if values are counted.
     """
 
     def __init__(
         self,
-        theirs: Any,
+        original: Any,
         scaler: GradScaler | None,
         models: tuple[nn.Module, ...],
         policy: Policy | str | os.PathLike[str],
@@ -89,7 +89,7 @@ class AcceleratorSession(AbstractContextManager["AcceleratorSession"]):
                 parts.enter_context(precast.monitor(model, every or 1)) for model in monitored
             ]
             if scaler is not None:
-                parts.enter_context(_as(theirs, scaler))
+                parts.enter_context(_replace_contents(original, scaler))
             self._parts = parts.pop_all()
 
     def end(self) -> None:
@@ -101,36 +101,36 @@ class AcceleratorSession(AbstractContextManager["AcceleratorSession"]):
 
 
 def chosen_scaler(
-    theirs: Any, device: str, scaler: GradScaler | None, precision: str
+    original: Any, device: str, scaler: GradScaler | None, precision: str
 ) -> GradScaler | None:
-    """Return the scaler to use: `scaler`, or else one like `theirs`, or None if there is no scaler at all.
+    """Return `scaler`, or else a scaler with the settings of `original`, or None if both are None.
 
     Raises:
         ScalerError: `scaler` cannot be used; `precision` describes the trainer's precision.
     """
-    if type(theirs) not in GradScaler.__mro__[:-1]:  # None, or a subclass of PyTorch's: FSDP's
+    if type(original) not in GradScaler.__mro__[:-1]:  # None, or a subclass of PyTorch's: FSDP's
         if scaler is None:
             return None
-        actual = "no scaler" if theirs is None else f"a {type(theirs).__name__}"
+        actual = "no scaler" if original is None else f"a {type(original).__name__}"
         raise ScalerError(
             f"a precast.GradScaler needs a scaler of the trainer that it can replace, but there is {actual}: "
-            f"{precision}. Leave scaler out, or train in 'fp16' on a device with a scaler, without FSDP1."
+            f"{precision}. Omit scaler, or train in 'fp16' on a device with a scaler, without FSDP1."
         )
-    if scaler is not None or isinstance(theirs, GradScaler):
-        return scaler or theirs
-    ours = GradScaler(device, enabled=theirs.is_enabled())
-    ours.load_state_dict(theirs.state_dict())
+    if scaler is not None or isinstance(original, GradScaler):
+        return scaler or original
+    ours = GradScaler(device, enabled=original.is_enabled())
+    ours.load_state_dict(original.state_dict())
     return ours
 
 
 @contextmanager
-def _as(theirs: Any, ours: GradScaler) -> Iterator[None]:
-    """Give `theirs` the class and contents of `ours`, so that all references to it refer to a precast scaler."""
-    before = theirs.__class__, theirs.__dict__
-    theirs.__class__, theirs.__dict__ = type(ours), ours.__dict__
+def _replace_contents(original: Any, ours: GradScaler) -> Iterator[None]:
+    """Give `original` the class and attributes of `ours`, so that all references to it refer to a precast scaler."""
+    before = original.__class__, original.__dict__
+    original.__class__, original.__dict__ = type(ours), ours.__dict__
     try:
         yield
     finally:
-        theirs.__class__, theirs.__dict__ = before
-        if theirs.is_enabled() and ours.is_enabled():
-            theirs.load_state_dict(ours.state_dict())
+        original.__class__, original.__dict__ = before
+        if original.is_enabled() and ours.is_enabled():
+            original.load_state_dict(ours.state_dict())

@@ -1,4 +1,4 @@
-"""Writes the steps of a gradient scaler to Python's `logging`: an observer for `precast.observe`.
+"""An observer for `precast.observe` that writes events to Python's `logging`.
 
 Invariant: the scale of a step that was not skipped is read only if its level is logged.
 """
@@ -15,10 +15,10 @@ __all__ = ["LogEvents"]
 
 
 class LogEvents:
-    """Logs a line for each event: steps as DEBUG, skipped ones as WARNING, diagnoses as ERROR, notes as INFO.
+    """Logs a line for each event: steps as DEBUG, skipped steps as WARNING, diagnoses as ERROR, notes as INFO.
 
-    Each log record has the event as its attribute ``event``, for handlers that need more than text. If DEBUG is off, a
-    step that was not skipped costs only the check if it was skipped, which waits for the device of a fused optimizer.
+    Each log record has the event as its attribute ``event``, for handlers that need more than text. If DEBUG is off,
+    the only cost of a step is the check whether it was skipped, which for a fused optimizer waits for the device.
 
     Args:
         logger: The logger for the lines; None for the logger "precast".

@@ -1,4 +1,4 @@
-"""A callback for the Transformers `Trainer`: it trains on precast, and logs values of the scaler and the monitor.
+"""A callback for the Transformers `Trainer` that trains on precast and logs values of the scaler and the monitor.
 
 Needs the extra ``transformers``. The Trainer trains through Accelerate, so this uses `integrations/accelerate.py`.
 
@@ -36,10 +36,10 @@ class PrecastCallback(TrainerCallback):
         policy: A `Policy`, the name of a preset or the path of a policy file. Its rules for modules act on the model.
         scaler: A `precast.GradScaler` with your own settings, for ``fp16=True`` on a GPU. None creates one with the
             settings of the Trainer's. A resumed checkpoint sets its scale.
-        every: Number of steps between two counts of the model's numbers; None counts nothing.
+        every: Number of steps between two counts of the model's values; None counts nothing.
 
     Attributes:
-        used: The session of the current or the latest training: its `scaler` and `monitors`; None before it.
+        used: The session of the current or latest training, with its `scaler` and `monitors`; None before the first.
 
     Raises:
         PolicyError: The policy cannot be read.
@@ -57,19 +57,21 @@ class PrecastCallback(TrainerCallback):
         self._scaler, self._every, self._has_reported = scaler, every, False
 
     def close(self) -> None:
-        """End the session; to be called after an exception, because the Trainer calls no callback then."""
+        """End the session. Call it after an exception in the training, when the Trainer calls no callback."""
         if self.used is not None:
             self.used.end()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         """Start the session with the policy, the scaler and the monitor."""
         self.close()
-        theirs = getattr(named["optimizer"], "scaler", None)
-        resumed = theirs.state_dict() if theirs is not None and state.global_step else {}
+        original = getattr(named["optimizer"], "scaler", None)
+        resumed = original.state_dict() if original is not None and state.global_step else {}
         device = args.device.type
         precision = f"the Trainer has fp16={args.fp16}, bf16={args.bf16} on {device!r}"
-        scaler = chosen_scaler(theirs, device, self._scaler, precision)
-        self.used = AcceleratorSession(theirs, scaler, (named["model"],), self.policy, self._every)
+        scaler = chosen_scaler(original, device, self._scaler, precision)
+        self.used = AcceleratorSession(
+            original, scaler, (named["model"],), self.policy, self._every
+        )
         if self._scaler is not None and resumed:
             self._scaler.load_state_dict(resumed)
         self._has_reported = False
@@ -79,7 +81,7 @@ class PrecastCallback(TrainerCallback):
         self.close()
 
     def on_log(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Add values of the scaler and the monitor to the log of a loss; the sentence on bad values once."""
+        """Add values of the scaler and the monitor to the log of a loss; "first_nonfinite" only once."""
         logs = named.get("logs")
         if self.used is None or logs is None or "loss" not in logs:
             return

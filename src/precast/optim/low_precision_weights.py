@@ -1,4 +1,4 @@
-"""Weights that are stored in bfloat16 alone, without a float32 master, and still learn from small updates.
+"""Weights that are stored in bfloat16 only, without float32 masters, and still learn from small updates.
 
 Invariants:
 
@@ -8,13 +8,13 @@ Invariants:
   states and added before the next step; with "stochastic", weights are rounded up or down at random, so that the mean
   is right;
 - rounding errors and seeds are in the optimizer's state, and so in its `state_dict`; loading preserves each dtype.
-  Until the optimizer has created its states they are stored here, and in a separate entry of the `state_dict`:
+  Before the optimizer has created its states, they are stored here and in a separate entry of the `state_dict`, because
   PyTorch's optimizers and distributed checkpoints assume that a parameter with any state has all states;
 - for a sharded weight all tensors are sharded alike. The optimizer gets a stand-in of the whole weight, so that a step
   that reads several elements at once computes as usual, and each process rounds its own part;
 - parameters stay the same objects and keep their hooks; a step that is skipped, or raises, changes none of them;
-- a step starts from the weight plus its rounding error, also after the program has written the weight: an error that
-  the new value cannot have is discarded, and so are those of weights that were never stepped.
+- a step starts from the weight plus its rounding error. If the program has written the weight, errors that the new
+  values cannot have are discarded, and so are all errors of a weight that was never stepped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _LARGE_PART: Final = 1 << 25  # elsewhere: 256 MiB; each part costs launches
 
 
 def is_worth_storing_low(parameter: Tensor) -> bool:
-    """Return True if a float32 parameter is large enough; biases and weights of norms are a tiny share of a model."""
+    """Return True for a large float32 parameter. Biases and weights of norms are a tiny share of a model."""
     return parameter.dim() > 1 and parameter.numel() >= MIN_ELEMENTS
 
 
@@ -78,44 +78,44 @@ active: Final[weakref.WeakSet[LowPrecisionWeights]] = weakref.WeakSet()
 
 
 class LowPrecisionWeights:
-    """Makes an optimizer step weights in bfloat16 so that they learn from small updates."""
+    """The weights in bfloat16 of one optimizer, which it steps so that they learn from small updates."""
 
     def __init__(
         self,
         optimizer: Optimizer,
         parameters: Mapping[str, Tensor],
-        how: Rounding,
+        method: Rounding,
         states: torch.dtype,
         seed: int,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.rounding: Final[Rounding] = how
+        self.rounding: Final[Rounding] = method
         self._states = states
         self._parameters = {id(p): weakref.ref(p) for p in parameters.values()}
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        """Parameters that were stepped, and their gradients, during a step."""
+        """The parameters stepped in the current step, with their gradients."""
         self._counts: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._pending: dict[int, dict[str, Any]] = {}
-        """Maps ``id`` of a parameter without optimizer states to its rounding error and seed."""
+        """Maps the ``id`` of a parameter without optimizer states to its rounding error and seed."""
         self._seeds = {id(p): (seed << 32) + (i << 20) for i, p in enumerate(parameters.values())}
         self._narrowed = [weakref.ref(p) for p in parameters.values() if p.dtype is torch.float32]
-        """Parameters that were float32."""
+        """The parameters that were float32 before."""
         self._discarded: dict[int, Tensor] = {}
-        """Maps ``id`` of a parameter to the result of `pop_discarded`."""
+        """Maps the ``id`` of a parameter to the result of `pop_discarded`."""
         self._stops: list[Callable[[], None]] = []
         self._adds_in_float32 = False
         for parameter in parameters.values():
             self._store(optimizer, parameter)
         reference = weakref.ref(self)
         self._versions: dict[int, tuple[int, ...]] = {}
-        """Version counters of parameters after the last write of a step; empty for loaded states."""
+        """The version counters of parameters after the last step; empty after states were loaded."""
         self._record_versions()
         active.add(self)
         self._hooks = [
-            optimizer.register_state_dict_post_hook(Hook(reference, "_saves")),
-            optimizer.register_load_state_dict_pre_hook(Hook(reference, "_loads")),
-            optimizer.register_load_state_dict_post_hook(Hook(reference, "_has_loaded")),
+            optimizer.register_state_dict_post_hook(Hook(reference, "_add_pending_to_saved_state")),
+            optimizer.register_load_state_dict_pre_hook(Hook(reference, "_before_load")),
+            optimizer.register_load_state_dict_post_hook(Hook(reference, "_after_load")),
         ]
 
     @property
@@ -128,7 +128,7 @@ class LowPrecisionWeights:
         return id(parameter) in self._parameters
 
     def add_gradients_in_float32(self) -> None:
-        """Make autograd cast each gradient of these weights to float32 before it is added up."""
+        """Make autograd cast each gradient of these weights to float32 before it is accumulated."""
         self._adds_in_float32 = True
         self._set_gradient_dtype(torch.float32)
 
@@ -155,7 +155,7 @@ class LowPrecisionWeights:
         return value + states[REST] if REST in states else value
 
     def end(self) -> None:
-        """Remove the hooks: the optimizer steps the weights itself; they stay in bfloat16, as do their states."""
+        """Remove the hooks. Weights and states stay in bfloat16, and the optimizer steps them without precast."""
         for stop in (*(hook.remove for hook in self._hooks), *self._stops):
             stop()
         active.discard(self)
@@ -179,7 +179,7 @@ class LowPrecisionWeights:
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Step these weights, except those stepped already, and hide their gradients from the step that follows."""
+        """Step the weights that have gradients, and hide these from the optimizer's own step."""
         self._hidden, self._counts = [], {}
         is_captured = is_capturing()
         if is_captured and self._draws_numbers:
@@ -218,7 +218,7 @@ class LowPrecisionWeights:
         return self.rounding == "stochastic" or self._states is torch.bfloat16
 
     def _can_skip_on_device(self, optimizer: Optimizer) -> bool:
-        """Return True if the device can decide that a step of these weights is skipped, off the CPU without a wait."""
+        """Return True if a kernel can decide, without a wait, whether a step of these weights is skipped."""
         return (
             not self._draws_numbers
             and treats_each_parameter_by_itself(optimizer)
@@ -226,7 +226,7 @@ class LowPrecisionWeights:
         )
 
     def check_writes(self, optimizer: Optimizer) -> None:
-        """Discard rounding errors that do not fit to what the program has written since the last step."""
+        """Discard rounding errors that do not fit the values that the program has written since the last step."""
         for parameter in self.parameters():
             states = optimizer.state.get(parameter)
             if states:  # they may have been set by code that does not support rounding
@@ -242,7 +242,7 @@ class LowPrecisionWeights:
         if REST in states:
             with torch.no_grad():
                 weight, rest = part_of(parameter.detach()), part_of(states[REST])
-                # An error may have been rounded up to half a spacing: so it is made smaller here.
+                # Rounding may have made an error as large as half a spacing, so it is compared a little smaller.
                 total = weight.float() + rest.float() * (1.0 - 2.0**-7)
                 unfit, size = total.to(weight.dtype) != weight, rest.abs()
                 lost = size * unfit
@@ -251,10 +251,9 @@ class LowPrecisionWeights:
                 rest.masked_fill_(unfit, 0.0)
 
     def pop_discarded(self, parameter: Tensor) -> Tensor | None:
-        """Return how much compensation the program's writes since the last step have discarded; None without a write.
+        """Return the rounding errors that the program's writes since the last step discarded; None without writes.
 
-        The tensor has the numbers of rounding errors that are not zero and of those that were discarded, and the sums
-        of both.
+        The tensor has the number of nonzero errors, the number of discarded ones, and the sum of each.
         """
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -287,7 +286,7 @@ class LowPrecisionWeights:
         own = optimizer.state.get(parameter, {})
         for name, value in own.items():  # Adagrad creates them before the first step
             if self._states is torch.float32 and is_large(value) and name not in OF_ROUNDING:
-                own[name] = _full(value)
+                own[name] = _state_in_float32(value)
         states = own or self._pending.setdefault(id(parameter), {})
         states.setdefault(SEED, self._seeds[id(parameter)])
         value, starts_at_zero = parameter.detach().float(), is_distributed() and REST not in states
@@ -314,7 +313,7 @@ class LowPrecisionWeights:
         return low
 
     def _parts(self, optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
-        """Yield groups of parameters to step at once: a few of these weights, or all parameters with gradients."""
+        """Yield parameter groups to step at once: with a few of these weights, or with all parameters."""
         if not treats_each_parameter_by_itself(optimizer):
             groups = [
                 {**group, "params": [p for p in group["params"] if p.grad is not None]}
@@ -341,7 +340,7 @@ class LowPrecisionWeights:
     def _step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]], factor: Tensor | None
     ) -> None:
-        """Make the optimizer step stand-ins of these weights, then round the results."""
+        """Make the optimizer step stand-ins of these weights, and round the results."""
         pairs, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
         first_steps = [
             p
@@ -357,7 +356,7 @@ class LowPrecisionWeights:
         optimizer.param_groups = groups
         try:
             step_without_hooks(optimizer)()
-            self._take_back(optimizer, [pair for pair in pairs if pair[0] is not pair[1]])
+            self._write_results(optimizer, [pair for pair in pairs if pair[0] is not pair[1]])
         except BaseException:
             vars(optimizer).update(counts)
             for parameter in first_steps:
@@ -375,37 +374,41 @@ class LowPrecisionWeights:
     def _stand_ins(
         self, optimizer: Optimizer, parameters: list[Tensor], factor: Tensor | None
     ) -> list[Tensor]:
-        """Return float32 stand-ins of these weights, with gradients and states, and other parameters themselves."""
+        """Return float32 stand-ins of these weights, with gradients and states, and other parameters unchanged."""
         if factor is not None:
             factors = {p.device: factor.to(p.device) for p in parameters}
             for parameter in parameters:
                 if id(parameter) not in self._parameters:
                     part_of(_gradient(parameter)).mul_(factors[parameter.device])
-        mine = [p for p in parameters if id(p) in self._parameters]
-        states = [optimizer.state[p] for p in mine]
-        for parameter, own in zip(mine, states, strict=True):
+        own_parameters = [p for p in parameters if id(p) in self._parameters]
+        states = [optimizer.state[p] for p in own_parameters]
+        for parameter, own in zip(own_parameters, states, strict=True):
             self._complete(parameter, own)
-        values = _in_float32([p.detach() for p in mine], copy=True)
+        values = _in_float32([p.detach() for p in own_parameters], copy=True)
         with_rest = [i for i, own in enumerate(states) if REST in own]
         if with_rest:
             rests = _in_float32([states[i][REST] for i in with_rest])
             fused_add([values[i] for i in with_rest], rests)
-        gradients = _in_float32([_gradient(p) for p in mine], copy=factor is not None)
+        gradients = _in_float32([_gradient(p) for p in own_parameters], copy=factor is not None)
         if factor is not None:
             for device, each in factors.items():
                 there = [part_of(g) for g in gradients if g.device == device]
                 if there:
                     fused_multiply(there, each.float())
         stand_ins = {}
-        for parameter, value, gradient, own in zip(mine, values, gradients, states, strict=True):
+        for parameter, value, gradient, own in zip(
+            own_parameters, values, gradients, states, strict=True
+        ):
             stand_in = stand_ins[id(parameter)] = nn.Parameter(value)
             stand_in.grad = gradient
-            wide = {name: _full(v) for name, v in own.items() if name not in OF_ROUNDING}
+            wide = {
+                name: _state_in_float32(v) for name, v in own.items() if name not in OF_ROUNDING
+            }
             if wide:
                 optimizer.state[stand_in] = wide
         return [stand_ins.get(id(p), p) for p in parameters]
 
-    def _take_back(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _write_results(self, optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Round the stand-ins to the weights, and their states to the stored ones."""
         states = [optimizer.state[parameter] for parameter, _ in pairs]
         if self.rounding == "kahan" and pairs and not any(is_dtensor(p) for p, _ in pairs):
@@ -438,23 +441,23 @@ class LowPrecisionWeights:
         return _round_stochastically(value, states)
 
     def _hide(self, parameters: Iterable[Tensor]) -> None:
-        """Remove gradients, so that the step that follows ignores these parameters."""
+        """Remove gradients, so that the optimizer's own step ignores these parameters."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
-    def _saves(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _add_pending_to_saved_state(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Add pending entries to the saved state: `Optimizer.load_state_dict` ignores unknown keys."""
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         for number, parameter in zip(saved, parameters_of(optimizer), strict=True):
             if pending := self._pending.get(id(parameter)):
                 state_dict.setdefault(_PENDING_KEY, {})[number] = dict(pending)
 
-    def _loads(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    def _before_load(self, _optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
-    def _has_loaded(self, optimizer: Optimizer) -> None:
+    def _after_load(self, optimizer: Optimizer) -> None:
         """Restore the dtypes of states, which PyTorch has cast to the dtype of the parameter."""
         loaded, self._loaded = self._loaded, {}
         self._versions.clear()  # the weights may be loaded before or after
@@ -487,21 +490,21 @@ class Hook:
         return None if owner is None else getattr(owner, self._name)(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_gone, self._name)
+        return Hook, (_deleted, self._name)
 
 
-def _gone() -> None:
+def _deleted() -> None:
     """A weak reference to a deleted object."""
 
 
 def _full_value(parameter: Tensor) -> Tensor | None:
-    """Return the float32 value of a weight that learns by rounding, and None for another one."""
+    """Return the float32 value of one of such weights; None for other parameters."""
     weights = learns_by_rounding(parameter)
     return None if weights is None else weights.full_value(parameter)
 
 
 def learns_by_rounding(parameter: Tensor) -> LowPrecisionWeights | None:
-    """Return the weights of which one is stored in bfloat16 alone, and still learns from small updates."""
+    """Return the `LowPrecisionWeights` to which a parameter belongs; None if there is none."""
     return next((weights for weights in active if weights.stores(parameter)), None)
 
 
@@ -518,7 +521,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _in_float32(tensors: list[Tensor], *, copy: bool = False) -> list[Tensor]:
-    """Return tensors in float32, with one call for all on devices that have such a kernel."""
+    """Return tensors in float32, converted by one kernel for all on devices that have one."""
     if any(is_dtensor(t) for t in tensors):
         return [t.to(torch.float32, copy=copy) for t in tensors]
     wide = [
@@ -534,8 +537,8 @@ def _in_float32(tensors: list[Tensor], *, copy: bool = False) -> list[Tensor]:
 def _write_unless(found_inf: Tensor, targets: list[Tensor], sources: list[Tensor]) -> None:
     """Write tensors of bfloat16 into others, bit by bit, unless `found_inf` is nonzero. Does not wait for the device.
 
-    In a skipped step the sources may differ: a rounding error that was rounded to a tie moves its weight. Integers
-    wrap, so that old + (new - old) * 1 is exactly new.
+    In a skipped step the sources may differ from the targets, because a rounding error that was rounded to a tie
+    changes its weight. Integers wrap, so old + (new - old) * 1 is exactly new.
     """
     old, new = ([each.view(torch.int16) for each in tensors] for tensors in (targets, sources))
     fused_add(new, old, -1)
@@ -545,10 +548,10 @@ def _write_unless(found_inf: Tensor, targets: list[Tensor], sources: list[Tensor
     fused_add(old, new)
 
 
-def _full(value: Any) -> Any:
-    """Return a state in float32 for a step; a count is copied, because the step may raise."""
+def _state_in_float32(value: Any) -> Any:
+    """Return a state in float32 for a step. A count is copied, because the step may fail."""
     if not isinstance(value, Tensor):
         return value
     if not is_large(value):
-        return value.clone() if value.is_cpu else value  # a device's count would cost two kernels
+        return value.clone() if value.is_cpu else value  # a copy on a device would cost two kernels
     return value.to(torch.float32) if value.is_floating_point() else value

@@ -3,7 +3,7 @@
 Invariants:
 
 - a plain tensor is its own part, and writes to a part write the tensor;
-- elementwise operations may be applied to the parts of tensors that are sharded alike; operations that read several
+- elementwise operations may be applied to the parts of tensors with the same sharding; operations that read several
   elements or the shape need the whole tensor;
 - only `largest_over` communicates.
 """
@@ -26,12 +26,12 @@ __all__ = [
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """Return the elements in this process, without gradient; a plain tensor itself."""
+    """Return the local tensor of a `DTensor`, without gradient, or the plain tensor itself."""
     return local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def whole_like(tensor: Any, part: Tensor) -> Tensor:
-    """Return a tensor that is sharded like another one of the same shape, from its part in this process."""
+    """Return a tensor with the shape and sharding of `tensor`, from its part in this process."""
     if not is_dtensor(tensor):
         return part
     return type(tensor).from_local(  # type: ignore[no-any-return]
@@ -54,7 +54,7 @@ def largest_over(tensor: Any, number: Tensor) -> Tensor:
 
 
 def shard_number(tensor: Any) -> int:
-    """Return the number of the part in this process: equal for replicas of a part, 0 for unsharded tensors."""
+    """Return the number of the part in this process, which replicas share; 0 for a plain tensor."""
     if not is_dtensor(tensor):
         return 0
     mesh, number = tensor.device_mesh, 0
@@ -65,6 +65,6 @@ def shard_number(tensor: Any) -> int:
 
 
 def versions_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the version counters of a tensor. A write to a `DTensor` increments its own, one to its part the other."""
+    """Return the version counters of a tensor and its part, which writes to a `DTensor` increment separately."""
     part = part_of(tensor)
     return (version_of(tensor),) if part is tensor else (version_of(tensor), version_of(part))

@@ -36,9 +36,9 @@ DTYPES: Final = {
 }
 """Maps each spelling of a dtype to PyTorch's name."""
 
-_LONGEST: Final = 200
-"""Maximum length of a text in a message, and of a text that similar names are searched for: comparing two texts takes
-time in proportion to the product of their lengths, and names are shorter."""
+_MAX_LENGTH: Final = 200
+"""The maximum length of a text in a message, and of a text for which similar names are searched: the time of a
+comparison is proportional to the product of both lengths."""
 
 
 def shown(value: object) -> str:
@@ -53,9 +53,9 @@ def clipped(text: object) -> str:
     """Return a text for a message, shortened if it is long; the `repr` of a value that is not text."""
     if not isinstance(text, str):
         return shown(text)
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_LENGTH:
         return text
-    return f"{text[:_LONGEST]}... ({len(text)} characters)"
+    return f"{text[:_MAX_LENGTH]}... ({len(text)} characters)"
 
 
 def canonical_dtype(value: object) -> str | None:
@@ -79,9 +79,9 @@ def nearest(word: str, words: Iterable[str] | Mapping[str, str]) -> str:
 
     Args:
         word: the unknown word.
-        words: the allowed words; of a mapping, the message has the values of similar keys.
+        words: the allowed words. For a mapping, keys are compared, and the message has their values.
     """
-    if len(word) > _LONGEST:
+    if len(word) > _MAX_LENGTH:
         return "."
     close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.6)
     if isinstance(words, Mapping):
@@ -130,7 +130,7 @@ def check_text(value: object, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise PolicyError(
-            f"{where} is {shown(value)}; it must be text that UTF-8 can write, and {error.reason}"
+            f"{where} is {shown(value)}; it must be text that UTF-8 can encode: {error.reason}"
         ) from None
     return value
 

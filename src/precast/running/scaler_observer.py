@@ -1,7 +1,7 @@
 """Observation of PyTorch's gradient scalers: the outcome of each step, and diagnoses of skipped steps.
 
-Invariants: the scalers behave as without precast; a decision on the device is not waited for. A `precast.GradScaler` of
-the program reports its steps itself.
+Invariants: the scalers behave as without precast, and no decision on a device is waited for. A `precast.GradScaler` is
+not observed, because it reports its steps itself.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from precast.grad_scaler.step_history import StepHistory
 
 __all__ = ["ScalerObserver"]
 
-_MOST_LOSSES: Final = 1024  # of one iteration
-_MOST_STEPS: Final = 16  # steps
+_MAX_LOSSES: Final = 1024  # in one iteration
+_MAX_STEPS: Final = 16
 
 
 @dataclass(eq=False)
@@ -36,18 +36,18 @@ class _ScalerState:
     """The observed state of one scaler."""
 
     limits: Limits
-    """The limits of a `precast.GradScaler` with the same first scale; PyTorch's scaler has none."""
+    """The limits that a `precast.GradScaler` with this initial scale has."""
     history: StepHistory
     iterations: int = 0
     losses: tuple[Tensor, ...] = ()
     steps: list[tuple[StepEvent, Tensor]] = field(default_factory=list)
-    """The steps of this iteration, each with a number that is not 0 if a gradient was not finite."""
+    """The steps of this iteration, each with a tensor that is nonzero if a gradient was not finite."""
 
 
 class ScalerObserver:
     """Observes all of PyTorch's scalers from `start` until `stop`.
 
-    A diagnosis is one that a `precast.GradScaler` would have raised in the scaler's place.
+    `on_diagnosis` gets the diagnoses that a `precast.GradScaler` would have made.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class ScalerObserver:
         self._stop: list[Callable[[], None]] = []
 
     def start(self) -> None:
-        """Start to observe."""
-        acts = {
+        """Start the observation."""
+        callbacks = {
             "scale": self._scale,
             "step": self._step,
             "unscale_": self._unscale,
             "update": self._update,
         }
-        self._stop = [_torch.on_scaler_call(name, act) for name, act in acts.items()]
+        self._stop = [_torch.on_scaler_call(name, callback) for name, callback in callbacks.items()]
 
     def stop(self) -> None:
-        """Stop, and wait for the decisions of devices."""
+        """Stop the observation, and wait for decisions on devices."""
         while self._stop:
             self._stop.pop()()
         for state in self._states.values():
             self.failures.call("diagnosis", self._diagnose, state, True)
 
     def _scale(self, scaler: Any, run: Callable[[], Any], outputs: Any, *_: Any) -> Any:
-        # Before the call, as the scale is still a Python number in the first one.
+        # Before the call: in the first one, the scale is still a Python number.
         self.failures.call_unseen("scale", self._add_losses, scaler, outputs)
         for listener in scaler_listeners:
             listener.on_scale(scaler)
@@ -91,13 +91,13 @@ class ScalerObserver:
         return run()
 
     def _add_losses(self, scaler: Any, outputs: Any) -> None:
-        state = self._of(scaler)
+        state = self._state_of(scaler)
         if not _torch.is_functorch_active():
             with _torch.without_dispatch():
                 new = (
                     loss_to_keep(each) for each in tensors_in(outputs) if each.is_floating_point()
                 )
-                state.losses = (*state.losses, *new)[:_MOST_LOSSES]
+                state.losses = (*state.losses, *new)[:_MAX_LOSSES]
 
     def _step(self, scaler: Any, run: Callable[[], Any], optimizer: Optimizer, *_: Any) -> Any:
         for listener in scaler_listeners:
@@ -113,9 +113,9 @@ class ScalerObserver:
         scale = _torch.scale_of(scaler)
         if found_infs and scale is not None and not _torch.is_captured(scale):
             with _torch.without_dispatch():
-                self._tell(self._of(scaler), optimizer, found_infs, scale, seconds)
+                self._report_step(self._state_of(scaler), optimizer, found_infs, scale, seconds)
 
-    def _tell(
+    def _report_step(
         self,
         state: _ScalerState,
         optimizer: Optimizer,
@@ -128,7 +128,7 @@ class ScalerObserver:
         skipped = found_inf if _torch.handles_scaling(optimizer) else bool(found_inf)
         details = NonfiniteDetails(optimizer, state.losses)
         if skipped is True:
-            details.look_up()  # while the gradients are there
+            details.look_up()  # before the gradients are freed
         number = len(state.steps)
         step = after_step(optimizer, own=state.iterations)
         event = StepEvent(number, step, scale, skipped, seconds, details)
@@ -145,13 +145,13 @@ class ScalerObserver:
         return result
 
     def _end_steps(self, scaler: Any) -> None:
-        state = self._of(scaler)
+        state = self._state_of(scaler)
         if state.steps:
             with _torch.without_dispatch():
                 self._end(state, int(scaler.get_growth_interval()))
 
     def _begin_iteration(self, scaler: Any) -> None:
-        state = self._of(scaler)
+        state = self._state_of(scaler)
         state.losses, state.steps = (), []
         state.iterations += 1
 
@@ -170,10 +170,10 @@ class ScalerObserver:
         for diagnosis in diagnoses(state.history, state.limits, wait):
             self._on_diagnosis(diagnosis)
 
-    def _of(self, scaler: Any) -> _ScalerState:
+    def _state_of(self, scaler: Any) -> _ScalerState:
         if scaler not in self._states:
             floor = min(DEFAULT_LIMITS.min_scale, float(scaler.get_scale()))
             limits = replace(DEFAULT_LIMITS, min_scale=floor)
-            self._states[scaler] = _ScalerState(limits, StepHistory(_MOST_STEPS, floor=floor))
+            self._states[scaler] = _ScalerState(limits, StepHistory(_MAX_STEPS, floor=floor))
         state: _ScalerState = self._states[scaler]
         return state

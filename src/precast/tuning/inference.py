@@ -1,11 +1,11 @@
-"""Runs of copies of a model for inference under setups: metrics, times, memory, and errors of outputs.
+"""Runs of copies of a model for inference, with their metrics, times, memory and errors of outputs.
 
 Invariants:
-- a copy under a policy is converted, so that its weights are stored once, in the dtypes in which they are used. Where
-  it cannot be converted, it is attached, which keeps 16-bit copies beside its weights;
-- only calls of the model count as its time, not the rest of the metric;
-- errors of outputs are those of the model's first call for each batch, as later calls may depend on choices made by
-  earlier ones.
+- a copy under a policy is converted, so that its weights are stored only in the dtypes in which they are used. If it
+  cannot be converted, it is attached, with 16-bit copies in addition to its weights;
+- the time is that of the model's calls, without the rest of the metric;
+- errors of outputs are measured at the first call of the model for each batch, because later calls may depend on its
+  result.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from precast.tuning.words import INFERENCE
 
 __all__ = ["InferenceRun", "InferenceTask", "OutputMeter"]
 
-_EXAMPLES: Final = 2
-"""The batches whose calls show `convert` how the model uses its weights."""
-_BATCHES: Final = 4
-"""The batches for which errors are measured."""
+_EXAMPLE_BATCHES: Final = 2
+"""The number of batches whose calls are the examples for `convert`."""
+_ERROR_BATCHES: Final = 4
+"""The number of batches for which errors are measured."""
 
 
 class _CallTimer:
-    """Times the calls of a model, and with `keeps` records the arguments and the result of the first one."""
+    """A timer of the calls of a model, and with `records` records the arguments and the result of the first one."""
 
-    def __init__(self, model: nn.Module, device_type: str = "cpu", *, keeps: bool = False) -> None:
-        self._keeps = keeps
+    def __init__(
+        self, model: nn.Module, device_type: str = "cpu", *, records: bool = False
+    ) -> None:
+        self._records = records
         self._device_type = device_type
         self.reset()
         self._handles = [  # through the class, because the method of a scripted module raises an error
@@ -65,7 +67,7 @@ class _CallTimer:
     def _before(self, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth == 1:
-            if self._keeps and self.arguments is None:
+            if self._records and self.arguments is None:
                 self.arguments = copy.deepcopy((args, kwargs))
             self._start = current_time(self._device_type)
 
@@ -74,14 +76,14 @@ class _CallTimer:
         if self._depth == 0:
             self.seconds += current_time(self._device_type) - self._start
             self.count += 1
-            if self._keeps and self.count == 1:
+            if self._records and self.count == 1:
                 self.result = result
 
 
 class InferenceRun(ModelTrial):
-    """A copy of the model that is run under one setup; with `converts` of False it is attached in any case.
+    """A copy of the model that is run under one setup. If `converts` is False, it is always attached.
 
-    A copy that `is_converted` needs no region.
+    If `is_converted` is True, it runs without a region.
     """
 
     def __init__(self, workload: Workload, setup: Setup, *, converts: bool = True) -> None:
@@ -119,7 +121,7 @@ class InferenceRun(ModelTrial):
         super().close()
 
     def _converted(self, policy: Policy) -> nn.Module | None:
-        """Return the converted copy; None where it cannot be converted or run."""
+        """Return a converted copy; None if the copy cannot be converted or run."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", PrecastWarning)
@@ -135,8 +137,8 @@ class InferenceRun(ModelTrial):
     def _examples(self) -> list[Any]:
         """Return the arguments of the model's first call for the first batches, in the form that `convert` takes."""
         examples: list[Any] = []
-        with closing(_CallTimer(self.model, keeps=True)) as timer:
-            for number in range(min(_EXAMPLES, len(self.workload.batches))):
+        with closing(_CallTimer(self.model, records=True)) as timer:
+            for number in range(min(_EXAMPLE_BATCHES, len(self.workload.batches))):
                 timer.reset()
                 self.workload.measure(self.model, number)
                 if timer.arguments is None:
@@ -172,7 +174,7 @@ class InferenceTask(TuningTask):
         return run
 
     def release(self, trial: ModelTrial) -> None:
-        """Do nothing, as the next pass needs the copy."""
+        """Do nothing, because the next pass needs the copy."""
 
     def close(self) -> None:
         """Close all copies."""
@@ -194,7 +196,7 @@ class InferenceTask(TuningTask):
         return self.workload.measure(model, 0)
 
     def needed_bytes(self, setup: Setup) -> int:
-        """Return the memory of the weights and the most that results of operations take at once beside them."""
+        """Return the memory of the weights plus the peak memory of the results of operations."""
         run = self.open(setup, 0)
         with ResultMemory() as results:
             run.run(0)
@@ -203,24 +205,24 @@ class InferenceTask(TuningTask):
 
 
 class OutputMeter(ErrorMeter):
-    """Compares metrics and outputs with those in float32."""
+    """The meter of differences from metrics and outputs in float32."""
 
     subject = "an output"
     may_be_infinite = True
 
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload)
-        self.add_points(copy_model(workload.model).requires_grad_(False), _BATCHES)
+        self.add_points(copy_model(workload.model).requires_grad_(False), _ERROR_BATCHES)
         self.find_reliable()
 
     def errors(self, setup: Setup) -> PrecisionErrors:
-        """Return the errors under a setup; infinite where it cannot run, or a result is not finite."""
+        """Return the errors under a setup; infinite if the model cannot run, or a result is not finite."""
         return replace(super().errors(setup), parameter="", flushed=0.0, silent="")
 
     def results(self, setup: Setup, model: nn.Module, number: int) -> Results:
         """Return the metric of a batch, and the outputs of the model's first call by their places."""
         with (
-            closing(_CallTimer(model, keeps=True)) as timer,
+            closing(_CallTimer(model, records=True)) as timer,
             attached(model, setup) or nullcontext(),
             setup.region(self.workload.device_type),
         ):

@@ -1,12 +1,12 @@
-"""Paired comparison of setups, which train or run copies in turns from the same seeds on the same batches.
+"""Paired comparison of setups, whose copies are trained or run in turns with the same seeds and batches.
 
 Invariants:
-- a difference of losses is between two trainings with one seed, or two runs of one batch. A ratio of times is between
-  two steps or runs that followed each other;
-- the intervals are computed after fixed numbers of rounds only (`TuningTask.looks`), and all of them together hold with
-  95%. So stopping at the first one that suffices does not make it wrong more often;
-- a setup that is worse than float32 for certain, or slower than the fastest one where time is the objective, gets no
-  more rounds;
+- differences of losses are between two trainings with the same seed, or two runs of the same batch. Ratios of times are
+  between two consecutive steps or runs;
+- intervals are computed only after fixed numbers of rounds (`TuningTask.looks`). With a probability of 95% all of them
+  are right, so it is allowed to stop at the first one that is decisive;
+- a setup that is proven to be worse than float32, or slower than the fastest one if time is the objective, gets no more
+  rounds;
 - a setup that raises an error or has a loss that is not finite is worse;
 - the deadline is checked before every step, and Ctrl-C ends the proof. The complete rounds are returned.
 """
@@ -38,7 +38,7 @@ CONFIDENCE: Final = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and the ends of its interval; the ends are infinite where nothing is measured."""
+    """An estimate and the ends of its interval, which are infinite without measurements."""
 
     low: float
     middle: float
@@ -49,24 +49,24 @@ UNKNOWN: Final = Interval(-math.inf, math.nan, math.inf)
 
 
 def mean_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
-    """Return the interval of the mean of the distribution that these numbers are a sample of."""
+    """Return the interval of the mean of the distribution from which these numbers are drawn."""
     count = len(numbers)
     if count < 2:
-        return _without_ends(numbers)
+        return _unbounded_interval(numbers)
     mean = statistics.fmean(numbers)
     half = _standard_errors(looks, count) * statistics.stdev(numbers) / math.sqrt(count)
     return Interval(mean - half, mean, mean + half)
 
 
 def median_interval(numbers: Sequence[float], *, looks: int = 1) -> Interval:
-    """Return the interval of the median; its ends are numbers of the sample."""
+    """Return the interval of the median. Its ends are two of the numbers."""
     ordered, rank = sorted(numbers), _rank(looks, len(numbers))
     if rank == 0:
-        return _without_ends(ordered)
+        return _unbounded_interval(ordered)
     return Interval(ordered[rank - 1], statistics.median(ordered), ordered[-rank])
 
 
-def _without_ends(numbers: Sequence[float]) -> Interval:
+def _unbounded_interval(numbers: Sequence[float]) -> Interval:
     return Interval(-math.inf, statistics.median(numbers) if numbers else math.nan, math.inf)
 
 
@@ -78,10 +78,10 @@ def _standard_errors(looks: int, count: int) -> float:
 
 @functools.cache
 def _rank(looks: int, count: int) -> int:
-    """Return the rank of the numbers, from below and from above, between which the median lies; 0 if none suffices."""
-    missed = (1 - CONFIDENCE) / looks
+    """Return the rank of the interval's ends, from below and from above; 0 if there are too few numbers."""
+    risk = (1 - CONFIDENCE) / looks
     rank = 0
-    while rank < count / 2 and import_scipy("special").bdtr(rank, count, 0.5) <= missed / 2:
+    while rank < count / 2 and import_scipy("special").bdtr(rank, count, 0.5) <= risk / 2:
         rank += 1
     return rank
 
@@ -95,7 +95,7 @@ class SetupFigures:
 
     Attributes:
         finals: the final loss of each seed, or the metric of each batch.
-        seconds: the times of steps. Equal places belong to steps that followed each other.
+        seconds: the times of steps. Those with the same index in two setups were consecutive.
         failure: why the setup cannot run; empty if it can.
         kept_bytes: the bytes that autograd keeps for the backward pass; in inference, those of weights and results.
     """
@@ -126,9 +126,9 @@ class SetupComparison:
 
     Attributes:
         difference: the relative difference of the losses; below zero is better.
-        ratio: the time of a step as a share of the other's.
+        ratio: the time of a step divided by that of the other setup.
         seeds: the number of pairs of losses.
-        because: why the loss is worse, where no interval decides that.
+        because: the reason for the outcome if it does not follow from the interval.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Proof:
     Attributes:
         steps: the steps of a training, or the passes of an inference.
         seeds: the number of pairs: of seeds, or of batches.
-        ended: everything was decided, the time or the seeds were used up, or Ctrl-C.
+        ended: the reason for the end: all decided, no time left, no seeds left, or Ctrl-C.
     """
 
     figures: dict[str, SetupFigures]
@@ -214,7 +214,7 @@ def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
     figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype), policy=policy)
     try:
         figures.kept_bytes = task.needed_bytes(setup)
-    except Exception as error:  # it cannot run, which its trials will report
+    except Exception as error:  # the trials of the setup will report it
         if setup is FLOAT32 or isinstance(error, TuningError):
             raise
     return figures
@@ -223,7 +223,7 @@ def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
 def _run_round(
     task: TuningTask, setups: Sequence[Setup], proof: Proof, number: int, deadline: float
 ) -> bool:
-    """Run one round of all setups, step by step in turns; return True if there was time for all of it."""
+    """Run one round of all setups, step by step in turns. Return False if the time was not sufficient."""
     trials: list[ModelTrial] = []
     try:
         trials += (task.open(setup, number) for setup in setups)
@@ -244,7 +244,7 @@ def _run_round(
 
 
 def _add_figures(task: TuningTask, trials: Sequence[ModelTrial], number: int, proof: Proof) -> None:
-    """Add the results of a round; in inference, values of the first round alone."""
+    """Add the results of a round. For inference, only the first round adds metrics."""
     adds_values = task.is_training or number == 0
     for trial, values in [(trial, trial.values()) for trial in trials]:
         figures = proof.figures[trial.setup.name]
@@ -266,10 +266,10 @@ def _add_figures(task: TuningTask, trials: Sequence[ModelTrial], number: int, pr
 def _undecided_setups(
     proof: Proof, setups: Sequence[Setup], task: TuningTask, *, timed: bool
 ) -> tuple[list[Setup], bool]:
-    """Return float32 with the setups that more rounds can decide something about, and True if none is undecided.
+    """Return float32 and the setups that may be the best one, and True if nothing is undecided about them.
 
-    Where times count, each setup is compared with the fastest one that may be as good as float32. More passes of an
-    inference decide only times.
+    If `timed`, each setup is compared with the fastest one that may be as good as float32. More passes of an inference
+    decide times only.
     """
     against_float32 = {s.name: compare(proof, s.name, FLOAT32.name, task) for s in setups[1:]}
     possible = [s for s in setups if s is FLOAT32 or against_float32[s.name].loss != "worse"]
@@ -297,20 +297,20 @@ def _undecided_setups(
 
 def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupComparison:
     """Compare one setup with another, in either order."""
-    mine, theirs = proof.figures[name], proof.figures[against]
-    if mine.failure or theirs.failure:
-        why = mine.failure or f"{against} fails: {theirs.failure}"
-        outcome: ComparisonOutcome = "worse" if mine.failure else "better"
+    figures, other_figures = proof.figures[name], proof.figures[against]
+    if figures.failure or other_figures.failure:
+        why = figures.failure or f"{against} fails: {other_figures.failure}"
+        outcome: ComparisonOutcome = "worse" if figures.failure else "better"
         return SetupComparison(
             name, against, outcome, UNKNOWN, "cannot tell", UNKNOWN, proof.seeds, why
         )
     # Ctrl-C may interrupt the recording of a round, so the lists may differ in length.
-    pairs = list(zip(mine.finals, theirs.finals, strict=False))
+    pairs = list(zip(figures.finals, other_figures.finals, strict=False))
     scale = statistics.fmean([abs(other) for _, other in pairs] or [1.0]) or 1.0
     differences = [(value - other) / scale for value, other in pairs]
     looks = len(task.looks)
     difference = mean_interval(differences, looks=looks if task.is_training else 1)
-    times = zip(mine.seconds, theirs.seconds, strict=False)
+    times = zip(figures.seconds, other_figures.seconds, strict=False)
     ratio = median_interval([a / b for a, b in times if b > 0], looks=looks)
     return SetupComparison(
         name,
@@ -324,14 +324,14 @@ def compare(proof: Proof, name: str, against: str, task: TuningTask) -> SetupCom
 
 
 def is_time_decided(compared: SetupComparison, tolerance: float) -> bool:
-    """Return True if one setup is faster than the other for certain, or not by more than the tolerance."""
+    """Return True if a setup is proven to be faster than the other, or not faster by more than the tolerance."""
     return compared.ratio.high < 1 or compared.ratio.low > 1 - tolerance
 
 
 def outcome_of(difference: Interval, tolerance: float) -> ComparisonOutcome:
     """Return the outcome of an interval of relative differences, where smaller is better.
 
-    "equal" is at least as good within the tolerance. It may be better, but not by more than the tolerance for certain.
+    "equal" is at least as good, within the tolerance. It may be better, but this is not proven.
     """
     if difference.high < -tolerance:
         return "better"

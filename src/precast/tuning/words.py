@@ -15,16 +15,16 @@ class TaskWords:
     """The words for one kind of task."""
 
     value: str  # the compared quantity
-    changed: str  # the other quantity that 16 bits change
+    changed: str  # the quantity whose error in 16 bits is measured
     run: str  # the timed unit
-    does: str  # the verb of a copy, as in "train without a region"
+    does: str  # the verb, as in "train without a region"
     needs: str  # the verb for memory, as in "keeps half of the memory"
-    memory: str  # the counted memory
-    place: str  # the unit of a curve
-    trials: str  # the compared units
+    memory: str  # the measured memory
+    place: str  # the unit on the axis of a curve
+    trials: str  # the repetitions that are compared
 
     def extent(self, pairs: int, each: int) -> str:
-        """Return the extent of a proof: the seeds and steps, or the batches and runs."""
+        """Return the number of seeds and steps in a proof, or of batches and runs."""
         if self is TRAINING:
             return f"{plural(pairs, 'seed')} of {plural(each, 'step')}"
         return f"{plural(pairs, 'batch', 'batches')}, run {plural(each, 'time')}"

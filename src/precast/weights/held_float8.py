@@ -2,7 +2,7 @@
 
 Invariants:
 
-- they are held copies: updated, invalidated and compared like those in 16 bits;
+- they are updated, invalidated and compared like held copies in 16 bits;
 - a weight has one copy per `Scaling`. With one scale per matrix, forward and backward share a copy; with row scales,
   backward has a second one, with column scales;
 - they are never lent to kernels: the next use after a step quantises the weight again.
@@ -42,10 +42,10 @@ class QuantisedCopy(Copy):
         """Quantise the parameter, which must be detached, into the copy's memory."""
         scale = scale_of(source, self.scaling)
         self.tensor.copy_(with_scale(source, scale, self.scaling.dtype))
-        if self.is_in_graphs:  # a graph knows the addresses only
+        if self.is_in_graphs:  # a CUDA graph reads these addresses
             self.scale.copy_(scale)
             self.inverse.copy_(scale.reciprocal())
-        else:  # users of the old values need the old scales
+        else:  # code that uses the old values needs the old scales
             self.scale, self.inverse = scale, scale.reciprocal()
 
     @property
@@ -54,7 +54,7 @@ class QuantisedCopy(Copy):
         return self.scale, self.inverse
 
     def matches(self, values: Tensor, scale: Tensor, source: Tensor, rows: slice) -> Tensor:
-        """Return a bool tensor, possibly not computed yet: True if these rows of the copy match the parameter."""
+        """Return a bool tensor, without a wait for the device: True if these rows of the copy match the parameter."""
         scales = scale[rows] if self.scaling.dim == -1 else scale
         expected = with_scale(source[rows], scales, self.scaling.dtype)
         return (expected.view(torch.uint8) == values[rows].view(torch.uint8)).all()

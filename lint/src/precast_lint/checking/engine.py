@@ -1,9 +1,9 @@
-"""Checks and fixes one text: a cheap look, then rules over the tree, then fixes, until nothing changes.
+"""The check of one text: rules report findings on its syntax tree, and their fixes are applied.
 
 Invariants:
-    - A text that mentions nothing of what the selected rules look for is never parsed.
-    - `fix` is idempotent: it stops when a pass finds nothing more to apply, and its result parses.
-    - A rule that fails is a defect of ours: its error is raised with the rule and the file in it.
+    - A text without the words of any selected rule is never parsed.
+    - `fix` is idempotent: it ends with a pass that changes nothing, and its result can be parsed.
+    - An error in a rule is a defect of precast-lint: it is raised again with the rule and the file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from precast_lint.selecting.settings import LintSettings
 
 __all__ = ["Checked", "check", "fix"]
 
-_PASSES = 20  # far more than nested fixes need; a rule that undoes another's fix would never end
+_MAX_PASSES = 20  # ends a loop of rules that undo each other's fixes; nested fixes need far fewer
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A text with its findings, in the order of the text, and the codes of the applied fixes."""
+    """A text with its findings, in the order of their positions, and the codes of the applied fixes."""
 
     text: Text
     findings: tuple[LintFinding, ...]
@@ -44,28 +44,28 @@ def check(text: Text, filename: str, settings: LintSettings) -> Checked:
         return Checked(text, ())
     try:
         with deeper():
-            return _checked(text, Source(text, filename, settings.min_torch, codes), codes)
+            return _check_source(text, Source(text, filename, settings.min_torch, codes), codes)
     except (cst.ParserSyntaxError, RecursionError) as error:
         return Checked(text, tuple(_syntax_error(text, error) if "AMP900" in codes else ()))
 
 
-def _checked(text: Text, source: Source, codes: frozenset[str]) -> Checked:
+def _check_source(text: Text, source: Source, codes: frozenset[str]) -> Checked:
     suppressions = Suppressions(text)
 
     def is_reported(finding: LintFinding) -> bool:
         return not suppressions.silences(finding.code, text.position(finding.span.start)[0])
 
-    raw = list(_once(_run(source, codes)))
-    selection = list(filter(is_reported, raw))
-    shared = _withheld(raw, selection)
-    results = [_limited(finding, shared) for finding in selection]
+    findings = list(_unique(_run(source, codes)))
+    remaining = list(filter(is_reported, findings))
+    withheld = _fixes_to_withhold(findings, remaining)
+    results = [_without_withheld_fix(finding, withheld) for finding in remaining]
     if "AMP901" in codes:
         results += filter(is_reported, _unused(text, suppressions, codes))
     return Checked(text, tuple(sorted(results, key=lambda f: (f.span, f.code))))
 
 
-def _once(findings: Iterable[LintFinding]) -> Iterator[LintFinding]:
-    """Yield each finding once: two functions may lead to the same place."""
+def _unique(findings: Iterable[LintFinding]) -> Iterator[LintFinding]:
+    """Yield each finding once. Two functions may call the code of a finding, and both report it."""
     visited = set()
     for finding in findings:
         place = finding.code, finding.span
@@ -78,8 +78,10 @@ def fix(text: Text, filename: str, settings: LintSettings) -> Checked:
     """Apply all fixes that the settings allow until nothing changes, and report the remaining findings."""
     fixed: list[str] = []
     checked = check(text, filename, settings)
-    for _ in range(_PASSES):
-        fixes = compatible(f.fix for f in checked.findings if f.fix and _allowed(f.fix, settings))
+    for _ in range(_MAX_PASSES):
+        fixes = compatible(
+            f.fix for f in checked.findings if f.fix and _is_allowed(f.fix, settings)
+        )
         data, applied = apply_parsing(checked.text.data, fixes)
         if data == checked.text.data:
             break
@@ -88,7 +90,7 @@ def fix(text: Text, filename: str, settings: LintSettings) -> Checked:
     return Checked(checked.text, checked.findings, tuple(fixed))
 
 
-def _allowed(fix: Fix, settings: LintSettings) -> bool:
+def _is_allowed(fix: Fix, settings: LintSettings) -> bool:
     if fix.applicability is Applicability.UNSAFE:
         return settings.unsafe_fixes
     return fix.applicability is Applicability.SAFE
@@ -102,20 +104,20 @@ def _run(source: Source, codes: frozenset[str]) -> Iterator[LintFinding]:
             results = list(rule.check(source))
         except (KeyboardInterrupt, SystemExit, RecursionError):
             raise
-        except BaseException as error:  # what fails inside LibCST's parser is no `Exception`
+        except BaseException as error:  # errors in LibCST's parser are no `Exception`
             raise CheckError(f"{code} failed on {source.filename}: {error!r}") from error
         yield from results
 
 
-def _withheld(raw: list[LintFinding], selection: list[LintFinding]) -> frozenset[Fix]:
-    """Return the fixes of suppressed findings: another finding with such a fix would change the suppressed place."""
-    return frozenset(f.fix for f in raw if f.fix) & frozenset(
-        f.fix for f in raw if f.fix and f not in selection
+def _fixes_to_withhold(findings: list[LintFinding], remaining: list[LintFinding]) -> frozenset[Fix]:
+    """Return the fixes of suppressed findings. Applied for another finding, they would change suppressed lines."""
+    return frozenset(f.fix for f in findings if f.fix) & frozenset(
+        f.fix for f in findings if f.fix and f not in remaining
     )
 
 
-def _limited(finding: LintFinding, withheld: frozenset[Fix]) -> LintFinding:
-    """Return a finding without its fix if the fix would change a suppressed place."""
+def _without_withheld_fix(finding: LintFinding, withheld: frozenset[Fix]) -> LintFinding:
+    """Return a finding, without its fix if the fix is withheld."""
     if finding.fix not in withheld:
         return finding
     return LintFinding(finding.code, finding.name, finding.severity, finding.message, finding.span)
@@ -127,16 +129,16 @@ def _syntax_error(text: Text, error: Exception) -> Iterator[LintFinding]:
     reason = str(getattr(error, "message", error)).partition("\n")[0]
     if isinstance(error, RecursionError):
         reason = "it is nested too deeply"
-    message = f"this file is not Python that can be read: {reason}"
+    message = f"this file cannot be parsed as Python: {reason}"
     severity = Severity.ERROR
     if compiles(text.string):
-        message = f"this file was not checked: Python reads it, but LibCST, which precast-lint uses, does not: {reason}"
+        message = f"this file was not checked: Python can parse it, but the parser of precast-lint cannot: {reason}"
         severity = Severity.INFORMATION
     yield LintFinding("AMP900", ENGINE["AMP900"], severity, message, Span(start, start))
 
 
 def _unused(text: Text, suppressions: Suppressions, codes: frozenset[str]) -> Iterator[LintFinding]:
-    """Yield a finding for each suppression that silences nothing, unless its rule is not selected."""
+    """Yield a finding for each suppression of a selected or unknown rule that suppresses nothing."""
     for comment, unused in suppressions.unused():
         remainder = [code for code in unused if code in codes or code not in index()]
         if remainder:

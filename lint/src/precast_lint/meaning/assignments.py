@@ -1,7 +1,7 @@
-"""The assignments that may reach a read of a name in straight code.
+"""The assignments whose value a read of a variable may get.
 
-Invariant: the result holds on every path to the read. A branch before the read adds assignments; a loop that may
-assign the name makes all assignments possible.
+Invariant: the result includes the assignments on every path to the read. A branch before the read adds its
+assignments. In a loop that may assign the variable, all assignments are possible.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["by_default", "default_of_field", "the_value", "value_stored", "values_seen"]
 
-_Inside = list[tuple[Binding, set[Node]]]  # bindings, each with the nodes around it
-_DEEP = 4  # calls that pass an object on
+_BindingNodes = list[tuple[Binding, set[Node]]]  # each with its node and the nodes around it
+_MAX_DEPTH = 4  # the number of calls through which an object is followed
 
 
 @once
 def values_seen(source: Source, name: cst.Name) -> list[Binding]:
-    """Return the bindings that may reach a read: those since the last certain one before it, else all of the name."""
+    """Return the bindings that may reach a read: the last certain one and later ones, or else all of the name."""
     bindings = source.names.bindings(name)
-    last = _last(source, name, bindings) if len(bindings) > 1 else None
+    last = _last_bindings(source, name, bindings) if len(bindings) > 1 else None
     return bindings if last is None else last
 
 
-def _last(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Binding] | None:
+def _last_bindings(source: Source, name: cst.Name, bindings: list[Binding]) -> list[Binding] | None:
     home = source.scopes.scope_of[name].home(name.value)
     if home is None or home.node is not (source.function(name) or source.module):
         return None
-    return _reaching(source, name, bindings)
+    return _reaching_bindings(source, name, bindings)
 
 
 def the_value(source: Source, node: Node | None) -> Node | None:
-    """Return an expression, or the only value that its name or attribute of self gets in the file."""
-    for _ in range(_DEEP):
+    """Return the only value that the file assigns to a variable or an attribute, or else the expression itself."""
+    for _ in range(_MAX_DEPTH):
         if isinstance(node, cst.Name):
             binding = source.names.only_binding(node)
             result = binding.value if binding is not None and binding.kind == "assign" else None
@@ -53,29 +53,28 @@ def the_value(source: Source, node: Node | None) -> Node | None:
 
 
 def default_of_field(source: Source, attribute: cst.Attribute) -> Node | None:
-    """Return the default of a class's field, `cfg.eps` of `eps: float = 1e-8`, if no call of this file sets it."""
+    """Return the default of a field, such as 1e-8 for `cfg.eps` after `eps: float = 1e-8`, if no call sets it."""
     result = source.values.sources(attribute)
-    value, note = result[0] if len(result) == 1 else (None, None)
-    line = source.parents.get(value) if value is not None and note is not None else None
+    value, annotation = result[0] if len(result) == 1 else (None, None)
+    line = source.parents.get(value) if value is not None and annotation is not None else None
     if not isinstance(line, cst.AnnAssign) or not isinstance(line.target, cst.Name):
         return None
     home = source.values.enclosing_class(line)
     assert home is not None
-    names, classes = _given_in_calls(source)
+    names, classes = _fields_set_in_calls(source)
     return None if attribute.attr.value in names or home in classes else value
 
 
 @once
-def _given_in_calls(source: Source) -> tuple[set[str], set[Node | None]]:
-    """Return the keywords of all calls of a file, and the classes whose fields may get other values.
+def _fields_set_in_calls(source: Source) -> tuple[set[str], set[Node | None]]:
+    """Return the keywords of all calls in a file, and the classes whose fields may get other values.
 
-    Such a class is called with positional arguments, passed on (`tyro.cli(Config)`), or has an attribute that is read.
+    Such a class is called with positional arguments, is an argument (`tyro.cli(Config)`), or one of its attributes is
+    read.
     """
     names: set[str] = set()
-    passed = [arg.value for arg in source.all(cst.Arg)] + [
-        n.value for n in source.all(cst.Attribute)
-    ]
-    classes: set[Node | None] = {source.names.class_named(node) for node in passed}
+    used = [arg.value for arg in source.all(cst.Arg)] + [n.value for n in source.all(cst.Attribute)]
+    classes: set[Node | None] = {source.names.class_named(node) for node in used}
     for call in source.all(cst.Call):
         if not (source.origin(call.func) or "").startswith("torch."):
             names.update(arg.keyword.value for arg in call.args if arg.keyword is not None)
@@ -86,23 +85,25 @@ def _given_in_calls(source: Source) -> tuple[set[str], set[Node | None]]:
 
 
 def value_stored(source: Source, attribute: cst.Attribute) -> Node | None:
-    """Return the last value that straight code assigns to an attribute of an object, `args.device`; None if unknown.
+    """Return the last value that is assigned to an attribute such as `args.device` before a read; None if unknown.
 
-    For a parameter, the arguments of all calls in this file have to agree.
+    If the object is a parameter, the values for all calls in this file have to be equal.
     """
     if not isinstance(attribute.value, cst.Name) or attribute.value.value in ("self", "cls"):
         return None
-    return _stored_on(source, attribute.value, attribute.attr.value, attribute, _DEEP)
+    return _attribute_value(source, attribute.value, attribute.attr.value, attribute, _MAX_DEPTH)
 
 
-def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int) -> Node | None:
-    stores = [
+def _attribute_value(
+    source: Source, owner: cst.Name, name: str, at: Node, depth: int
+) -> Node | None:
+    assignments = [
         store
-        for store in _stores(source).get((owner.value, name), [])
+        for store in _attribute_assignments(source).get((owner.value, name), [])
         if source.function(store.node) is source.function(at)
     ]
-    if stores:
-        result = _last_in_straight_code(source, at, stores)
+    if assignments:
+        result = _last_binding(source, at, assignments)
         return result.value if result is not None else None
     binding = source.names.only_binding(owner)
     arguments = (
@@ -111,7 +112,9 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
         else []
     )
     values = [
-        _stored_on(source, value, name, value, depth - 1) if isinstance(value, cst.Name) else None
+        _attribute_value(source, value, name, value, depth - 1)
+        if isinstance(value, cst.Name)
+        else None
         for value in arguments
     ]
     texts = {source.code(value) if value is not None else None for value in values}
@@ -119,7 +122,7 @@ def _stored_on(source: Source, owner: cst.Name, name: str, at: Node, depth: int)
 
 
 @once
-def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
+def _attribute_assignments(source: Source) -> dict[tuple[str, str], list[Binding]]:
     table: dict[tuple[str, str], list[Binding]] = {}
     for assign in source.all(cst.Assign):
         for one in assign.targets:
@@ -131,32 +134,32 @@ def _stores(source: Source) -> dict[tuple[str, str], list[Binding]]:
     return table
 
 
-def _last_in_straight_code(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
-    """Return the last of some bindings before a node, if it is certain."""
-    result = _reaching(source, name, bindings)
+def _last_binding(source: Source, name: Node, bindings: list[Binding]) -> Binding | None:
+    """Return the only one of some bindings that may reach a node; None for several."""
+    result = _reaching_bindings(source, name, bindings)
     return result[0] if result is not None and len(result) == 1 else None
 
 
-def _reaching(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
-    """Return the bindings that may reach a node: the last certain one, and those of later tests and loops."""
-    inside = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
-    several: list[Binding] = []
+def _reaching_bindings(source: Source, name: Node, bindings: list[Binding]) -> list[Binding] | None:
+    """Return the bindings that may reach a node: the last certain one and those in later tests and loops."""
+    nodes = [(binding, {binding.node, *source.around(binding.node)}) for binding in bindings]
+    reaching: list[Binding] = []
     inner = source.statement(name)
     while True:
         block = source.parents[inner]
         if isinstance(block, cst.If):  # an `elif` is a statement inside the preceding `if`
             inner = block
             continue
-        result, is_sure = _in_block(_before(block, inner), inside)
-        several += result
-        if is_sure:
-            return several
+        result, is_certain = _bindings_in_block(_before(block, inner), nodes)
+        reaching += result
+        if is_certain:
+            return reaching
         outer = source.parents.get(block) if not isinstance(block, cst.Module) else None
-        if outer is None or _is_unsure(outer, inside):
+        if outer is None or _has_unknown_order(outer, nodes):
             return None
         if isinstance(outer, cst.FunctionDef):
             params = [binding for binding in bindings if binding.kind == "param"]
-            return several + params if len(params) == 1 else None
+            return reaching + params if len(params) == 1 else None
         inner = outer if isinstance(outer, cst.BaseStatement) else source.statement(outer)
 
 
@@ -165,36 +168,38 @@ def _before(block: Node, inner: Node) -> Sequence[Node]:
     return body[: list(body).index(inner)] if inner in body else ()
 
 
-def _in_block(statements: Sequence[Node], inside: _Inside) -> tuple[list[Binding], bool]:
-    """Return the bindings in some statements that may reach the code after them, and True if one is certain to."""
-    several: list[Binding] = []
+def _bindings_in_block(
+    statements: Sequence[Node], nodes: _BindingNodes
+) -> tuple[list[Binding], bool]:
+    """Return the bindings in a block that may reach the code after it, and True if one of them certainly does."""
+    reaching: list[Binding] = []
     for statement in reversed(statements):
-        hits = [binding for binding, around in inside if statement in around]
-        if not hits:
+        matches = [binding for binding, around in nodes if statement in around]
+        if not matches:
             continue
         if isinstance(statement, cst.SimpleStatementLine):
-            return [*several, hits[-1]], True
+            return [*reaching, matches[-1]], True
         if isinstance(statement, cst.With) and isinstance(statement.body, cst.IndentedBlock):
-            result, is_sure = _in_block(statement.body.body, inside)
-            if is_sure:
-                return several + result, True
-        several += hits
-    return several, False
+            result, is_certain = _bindings_in_block(statement.body.body, nodes)
+            if is_certain:
+                return reaching + result, True
+        reaching += matches
+    return reaching, False
 
 
-def _is_unsure(outer: Node, inside: _Inside) -> bool:
+def _has_unknown_order(outer: Node, nodes: _BindingNodes) -> bool:
     """Return True if the code around a read may bind the name in an unknown order."""
     if isinstance(outer, cst.FunctionDef):
         return False
     if isinstance(outer, cst.With):  # bindings of its body after the read do not reach it
-        return any(outer in around and outer.body not in around for _, around in inside)
+        return any(outer in around and outer.body not in around for _, around in nodes)
     loops = (cst.For, cst.While, cst.Try, cst.TryStar, cst.ExceptHandler, cst.Finally, cst.Match)
-    others = isinstance(outer, (*loops, cst.MatchCase, cst.ClassDef))
-    return others and any(outer in around for _, around in inside)
+    is_branch = isinstance(outer, (*loops, cst.MatchCase, cst.ClassDef))
+    return is_branch and any(outer in around for _, around in nodes)
 
 
 def by_default(source: Source, node: Node | None, depth: int = 3) -> Node | None:
-    """Return the default value of an expression: of a field, `cfg.dtype`, or of a parameter."""
+    """Return the default value of an expression that is a field, such as `cfg.dtype`, or a parameter."""
     result = the_value(source, node)
     if depth == 0 or result is None:
         return None

@@ -38,14 +38,14 @@ def overview() -> str:
     ]
     head = "| code | name | severity | fix |\n|---|---|---|---|"
     definition = (
-        "Written by `python -m tools.rule_pages` from the rules themselves. The first digit of a code is its subject: "
-        "0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 regions, 4 numbers "
-        "that 16 bits cannot hold. `precast-lint check --fix` applies safe fixes, and unsafe ones with "
+        "Written by `python -m tools.rule_pages`. The first digit of a code is the subject of the rule: "
+        "0 old names, 1 misuse of the interface, 2 the scaler and the order of a training step, 3 regions, 4 values "
+        "that 16 bits cannot represent. `precast-lint check --fix` applies safe fixes, and unsafe ones with "
         "`--unsafe-fixes`."
     )
     rest = (
-        "AMP900: a file that mentions mixed precision is not Python. AMP901: a suppression names a code of these and "
-        "silences nothing."
+        "AMP900: a file that mentions mixed precision cannot be parsed. AMP901: a suppression of one of these codes "
+        "suppresses nothing."
     )
     return "\n".join(["# Rules", "", _wrapped(definition), "", head, *rows, "", _wrapped(rest), ""])
 

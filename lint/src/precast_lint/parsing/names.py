@@ -1,7 +1,7 @@
 """Resolution of names and dotted names: `amp.autocast` -> "torch.cuda.amp.autocast".
 
-Invariants: where the bindings of a name disagree, or one of them is not understood, the answer is
-None; an import that falls back to None (`except ImportError: torch = None`) does not count as disagreeing.
+Invariants: if the bindings of a name disagree, or one of them is unknown, the result is None. A fallback to None
+(`except ImportError: torch = None`) is no disagreement.
 
 LibCST's QualifiedNameProvider does not follow `region = torch.autocast`, and takes 19 times as long: 24.6 s against
 1.29 s (see `scopes.py`).
@@ -14,7 +14,7 @@ from precast_lint.parsing.syntax import Node, cst
 
 __all__ = ["NameTable", "canonical", "is_none"]
 
-# Where PyTorch defines a name -> where its documentation has it.
+# The module in which PyTorch defines a name -> the module in which its documentation has the name.
 _CANONICAL = {
     "torch.autocast": "torch.amp.autocast",
     "torch.GradScaler": "torch.amp.GradScaler",
@@ -28,7 +28,7 @@ _CANONICAL = {
 
 
 def canonical(path: str) -> str:
-    """Return the documented spelling of a dotted name."""
+    """Return the dotted name that PyTorch's documentation uses."""
     for old, new in _CANONICAL.items():
         if path == old or path.startswith(old + "."):
             return new + path[len(old) :]
@@ -41,51 +41,51 @@ def is_none(node: Node | None) -> bool:
 
 
 class NameTable:
-    """Resolves the expressions of one file."""
+    """The names of one file, and the dotted names that they refer to."""
 
     def __init__(self, scopes: Scopes) -> None:
         self.scopes = scopes
-        self._known: dict[object, str | None] = {}
+        self._paths: dict[object, str | None] = {}
 
     def origin(self, node: Node | None) -> str | None:
-        """Return the documented dotted name of an expression; None if it is unknown."""
+        """Return the dotted name of an expression, as documented; None if it is unknown."""
         path = self.path(node)
         return canonical(path) if path else None
 
     def path(self, node: Node | None) -> str | None:
-        """Return the dotted name without the documented spelling: "torch.autocast" stays "torch.autocast"."""
+        """Return the dotted name as the file uses it: "torch.autocast", not "torch.amp.autocast"."""
         if not isinstance(node, (cst.Name, cst.Attribute)):
             return None
-        entry = node if isinstance(node, cst.Attribute) else self._variable(node)
-        if entry not in self._known:
-            self._known[entry] = None  # what refers to itself is not known
-            self._known[entry] = self._resolve(node)
-        return self._known[entry]
+        entry = node if isinstance(node, cst.Attribute) else self._variable_key(node)
+        if entry not in self._paths:
+            self._paths[entry] = None  # the result if the name refers to itself
+            self._paths[entry] = self._resolve(node)
+        return self._paths[entry]
 
     def bindings(self, node: Node | None) -> list[Binding]:
-        """All bindings of a name; empty for builtins, star imports and anything but names."""
+        """Return all bindings of a name; empty for builtins, star imports and other expressions."""
         if not isinstance(node, cst.Name) or node not in self.scopes.scope_of:
             return []
         return self.scopes.scope_of[node].lookup(node.value)
 
     def only_binding(self, node: Node | None) -> Binding | None:
-        """The one binding of a name, if there is just one."""
+        """Return the binding of a name that has exactly one, else None."""
         result = self.bindings(node)
         return result[0] if len(result) == 1 else None
 
     def class_named(self, node: Node | None) -> cst.ClassDef | None:
-        """Return the class of this file that a name means, if the name is bound once."""
+        """Return the class in this file that a name refers to, if the name has one binding."""
         binding = self.only_binding(node)
         definition = binding.node if binding is not None and binding.kind == "class" else None
         return definition if isinstance(definition, cst.ClassDef) else None
 
     def builtin(self, node: Node | None) -> str | None:
-        """The name of a builtin that a name refers to: nothing in the file binds it."""
+        """Return a name that the file never binds, so that it may refer to a builtin; else None."""
         if not isinstance(node, cst.Name) or self.bindings(node):
             return None
         return node.value
 
-    def _variable(self, node: cst.Name) -> object:
+    def _variable_key(self, node: cst.Name) -> object:
         scope = self.scopes.scope_of.get(node)
         return (scope and scope.home(node.value), node.value)
 
@@ -93,14 +93,14 @@ class NameTable:
         if isinstance(node, cst.Attribute):
             base = self.path(node.value)
             return f"{base}.{node.attr.value}" if base else None
-        results = {self._bound(binding) for binding in self.bindings(node)}
+        results = {self._path_of_binding(binding) for binding in self.bindings(node)}
         results.discard("")
-        if len(results) > 1 and None not in results:  # one thing under several of its names
+        if len(results) > 1 and None not in results:  # several names of one object
             results = {canonical(path) for path in results if path is not None}
         return results.pop() if len(results) == 1 else None
 
-    def _bound(self, binding: Binding) -> str | None:
-        """Return the path that a binding gives its name; "" for None."""
+    def _path_of_binding(self, binding: Binding) -> str | None:
+        """Return the dotted name of the bound object; "" for None."""
         if binding.kind in ("import", "from"):
             return binding.path
         if binding.kind == "assign":

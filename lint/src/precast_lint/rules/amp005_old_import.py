@@ -19,7 +19,7 @@ _MODULES = ("torch.cuda.amp", "torch.cpu.amp")
 def check(source: Source) -> Iterator[LintFinding]:
     """Yield a finding for each import of a deprecated module or of its names."""
     yield from old_names.findings(source, RULE)
-    yield from _left_over(source)
+    yield from _unused_imports(source)
     for statement in source.all(cst.ImportFrom):
         module = None if statement.relative else dotted(statement.module)
         is_old = isinstance(statement.names, cst.ImportStar) and module in _MODULES
@@ -27,8 +27,8 @@ def check(source: Source) -> Iterator[LintFinding]:
             yield source.find(RULE, statement, RULE.message.format(old=f"{module}.*"))
 
 
-def _left_over(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each `import torch.cuda.amp` in a file that uses nothing of it."""
+def _unused_imports(source: Source) -> Iterator[LintFinding]:
+    """Yield a finding for each `import torch.cuda.amp` in a file that does not use the module."""
     used = {source.names.path(node) for node in source.all(cst.Attribute)}
     for statement in source.all(cst.Import):
         for alias in statement.names:
@@ -38,8 +38,8 @@ def _left_over(source: Source) -> Iterator[LintFinding]:
             if not source.allows("2.4") or is_guarded(source, statement):
                 continue
             others = source.scopes.module.bindings.get("torch", ())
-            again = any(b.kind == "import" and b.node is not alias for b in others)
-            edit = without_import(source, statement, alias) if again else None
+            is_imported_twice = any(b.kind == "import" and b.node is not alias for b in others)
+            edit = without_import(source, statement, alias) if is_imported_twice else None
             edit = edit or source.replace(alias.name, "torch")
             message = RULE.message.format(old=module)
             yield source.find(RULE, alias, message, source.fix("Import torch alone", edit))
@@ -52,7 +52,7 @@ RULE = LintRule(
     fix=Applicability.SAFE,
     message="`{old}` is deprecated; import from `torch.amp`",
     what="Imports of names of `torch.cuda.amp` and `torch.cpu.amp`, or of these modules under a name.",
-    why="These names are deprecated since PyTorch 2.4. The fix changes all uses of a name with its import.",
+    why="These names have been deprecated since PyTorch 2.4. The fix changes an import and all uses of its names.",
     fine="Other files import the name from this file and call it with the old arguments.",
     words=(
         "cuda autocast",

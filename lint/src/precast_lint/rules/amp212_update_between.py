@@ -23,7 +23,7 @@ __all__ = ["RULE"]
 
 @dataclass(frozen=True)
 class _UpdateState:
-    """The optimizers stepped since the last backward, and the update after them."""
+    """The optimizers that were stepped since the last backward, and the update after their steps."""
 
     scaled: bool = False
     stepped: frozenset[str] = frozenset()
@@ -40,15 +40,15 @@ def check(source: Source) -> Iterator[LintFinding]:
         def on(state: _UpdateState, event: Event, say: Say, scaler: str = scaler) -> _UpdateState:
             if may_use(source, event, scaler) or may_backward(source, event):
                 return _UpdateState()
-            return _on(state, event, say, scaler)
+            return _next_state(state, event, say, scaler)
 
         for node, message in flow.run(_UpdateState(), on):
-            if not _steps_one(source, flow, scaler, node):
+            if not _skips_optimizers(source, flow, scaler, node):
                 yield source.find(RULE, node, message)
 
 
-def _steps_one(source: Source, flow: FunctionFlow, scaler: str, update: Node) -> bool:
-    """Return True if a loop over optimizers skips some of them, maybe all but one."""
+def _skips_optimizers(source: Source, flow: FunctionFlow, scaler: str, update: Node) -> bool:
+    """Return True if a loop over optimizers may skip all but one of them."""
     loop = loop_around(source, update)
     names = {e.optimizer for e in flow.events() if e.kind == "scaler_step" and e.scaler == scaler}
     return (
@@ -58,12 +58,12 @@ def _steps_one(source: Source, flow: FunctionFlow, scaler: str, update: Node) ->
     )
 
 
-def _on(state: _UpdateState, event: Event, say: Say, scaler: str) -> _UpdateState:
+def _next_state(state: _UpdateState, event: Event, say: Say, scaler: str) -> _UpdateState:
     if event.kind == "backward":
         return _UpdateState(scaled=event.scaler == scaler)
     if event.kind == "autograd_grad" or (event.kind == "scale" and event.scaler == scaler):
         return _UpdateState()
-    if event.kind == "assign":  # in a loop over optimizers, the name now means the next one
+    if event.kind == "assign":  # in a loop over optimizers, the variable now refers to the next one
         renamed = frozenset("" if name == event.assigned else name for name in state.stepped)
         return _UpdateState(state.scaled, renamed, state.update)
     if event.scaler != scaler or not state.scaled:
@@ -82,13 +82,13 @@ RULE = LintRule(
     name="update-between-optimizers",
     severity=Severity.WARNING,
     fix=Applicability.NONE,
-    message="the next step divides gradients of the old scale by the new one: update once, after all steps",
+    message="the next step divides gradients of the old scale by the new scale: update once, after all steps",
     what="`scaler.update()` between the steps of two optimizers whose gradients were computed before it.",
     why=(
-        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than the "
-        "one they were multiplied by, and gradients that were unscaled already are unscaled again."
+        "`update` may change the scale. The second optimizer's gradients are then divided by another scale than they "
+        "were multiplied by, and gradients that are already unscaled are unscaled again."
     ),
-    fine="Code of another file computes the second optimizer's gradients after the update.",
+    fine="Code in another file computes the second optimizer's gradients after the update.",
     words=(
         "GradScaler .step(",
         ".scale( .step(",

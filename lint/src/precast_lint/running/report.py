@@ -1,7 +1,7 @@
-"""The report of a file: findings with rows and columns, ready to print and to send.
+"""The report on a file: findings with rows and columns, in a form that can be printed and pickled.
 
-Invariants: rows and columns count from 1, columns in characters, and an end is the first column after;
-in a notebook rows count from the start of the cell.
+Invariants: rows and columns are counted from 1, columns in characters. An end column is the first one after the
+finding. In a notebook, rows are counted from the start of the cell.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ def reported(
     finding: LintFinding,
     text: Text,
     filename: str,
-    place: Callable[[int], tuple[int, int]] | None = None,
+    to_cell: Callable[[int], tuple[int, int]] | None = None,
 ) -> Reported:
-    """Return a finding with rows and columns; `place` converts a row of a notebook's code to a cell and a row."""
+    """Return a finding with rows and columns. `to_cell` converts a row of a notebook's code to a cell and a row."""
     row, column = text.position(finding.span.start)
     end_row, end_column = text.position(finding.span.end)
     cell = None
     line = text.line(row)
-    fix = _fix(finding, text, place)
-    if place is not None:
+    fix = _fix(finding, text, to_cell)
+    if to_cell is not None:
         first = row
-        cell, row = place(row)
+        cell, row = to_cell(row)
         end_row = row + end_row - first
     return Reported(
         code=finding.code,
@@ -93,22 +93,24 @@ def reported(
 
 
 def _fix(
-    finding: LintFinding, text: Text, place: Callable[[int], tuple[int, int]] | None
+    finding: LintFinding, text: Text, to_cell: Callable[[int], tuple[int, int]] | None
 ) -> dict[str, Any] | None:
     fix = finding.fix
     if fix is None:
         return None
-    edits = [_edit(edit, text, place) for edit in fix.edits]
+    edits = [_edit(edit, text, to_cell) for edit in fix.edits]
     return {"applicability": fix.applicability.value, "message": fix.message, "edits": edits}
 
 
-def _edit(edit: Edit, text: Text, place: Callable[[int], tuple[int, int]] | None) -> dict[str, Any]:
-    """Return an edit; in a notebook with its cell, which may differ from that of the finding."""
+def _edit(
+    edit: Edit, text: Text, to_cell: Callable[[int], tuple[int, int]] | None
+) -> dict[str, Any]:
+    """Return an edit. In a notebook it has a cell, which may differ from that of the finding."""
     row, column = text.position(edit.start)
     end_row, end_column = text.position(edit.end)
     cell: dict[str, int] = {}
-    if place is not None:
-        number, inside = place(row)
+    if to_cell is not None:
+        number, inside = to_cell(row)
         cell, row, end_row = {"cell": number}, inside, inside + end_row - row
     return {
         "content": edit.text,

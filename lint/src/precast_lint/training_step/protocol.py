@@ -1,6 +1,6 @@
-"""Queries that the rules about the scaler's protocol (AMP2xx) share, such as the scalers that can be followed.
+"""Functions that the rules about the order of a scaler's calls (AMP2xx) share.
 
-Invariants: a scaler that is passed to code that is not followed is not followed, nor is one with `enabled=False`.
+Invariants: a scaler is not followed if it is passed to code that is not followed, or has `enabled=False`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ __all__ = [
 ]
 
 _State = TypeVar("_State", bound=Hashable)
-_QUIET = re.compile(
+_LOGGING_METHOD = re.compile(
     r"add_scalar|append|cpu|debug|detach|get_last_lr|get_scale|info|item|items|"
     r"log|named_parameters|parameters|set_description|set_postfix|size|values|write"
 )
-_WRITES = re.compile(r"print|str|format|round|float|warning|error|exception|add_scalars|update")
+_WRITING_CALL = re.compile(
+    r"print|str|format|round|float|warning|error|exception|add_scalars|update"
+)
 
 
 @once
 def scaler_flows(source: Source) -> list[tuple[FunctionFlow, str]]:
-    """Return each function with each scaler in it that can be followed there."""
+    """Return all pairs of a function and a scaler that can be followed in it."""
     return [
         (flow, scaler)
         for flow in flows(source)
@@ -62,47 +64,47 @@ def wrong_nodes(
         [FunctionFlow, str], tuple[_State, Callable[[_State, Event, Say], _State]] | None
     ],
 ) -> Iterator[tuple[Node, str | None]]:
-    """Yield the nodes that are wrong in every function that runs them, each once, with its message.
+    """Yield each node that is wrong in all functions that run it, with its message.
 
-    `follow` returns the start state and the rule's function for a function and a scaler, or None to skip the function.
+    `follow` gets a function and a scaler. It returns the start state and the function for events, or None to skip both.
     """
     says: dict[str, Say] = {}
     for flow, scaler in scaler_flows(source):
-        following = follow(flow, scaler)
-        if following is not None:
-            flow.judge(*following, says.setdefault(scaler, Say()))
+        start_and_rule = follow(flow, scaler)
+        if start_and_rule is not None:
+            flow.judge(*start_and_rule, says.setdefault(scaler, Say()))
     if not any(True for say in says.values() for _ in say.reported()):
         return
-    home = {node: flow for flow in flows(source) for node in flow.nodes}
+    flow_of = {node: flow for flow in flows(source) for node in flow.nodes}
     reported: set[Node] = set()
     for scaler, say in says.items():
         for node, message in say.reported():
-            flow = home[node]
+            flow = flow_of[node]
             is_own = scaler in flow.scalers
             others = [other for name, other in says.items() if name != scaler]
             if not is_own and any(other.is_good(node) for other in others):
-                continue  # another caller of the function is right
+                continue  # correct for the scaler of another caller
             if node not in reported:
                 reported.add(node)
                 yield node, message
 
 
 def may_use(source: Source, event: Event, scaler: str) -> bool:
-    """Return True if a call may use a scaler in code that is not followed: it passes the object that holds it."""
+    """Return True if code that is not followed may use a scaler, because it gets the object that holds it."""
     if event.kind != "call" or "." not in scaler:
         return False
-    return _hides_owner(source, event, scaler.rpartition(".")[0])
+    return _may_use_owner(source, event, scaler.rpartition(".")[0])
 
 
 @once
-def _hides_owner(source: Source, event: Event, owner: str) -> bool:
-    if owner.partition(".")[0] == "self" and _hides(source, event.node):
+def _may_use_owner(source: Source, event: Event, owner: str) -> bool:
+    if owner.partition(".")[0] == "self" and _uses_self(source, event.node):
         return True
-    return owner != "self" and _uses_object(source, event, owner)
+    return owner != "self" and _uses_owner(source, event, owner)
 
 
-def _uses_object(source: Source, event: Event, owner: str) -> bool:
-    """Return True if an unfollowed call runs a method of an object that holds a scaler, or passes it on."""
+def _uses_owner(source: Source, event: Event, owner: str) -> bool:
+    """Return True if a call that is not followed runs a method of the object that holds a scaler, or passes it."""
     call = event.node
     if not isinstance(call, cst.Call):
         return False
@@ -110,17 +112,17 @@ def _uses_object(source: Source, event: Event, owner: str) -> bool:
         return True
     if event.receiver != owner or not isinstance(call.func, cst.Attribute):
         return False
-    home = source.values.object_class(call.func.value)
+    class_def = source.values.object_class(call.func.value)
     name = call.func.attr.value
-    if home is not None and name in source.values.attributes(home):
+    if class_def is not None and name in source.values.attributes(class_def):
         return False  # `state.model(batch)`
-    results = methods_named(home, name) if home is not None else []
+    results = methods_named(class_def, name) if class_def is not None else []
     return len(results) != 1 or any(
         isinstance(node, cst.Name) and node.value == "self" for node in walk(results[0].body)
     )
 
 
-def _hides(source: Source, call: Node) -> bool:
+def _uses_self(source: Source, call: Node) -> bool:
     if not isinstance(call, cst.Call):
         return False
     if any(isinstance(arg.value, cst.Name) and arg.value.value == "self" for arg in call.args):
@@ -134,51 +136,51 @@ def _hides(source: Source, call: Node) -> bool:
         return is_super and followed_call(source, call) is None
     if not is_self(owner):
         return False
-    home = source.values.enclosing_class(call)
-    if not isinstance(home, cst.ClassDef):
+    class_def = source.values.enclosing_class(call)
+    if not isinstance(class_def, cst.ClassDef):
         return True
-    family = (home, *source.values.family.related(home))
+    family = (class_def, *source.values.family.related(class_def))
     return not any(func.attr.value in source.values.attributes(one) for one in family)
 
 
 def depends_on_scale(flow: FunctionFlow, scaler: str) -> bool:
-    """Return True if a function uses a scaler's scale for more than printing or arithmetic."""
+    """Return True if a function uses the scale of a scaler other than in logs and products."""
     source = flow.source
     return any(
-        not _is_written_down(source, read) and not _multiplies(source.parents[read])
+        not _is_logged(source, read) and not _is_product(source.parents[read])
         for read in _reads_of_scale(flow, scaler)
     )
 
 
 def scales_by_hand(flow: FunctionFlow, scaler: str) -> bool:
-    """Return True if a function multiplies or divides by a scaler's scale, so that it may scale or unscale by hand.
+    """Return True if a function multiplies or divides by the scale, so that it may scale or unscale by itself.
 
-    A division does not count where `torch.autograd.grad` takes the scaled loss: its result has to be divided.
+    If `torch.autograd.grad` gets the scaled loss, divisions do not count, because its result has to be divided.
     """
     reads = list(_reads_of_scale(flow, scaler))
     if not reads:
         return False
     names = {name for read in reads if (name := _assigned_name(flow.source, read)) is not None}
-    everywhere = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
-    reads += [n for n in everywhere if isinstance(n, cst.Name) and n.value in names]
+    all_nodes = [*flow.nodes, *(node for _, nodes in flow.called for node in nodes)]
+    reads += [n for n in all_nodes if isinstance(n, cst.Name) and n.value in names]
     if any(e.kind == "autograd_grad" and e.scaler == scaler for e in flow.events()):
-        reads = [read for read in reads if not _divides(flow.source.parents[read], read)]
+        reads = [read for read in reads if not _is_divisor(flow.source.parents[read], read)]
     return any(_is_factor(flow.source, read) for read in reads)
 
 
 def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
     """Yield the reads of a scaler's scale in a function and in the functions that it calls."""
     source = flow.source
-    if not _scales(source):
+    if not _scale_reads(source):
         return
-    here: list[tuple[Callable[[Node], str | None], list[Node]]]
-    here = [(lambda node: key(source, node), flow.nodes)]
-    here += [(frame.named, nodes) for frame, nodes in flow.called]
-    for named, nodes in here:
+    node_lists: list[tuple[Callable[[Node], str | None], list[Node]]]
+    node_lists = [(lambda node: key(source, node), flow.nodes)]
+    node_lists += [(frame.named, nodes) for frame, nodes in flow.called]
+    for named, nodes in node_lists:
         for node in nodes:
             if (
                 isinstance(node, cst.Attribute)
-                and node in _scales(source)
+                and node in _scale_reads(source)
                 and named(node.value) == scaler
             ):
                 call = source.parents[node]
@@ -186,12 +188,12 @@ def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
 
 
 @once
-def _scales(source: Source) -> set[Node]:
+def _scale_reads(source: Source) -> set[Node]:
     names = ("get_scale", "_scale", "_get_scale_async", "scale_value")
     return {node for node in source.all(cst.Attribute) if node.attr.value in names}
 
 
-def _is_written_down(source: Source, node: Node) -> bool:
+def _is_logged(source: Source, node: Node) -> bool:
     """Return True if a value is formatted, printed or logged."""
     for outer in source.around(node):
         if isinstance(outer, cst.FormattedStringExpression):
@@ -199,7 +201,7 @@ def _is_written_down(source: Source, node: Node) -> bool:
         if isinstance(outer, cst.Call):
             name = outer.func.attr if isinstance(outer.func, cst.Attribute) else outer.func
             if isinstance(name, cst.Name) and (
-                _WRITES.fullmatch(name.value) or _QUIET.fullmatch(name.value)
+                _WRITING_CALL.fullmatch(name.value) or _LOGGING_METHOD.fullmatch(name.value)
             ):
                 return True
         if isinstance(outer, (cst.BinaryOperation, cst.Comparison, cst.BaseSmallStatement)):
@@ -215,13 +217,13 @@ def _assigned_name(source: Source, value: Node) -> str | None:
     return target.value if isinstance(target, cst.Name) else None
 
 
-def _multiplies(node: Node) -> bool:
+def _is_product(node: Node) -> bool:
     return isinstance(node, cst.BinaryOperation) and isinstance(
         node.operator, (cst.Multiply, cst.Divide)
     )
 
 
-def _divides(parent: Node, read: Node) -> bool:
+def _is_divisor(parent: Node, read: Node) -> bool:
     is_division = isinstance(parent, cst.BinaryOperation) and isinstance(
         parent.operator, cst.Divide
     )
@@ -229,30 +231,32 @@ def _divides(parent: Node, read: Node) -> bool:
 
 
 def _is_factor(source: Source, node: Node) -> bool:
-    """Return True if a value is a factor or divisor, or is passed to code that may use it as one."""
+    """Return True if a value is a factor or divisor, or code that may use it as one gets it."""
     parent = source.parents[node]
     if isinstance(parent, cst.BinaryOperation):
-        return _multiplies(parent)
+        return _is_product(parent)
     if isinstance(parent, cst.AugAssign):
         return parent.value is node
     if isinstance(parent, cst.Arg):
-        return not _is_written_down(source, node)
+        return not _is_logged(source, node)
     return isinstance(parent, (cst.Return, cst.Element))
 
 
 def may_backward(source: Source, event: Event) -> bool:
-    """Return True if a call may run a backward: all but calls of PyTorch, of builtins, and of methods that only log."""
+    """Return True if a call may run a backward. Calls of PyTorch, of builtins and of logging methods do not."""
     call = event.node
     if event.kind != "call" or not isinstance(call, cst.Call):
         return False
     origin = source.origin(call.func) or ""
     if origin.startswith("torch.") or source.names.builtin(call.func) is not None:
         return False
-    return not (isinstance(call.func, cst.Attribute) and _QUIET.fullmatch(call.func.attr.value))
+    return not (
+        isinstance(call.func, cst.Attribute) and _LOGGING_METHOD.fullmatch(call.func.attr.value)
+    )
 
 
 def loops_around(source: Source, node: Node) -> list[Node]:
-    """The loops of its function that a node runs in, the innermost first."""
+    """Return the loops in its function in which a node runs, the innermost first."""
     results: list[Node] = []
     inner = node
     for outer in source.around(node):
@@ -265,19 +269,19 @@ def loops_around(source: Source, node: Node) -> list[Node]:
 
 
 def loop_around(source: Source, node: Node) -> Node | None:
-    """The innermost loop that a node runs in."""
+    """Return the innermost loop in its function in which a node runs."""
     return next(iter(loops_around(source, node)), None)
 
 
 def innermost_loop(flow: FunctionFlow, node: Node) -> Node | None:
-    """Return the innermost loop around a node, or around the call that leads to its function."""
+    """Return the innermost loop in which a node runs, in its function or around a call that leads to it."""
     return next(
         (loop for at in leading_to(flow, node) for loop in loops_around(flow.source, at)), None
     )
 
 
 def leading_to(flow: FunctionFlow, node: Node) -> Iterator[Node]:
-    """Yield a node, the call that leads to its function, the call that leads to that one's, and so on."""
+    """Yield a node, the call of its function, the call of the function of this call, and so on."""
     source = flow.source
     visited: set[Node] = set()
     while True:
@@ -292,7 +296,7 @@ def leading_to(flow: FunctionFlow, node: Node) -> Iterator[Node]:
 
 
 def assigned_in(source: Source, loop: Node) -> set[str | None]:
-    """Return the keys that a loop assigns, those of its target included."""
+    """Return the keys of all variables that a loop assigns, including its target."""
     results: set[str | None] = set()
     for node in walk(loop):
         if isinstance(node, (cst.AssignTarget, cst.AugAssign, cst.For, cst.CompFor, cst.NamedExpr)):
@@ -305,19 +309,19 @@ def assigned_in(source: Source, loop: Node) -> set[str | None]:
 
 
 def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
-    """Return True if each iteration of a loop runs a node: no test around it may change between iterations."""
+    """Return True if each iteration of a loop runs a node, because no test around it may change its result."""
     assigned = assigned_in(source, loop)
     inner: Node = node
     for outer in source.around(node):
         if outer is loop:
             return True
         if isinstance(outer, (cst.If, cst.IfExp)) and inner is not outer.test:
-            tested = list(walk(outer.test))
-            if any(isinstance(n, (cst.Modulo, cst.Call)) for n in tested):
+            test_nodes = list(walk(outer.test))
+            if any(isinstance(n, (cst.Modulo, cst.Call)) for n in test_nodes):
                 return False
             if any(
                 key(source, n) in assigned
-                for n in tested
+                for n in test_nodes
                 if isinstance(n, (cst.Name, cst.Attribute))
             ):
                 return False
@@ -328,7 +332,7 @@ def comes_each_time(source: Source, node: Node, loop: Node) -> bool:
 
 
 def is_off(source: Source, scaler: Node) -> bool:
-    """Return True if a scaler is made with `enabled=False`."""
+    """Return True if a scaler is created with `enabled=False`."""
     call = source.values.constructor(scaler)
     enabled = Arguments.of(call).get("enabled") if isinstance(call, cst.Call) else None
     return isinstance(enabled, cst.Name) and enabled.value == "False"

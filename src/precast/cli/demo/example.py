@@ -79,9 +79,9 @@ def mixed_step(
 
 @dataclass(frozen=True)
 class DemoTask:
-    """The image of a checkerboard of 8 x 8 fields, learnt from the coordinates of its pixels.
+    """The task of learning the image of an 8 x 8 checkerboard from the coordinates of its pixels.
 
-    Smooth coordinates make sharp edges hard to learn, so a picture shows how far training came.
+    Sharp edges are hard to learn from smooth coordinates, so a picture shows the progress of the training.
 
     Attributes:
         size: pixels along a side; a step trains on all pixels.
@@ -106,16 +106,16 @@ class DemoTask:
         return self.coordinates, self.image
 
     def seeded_model(self, seed: int = 0) -> nn.Module:
-        """Return a model on the task's device with the weights of `seed`. The global generators do not advance."""
+        """Return a model on the task's device with weights drawn from `seed`. Global generators keep their state."""
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(seed)
             model = _coordinate_network().to(self.device)
-        # The memory layout that 16-bit convolutions are written for; float32 loses nothing by it.
+        # 16-bit convolutions are fastest in this memory layout, and float32 is not slower.
         return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _coordinate_network(width: int = 256) -> nn.Module:
-    """Return scripted 1x1 convolutions: older programs have such modules, and they train unchanged."""
+    """Return a scripted network of 1x1 convolutions, as an example of the modules in older programs."""
     layers: list[nn.Module] = []
     for channels in (2, width, width):
         layers += [nn.Conv2d(channels, width, 1), nn.BatchNorm2d(width), nn.ReLU()]
@@ -130,8 +130,8 @@ def _coordinate_network(width: int = 256) -> nn.Module:
 SIZES: Final = (16, 4096)
 """The smallest and the largest size."""
 
-# (size, steps) on CUDA, and on a CPU in each dtype: about a minute on 2 cores. PyTorch has no fast backward pass of
-# float16 convolutions on a CPU, so that one is small.
+# (size, steps) on CUDA, and on a CPU for each dtype, where they take about a minute on 2 cores. The task for float16 is
+# smaller, because PyTorch has no fast backward of float16 convolutions on a CPU.
 _DEFAULTS: Final = {"cuda": (512, 500), "bfloat16": (48, 1200), "float16": (16, 300)}
 
 
@@ -178,8 +178,8 @@ class DemoRun:
         losses: the loss of each step.
         step_seconds: the time of each step after the first ones.
         scales: the scale before the first step and after each step; empty without a scaler.
-        peak_bytes: the peak of tensor memory in one step: model, optimizer state, batch, and what is allocated.
-        output: the image that the trained model gives; float32, on the CPU.
+        peak_bytes: the peak of tensor memory in one step, including model, optimizer state and batch.
+        output: the output of the trained model; float32, on the CPU.
     """
 
     dtype: str
@@ -201,7 +201,7 @@ class DemoRun:
 
     @property
     def skipped(self) -> int:
-        """The number of steps that the scaler skipped: the scale falls after each of them, and only then."""
+        """The number of steps that the scaler skipped. Only these lower the scale."""
         return sum(after < before for before, after in itertools.pairwise(self.scales))
 
 
@@ -236,7 +236,7 @@ def train_both(
 ) -> DemoResult:
     """Train the task in float32 and in mixed precision.
 
-    The first three steps are not timed, and in the last one memory is counted.
+    The first three steps are not timed. The last step measures memory.
     """
     trainers = [_Trainer(task, each, seed) for each in (torch.float32, dtype)]
     for step in range(steps - 1):
@@ -253,14 +253,14 @@ def train_both(
 
 
 class _Trainer:
-    """A model with its optimizer while it is trained in a dtype."""
+    """The training of one model in one dtype."""
 
     def __init__(self, task: DemoTask, dtype: torch.dtype, seed: int) -> None:
         self.run = DemoRun(dtype_name(dtype))
         self._task = task
         self._model = task.seeded_model(seed)
         self._optimizer = torch.optim.Adam(self._model.parameters(), 1e-3)
-        # The gradients of bfloat16 have float32's range and need no scale.
+        # Gradients in bfloat16 have the range of float32 and need no scale.
         self._scaler = GradScaler(task.device.type, enabled=dtype is torch.float16)
         self._region = partial(autocast, task.device.type, dtype=dtype)
         self._step: Callable[..., Tensor] = partial(mixed_step, dtype=dtype, scaler=self._scaler)
@@ -270,7 +270,7 @@ class _Trainer:
         self._record_scale()
 
     def train(self) -> float:
-        """Train one step, and return its seconds. Values are read after the time was taken."""
+        """Train one step, and return its time. Values are read after the measurement."""
         task = self._task
         synchronize(task.device)
         start = time.perf_counter()
@@ -281,7 +281,7 @@ class _Trainer:
         return seconds
 
     def finish(self) -> None:
-        """Train a last step, in which memory is counted, and run the trained model on the coordinates."""
+        """Train the last step, which measures memory, and run the trained model."""
         self.run.peak_bytes = peak_bytes(self.train, self._model, self._optimizer, self._task.batch)
         self._model.eval()
         with torch.no_grad(), self._region():
@@ -297,9 +297,9 @@ class _Trainer:
 def peak_bytes(
     step: Callable[[], object], model: nn.Module, optimizer: Optimizer, batch: Batch
 ) -> int:
-    """Return the peak of tensor memory during `step`, in bytes. Gradients of the step before are freed first.
+    """Return the peak of tensor memory during `step`, in bytes. Earlier gradients are freed first.
 
-    It is the size of model, optimizer state and batch, and the peak of what PyTorch allocates on top.
+    It is the size of model, optimizer state and batch plus the peak of the allocations during the step.
     """
     optimizer.zero_grad()
     states = [value for state in optimizer.state.values() for value in state.values()]

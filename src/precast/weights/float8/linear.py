@@ -9,9 +9,9 @@ For `x` (m, k), `w` (n, k) and the gradient `g` (m, n) of the result; q quantise
 Invariants:
 
 - all three results have the 16-bit dtype of `x`; autograd converts the gradient of a float32 `w` to float32;
-- an operand that backward needs with the same scales as forward is saved in 8 bits. If backward scales along another
-  dimension, the operand itself is saved and quantised in backward;
-- a second derivative raises an error that names rule and weight, because rounding to 8 bits has no useful derivative;
+- if backward needs an operand with the same scales as forward, it is saved in 8 bits. If the scales differ, the operand
+  itself is saved and quantised in backward;
+- a second derivative raises an error with the rule and the weight, because rounding to 8 bits has no derivative;
 - autocast is off inside, also in a backward pass that runs within a region.
 """
 
@@ -149,7 +149,7 @@ class _Underivable(torch.autograd.Function):
 
 
 def _description(weight: Tensor | None) -> str:
-    """Return the name of a weight in its largest module, with the module's class; its shape if no module has it."""
+    """Return the name of a weight in the outermost module that has it; its shape if there is none."""
     if weight is None:
         return "a product"
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -177,8 +177,8 @@ def _operand(saved: Tensor, inverse: Tensor | None, scaling: Scaling) -> Quantis
 def _grad_of_x(ctx: Any, gradient: Tensor, w: Tensor, inverse: Tensor | None) -> Tensor:
     recipe = ctx.recipe
     weight = _operand(w, inverse, recipe.weight_for_input)
-    above = quantise(gradient, recipe.gradient_for_input)
-    return multiply(above, weight, gradient.dtype, ctx.method, fast=False)
+    quantised_gradient = quantise(gradient, recipe.gradient_for_input)
+    return multiply(quantised_gradient, weight, gradient.dtype, ctx.method, fast=False)
 
 
 def _grad_of_w(ctx: Any, gradient: Tensor, x: Tensor, inverse: Tensor | None) -> Tensor:
@@ -186,5 +186,5 @@ def _grad_of_w(ctx: Any, gradient: Tensor, x: Tensor, inverse: Tensor | None) ->
     if recipe.exact_weight_gradient:
         return gradient.t() @ x
     input_ = _operand(x, inverse, recipe.input_for_weight)
-    above = quantise(gradient, recipe.gradient_for_weight)
-    return multiply(above.t(), input_, gradient.dtype, ctx.method, fast=False)
+    quantised_gradient = quantise(gradient, recipe.gradient_for_weight)
+    return multiply(quantised_gradient.t(), input_, gradient.dtype, ctx.method, fast=False)

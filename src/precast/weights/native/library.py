@@ -1,9 +1,9 @@
-"""Search for the native engine's library for the loaded PyTorch, and its loading.
+"""The search for a library of the native engine for the loaded PyTorch, and its loading.
 
 Invariants:
     - The search runs once per process, at the first use: importing this file loads neither the library nor PyTorch.
-    - A library in the package has priority over one in the user's cache. A library is refused before it is loaded, or
-      by its probe, before other functions of it run.
+    - A library in the package has priority over one in the user's cache. An unsuitable library is refused before it is
+      loaded, or by its probe, before any other of its functions runs.
     - At most one library is loaded: a second one, even a refused one, could conflict with it.
     - Everything works without a library, on the reference engine.
 """
@@ -54,9 +54,9 @@ class Unavailable:
     """The reason for not using the native engine in this process.
 
     Attributes:
-        reason: a sentence without its full stop.
-        remedy: the command that solves it; empty if there is none.
-        is_refused: a library was found and refused, about which the user should be told.
+        reason: a sentence without a full stop.
+        remedy: the command that solves the problem; empty if there is none.
+        is_refused: True if a library was found and refused, which causes a warning.
     """
 
     reason: str
@@ -64,7 +64,7 @@ class Unavailable:
     is_refused: bool = False
 
     def __str__(self) -> str:
-        return f"{self.reason}. Mend it: {self.remedy}" if self.remedy else f"{self.reason}."
+        return f"{self.reason}. Run: {self.remedy}" if self.remedy else f"{self.reason}."
 
 
 _lock = make_fork_safe(threading.RLock())
@@ -94,7 +94,7 @@ def find() -> Library | Unavailable:
     for folder in _folders():
         for path in library_file.candidates(folder, version):
             if not library_file.is_of_these_sources(path, version):
-                others.append(path)  # of another version of precast with the same cache
+                others.append(path)  # another version of precast uses the same cache
                 continue
             refusal = library_file.refusal(path)
             if refusal is None:
@@ -103,7 +103,9 @@ def find() -> Library | Unavailable:
     if refusals:
         return Unavailable(refusals[0], is_refused=True)
     if others:
-        return Unavailable(f"{others[0]} was compiled from the sources of another precast")
+        return Unavailable(
+            f"{others[0]} was compiled from the sources of another version of precast"
+        )
     return Unavailable(f"no library has been compiled for PyTorch {version} on this machine")
 
 
@@ -138,7 +140,7 @@ def chosen_engine() -> str:
     A refused library causes a warning, because its owner expects it to be used.
 
     Raises:
-        PrecastError: `PRECAST_ENGINE` has another value, or is "native" and that cannot be loaded.
+        PrecastError: `PRECAST_ENGINE` has an invalid value, or is "native" and the library cannot be loaded.
     """
     choice = os.environ.get("PRECAST_ENGINE", "")
     if choice not in ("", *ENGINES):
@@ -149,12 +151,12 @@ def chosen_engine() -> str:
     if isinstance(result, Library):
         return "native"
     if choice == "native":
-        raise PrecastError(f"PRECAST_ENGINE asks for the native engine, and {result}")
+        raise PrecastError(f"PRECAST_ENGINE is 'native', but {result}")
     if result.is_refused:
-        warnings.warn(f"The reference engine runs: {result}", PrecastWarning, stacklevel=2)
+        warnings.warn(f"The reference engine is used: {result}", PrecastWarning, stacklevel=2)
     return "reference"
 
 
-if __name__ == "__main__":  # in a separate process, which a library may crash
+if __name__ == "__main__":  # in a separate process, because the library may crash
     outcome = open_library(Path(sys.argv[1]))
     sys.exit(outcome.reason if isinstance(outcome, Unavailable) else 0)
