@@ -44,7 +44,6 @@ def missing_requirement(subject: str, error: ModuleNotFoundError) -> MissingExtr
 
 
 def _packages_of(extra: str) -> list[str]:
-    """Return the names of the packages in an extra, from the metadata of precast."""
     try:
         requirements = metadata.requires("precast") or []
     except metadata.PackageNotFoundError:  # imported from a folder, without an installation

@@ -137,7 +137,6 @@ class CalledModels:
             attachment.detach()
 
     def _record(self, kind: str, planned: Plan) -> None:
-        """Record the number of rules in effect on a model of this class, and the rules without effect."""
         self._unmatched &= set(planned.unmatched)
         if kind in self._models or len(self._models) < _LIMIT:
             acting = sum(module.applied_rule is not None for module in planned.modules)

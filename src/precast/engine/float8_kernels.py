@@ -121,7 +121,6 @@ _warned: Final[set[str]] = set()
 
 
 def _obstacle(op: Operation, product: _Float8Operands) -> str | None:
-    """Return the reason why an operation cannot run in 8 bits; None if it can."""
     x, w = product.x, product.w
     if _torch.is_functorch_active():
         return "torch.func transforms it"

@@ -140,7 +140,6 @@ def _allow_fast_entries() -> None:
 
 
 def _load_native() -> None:
-    """Load the library, and pass the current state to it."""
     loaded = library.load()
     assert isinstance(loaded, library.Library), loaded
     # Kernels that are already registered have to be registered again, after the library has recorded PyTorch's kernels.
@@ -441,7 +440,6 @@ def leaves_autocast_on(policy: Policy, op: Operation, rule: str | None) -> bool:
 
 
 def _action(policy: Policy, base: TorchKernel, entry: Entry | None) -> Action:
-    """Return the action of an operation's compiled kernel."""
     rule = Rule.KEEP if entry is None else entry.rule
     if rule is Rule.LOWER_OUT_FP32 and is_product_in_float32(base.op):
         return Action.PRODUCT
@@ -562,7 +560,6 @@ def _mixture(base: TorchKernel) -> Mixture:
 
 
 def _in_dispatcher(op: Operation) -> tuple[str, str, str]:
-    """Return the name, overload and key of an operation's kernel in the dispatcher."""
     name, _, overload = op.name.partition(".")
     return name, overload, _torch.autocast_key(op.device_type)
 

@@ -194,7 +194,6 @@ class ThreadRegions(threading.local):
         self.numbers.written_guard_id = 0 if guard_id is None else guard_id.number
 
     def _import_native_records(self) -> None:
-        """Move the regions from the library's stack to the records."""
         api = native_engine.api
         assert api is not None
         for index in range(self.numbers.open):

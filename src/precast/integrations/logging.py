@@ -41,7 +41,6 @@ class LogEvents:
 
 
 def _level(event: object) -> int | None:
-    """Return the level of an event; None for other objects."""
     match event:
         case StepEvent():
             return logging.WARNING if event.skipped else logging.DEBUG

@@ -229,7 +229,6 @@ class _BoundProgram(NamedTuple):
 
 
 def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
-    """Return the reason why a compiled program cannot step a weight; None if it can."""
     if type(gradient) is not Tensor or gradient.stride() != parameter.stride():
         return "a gradient has another layout than its weight"
     if parameter.untyped_storage().nbytes() == 0 or not is_dense(parameter):
@@ -240,7 +239,6 @@ def _obstacle(parameter: Tensor, gradient: Tensor) -> str | None:
 
 
 def _parts(count: int, size: int) -> Iterator[range]:
-    """Yield the index ranges, of `size` elements each, for which a program is called."""
     for start in range(0, count, size):
         yield range(start, min(count, start + size))
 

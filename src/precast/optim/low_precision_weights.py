@@ -214,7 +214,6 @@ class LowPrecisionWeights:
 
     @property
     def _draws_numbers(self) -> bool:
-        """True if weights or states are rounded stochastically."""
         return self.rounding == "stochastic" or self._states is torch.bfloat16
 
     def _can_skip_on_device(self, optimizer: Optimizer) -> bool:
@@ -340,7 +339,6 @@ class LowPrecisionWeights:
     def _step(
         self, optimizer: Optimizer, groups: list[dict[str, Any]], factor: Tensor | None
     ) -> None:
-        """Make the optimizer step stand-ins of these weights, and round the results."""
         pairs, all_groups = list[tuple[Tensor, Tensor]](), optimizer.param_groups
         first_steps = [
             p
@@ -435,7 +433,6 @@ class LowPrecisionWeights:
                     own[name] = self._stored(value, own)
 
     def _stored(self, value: Any, states: dict[str, Any]) -> Any:
-        """Return a state in its dtype between steps."""
         if not is_large(value) or value.dtype is not torch.float32 or self._states is value.dtype:
             return value
         return _round_stochastically(value, states)

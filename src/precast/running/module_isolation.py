@@ -82,7 +82,6 @@ def _is_loaded_by_python(name: str) -> bool:
 
 
 def _modules_in(folder: str | None) -> Iterator[str]:
-    """Yield the names of the modules and packages in a folder."""
     try:
         entries = list(os.scandir(folder or os.curdir))
     except OSError:  # an archive

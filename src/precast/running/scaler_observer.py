@@ -156,7 +156,6 @@ class ScalerObserver:
         state.iterations += 1
 
     def _end(self, state: _ScalerState, interval: int) -> None:
-        """Add the iteration to the history and diagnose it."""
         events, found_infs = zip(*state.steps, strict=True)
         is_decided = all(isinstance(event.skipped, bool) for event in events)
         skipped = (

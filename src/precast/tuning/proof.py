@@ -209,7 +209,6 @@ def prove(
 
 
 def _figures_of(task: TuningTask, setup: Setup) -> SetupFigures:
-    """Return the figures of a setup before its trials: its policy and memory."""
     policy = "" if setup.policy is None else setup.policy.text
     figures = SetupFigures(setup.name, dtype=dtype_name(setup.dtype), policy=policy)
     try:

@@ -117,7 +117,6 @@ def _fixes_to_withhold(findings: list[LintFinding], remaining: list[LintFinding]
 
 
 def _without_withheld_fix(finding: LintFinding, withheld: frozenset[Fix]) -> LintFinding:
-    """Return a finding, without its fix if the fix is withheld."""
     if finding.fix not in withheld:
         return finding
     return LintFinding(finding.code, finding.name, finding.severity, finding.message, finding.span)

@@ -156,7 +156,6 @@ def _is_version_flag(source: Source, node: cst.Name) -> bool:
 
 
 def _reads_version(function: cst.FunctionDef) -> bool:
-    """Return True if a function reads a version, as in `return torch.__version__.split(".")`."""
     return any(
         isinstance(n, cst.Attribute) and n.attr.value == "__version__" for n in walk(function.body)
     )

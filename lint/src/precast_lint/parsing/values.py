@@ -200,7 +200,6 @@ class Values:
         return [definition.body]
 
     def _inherited_method(self, call: cst.Call) -> cst.FunctionDef | None:
-        """Return the method that `self.make()` runs, if a base class in this file defines it."""
         func = call.func
         if not isinstance(func, cst.Attribute) or not is_self(func.value):
             return None
@@ -242,7 +241,6 @@ class Values:
         return result or self._property_values(class_def, name)
 
     def _property_values(self, class_def: cst.ClassDef, name: str) -> list[_AnnotatedValue]:
-        """Return the results of a property of a class or of its bases in this file."""
         for definition in (class_def, *self.family.bases(class_def)):
             for line in methods_named(definition, name):
                 kinds = [
@@ -387,14 +385,12 @@ def _unchanged_module(call: cst.Call) -> Node | None:
 
 
 def _is_device(node: Node) -> bool:
-    """Return True for a variable with the name of a device, and for a string."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     is_device = isinstance(last, cst.Name) and last.value in ("device", "dev", "DEVICE")
     return is_device or string_value(node) is not None
 
 
 def _scaler_of(method: cst.Attribute) -> Node | None:
-    """Return `x` of `x.unscale_` and of `x.scale(...).backward`."""
     name, owner = method.attr.value, method.value
     if name == "unscale_":
         return owner
@@ -404,7 +400,6 @@ def _scaler_of(method: cst.Attribute) -> Node | None:
 
 
 def _is_named_scaler(node: Node) -> bool:
-    """Return True if the name of a variable or an attribute ends with "scaler"."""
     last = node.attr if isinstance(node, cst.Attribute) else node
     return isinstance(last, cst.Name) and last.value.lower().endswith("scaler")
 

@@ -41,7 +41,6 @@ def check(source: Source) -> Iterator[LintFinding]:
 
 
 def _unknown(source: Source) -> Iterator[LintFinding]:
-    """Yield a finding for each name that the packages of AMP have never had."""
     for statement in source.all(cst.ImportFrom):
         package = None if statement.relative else dotted(statement.module)
         if package not in PACKAGES or isinstance(statement.names, cst.ImportStar):

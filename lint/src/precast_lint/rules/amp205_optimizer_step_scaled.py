@@ -110,7 +110,6 @@ def _computes_gradients(source: Source, step: Node) -> bool:
 
 
 def _only_reads(event: Event, scaler: str) -> bool:
-    """Return True if a call only reads a scaler."""
     call = event.node
     return (
         event.kind == "call"

@@ -169,7 +169,6 @@ def scales_by_hand(flow: FunctionFlow, scaler: str) -> bool:
 
 
 def _reads_of_scale(flow: FunctionFlow, scaler: str) -> Iterator[Node]:
-    """Yield the reads of a scaler's scale in a function and in the functions that it calls."""
     source = flow.source
     if not _scale_reads(source):
         return
@@ -194,7 +193,6 @@ def _scale_reads(source: Source) -> set[Node]:
 
 
 def _is_logged(source: Source, node: Node) -> bool:
-    """Return True if a value is formatted, printed or logged."""
     for outer in source.around(node):
         if isinstance(outer, cst.FormattedStringExpression):
             return True
