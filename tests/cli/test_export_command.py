@@ -201,7 +201,7 @@ def test_an_onnx_file_that_does_not_run_here_is_written_and_not_called_checked(
             1,
             "Name a file in a folder",
         ),
-        (("--model", "shipped_models:pair", "--out", "no/a.pt2"), 1, "Make the folder, or name"),
+        (("--model", "shipped_models:pair", "--out", "no/a.pt2"), 1, "Create the folder, or name"),
     ],
 )
 def test_what_is_wrong_is_one_message_and_writes_nothing(
