@@ -39,7 +39,6 @@ _PIECE: Final = {"cpu": 1 << 16}  # stays in a core's cache; elsewhere each piec
 _LARGE_PIECE: Final = 1 << 22  # float32 counts of a piece are exact up to 2**24
 _INFINITY: Final = 0x7F800000
 _KEYS: Final = (0x7FFFFFFF >> SHIFT) + 2  # zero, the bins, and those of infinity and NaN
-_NO_BINS: Final = torch.zeros(_KEYS, dtype=torch.int64)
 
 _LIMITS: Final = {
     **{getattr(torch, name): (f.smallest_normal, f.largest) for name, f in FORMATS.items()},
@@ -85,8 +84,9 @@ class TensorTally:
 
     def read(self, power: int = 0) -> TensorCounts:
         """Return the counts of values in units of ``2**power``. Waits for the device."""
-        zero: dict[str, Any] = {"bins": _NO_BINS, "special": torch.zeros(3)}
-        sums = {"squares": 0.0, "largest": 0.0, **zero, **self.sums}
+        bins, special = torch.zeros(_KEYS, dtype=torch.int64), torch.zeros(3)
+        zero = {"squares": 0.0, "largest": 0.0, "bins": bins, "special": special}
+        sums: dict[str, Any] = {**zero, **self.sums}
         bins = sums["bins"].cpu()
         subnormal, infinite, saturated = map(int, sums["special"].tolist())
         nan = int(bins[BINS + 1 :].sum())
