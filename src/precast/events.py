@@ -13,12 +13,7 @@ from precast._internal.events import (
     StepEvent,
     TensorRange,
 )
-from precast.comparison.difference import (
-    Cause,
-    GrowthPoint,
-    StepDistance,
-    TokenDistance,
-)
+from precast.comparison.difference import Cause, GrowthPoint, StepDistance, TokenDistance
 from precast.report.saved_trace import (
     ChangedOperation,
     Explanation,

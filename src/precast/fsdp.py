@@ -136,9 +136,7 @@ def shard(
 
 
 def _shard_unit(
-    unit: nn.Module,
-    policy_of: Callable[[nn.Module], MixedPrecisionPolicy],
-    options: dict[str, Any],
+    unit: nn.Module, policy_of: Callable[[nn.Module], MixedPrecisionPolicy], options: dict[str, Any]
 ) -> None:
     """Shard the modules of a unit with each policy together; the hooks of one of the policies are those of the unit.
 

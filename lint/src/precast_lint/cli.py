@@ -38,9 +38,7 @@ def _with_options(command: _Command) -> _Command:
         [
             click.argument("paths", nargs=-1, type=click.Path(path_type=Path, allow_dash=True)),
             click.option(
-                "--unsafe-fixes",
-                is_flag=True,
-                help="Apply also fixes that may change results.",
+                "--unsafe-fixes", is_flag=True, help="Apply also fixes that may change results."
             ),
             click.option(
                 "--diff", "as_diff", is_flag=True, help="Print the fixes as a diff; change no file."

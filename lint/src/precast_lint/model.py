@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = [
-    "Applicability",
-    "Edit",
-    "Fix",
-    "LintFinding",
-    "LintRule",
-    "Severity",
-    "Span",
-    "version",
-]
+__all__ = ["Applicability", "Edit", "Fix", "LintFinding", "LintRule", "Severity", "Span", "version"]
 
 
 class Severity(Enum):

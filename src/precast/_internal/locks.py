@@ -67,9 +67,7 @@ class _HasLock(Protocol):
 T = TypeVar("T", bound=_HasLock)
 
 
-def synchronized(
-    method: Callable[Concatenate[T, P], R],
-) -> Callable[Concatenate[T, P], R]:
+def synchronized(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Make a method hold its object's `mutex` while it runs."""
 
     @functools.wraps(method)

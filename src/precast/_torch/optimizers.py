@@ -14,12 +14,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = [
-    "handles_scaling",
-    "is_optimizer_step",
-    "old_contract_warning",
-    "step_without_hooks",
-]
+__all__ = ["handles_scaling", "is_optimizer_step", "old_contract_warning", "step_without_hooks"]
 
 _OPTIMIZER: Final = sys.modules["torch.optim.optimizer"].__file__
 

@@ -18,11 +18,7 @@ import torch
 
 from precast._torch.version import VERSION
 
-__all__ = [
-    "in_pool_thread",
-    "inherited_tls",
-    "set_inherited_tls",
-]
+__all__ = ["in_pool_thread", "inherited_tls", "set_inherited_tls"]
 
 
 def in_pool_thread() -> bool:

@@ -51,10 +51,7 @@ class Memory(int):
 
 
 def attach(
-    model: nn.Module,
-    policy: Policy | str | os.PathLike[str] | None = None,
-    *,
-    hold: bool = True,
+    model: nn.Module, policy: Policy | str | os.PathLike[str] | None = None, *, hold: bool = True
 ) -> Attachment:
     """Keep the 16-bit copies of a model's weights between regions, and set the precision of its modules by name.
 

@@ -316,9 +316,7 @@ def is_traced() -> bool:
     return bool(_traced)
 
 
-def in_trace(
-    uncast: tuple[tuple[str, torch.dtype | None], ...],
-) -> Generator[None, None, None]:
+def in_trace(uncast: tuple[tuple[str, torch.dtype | None], ...]) -> Generator[None, None, None]:
     """Enable the function mode while a module is traced; the first `next` enables it, the second disables it."""
     _traced.append(uncast)
     with _MODE:

@@ -42,9 +42,7 @@ _FORMATS: Final = ("program", "aoti", "onnx")
     help="torch.export program, package compiled by AOTInductor, or ONNX.  [default: by --out]",
 )
 @click.option(
-    "--strict",
-    is_flag=True,
-    help="Trace the model with Dynamo, as torch.export(strict=True) does.",
+    "--strict", is_flag=True, help="Trace the model with Dynamo, as torch.export(strict=True) does."
 )
 @click.option(
     "--check/--no-check",

@@ -55,9 +55,7 @@ def policy_option(default: str) -> Callable[[_Command], _Command]:
 def dtype_option(command: _Command) -> _Command:
     """Add `--dtype`, the 16-bit dtype of a region."""
     return click.option(
-        "--dtype",
-        callback=_dtype,
-        help="bfloat16 or float16.  [default: PyTorch's for the device]",
+        "--dtype", callback=_dtype, help="bfloat16 or float16.  [default: PyTorch's for the device]"
     )(command)
 
 

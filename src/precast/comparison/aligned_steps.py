@@ -19,13 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from precast.comparison.recording_file import (
-    RecordingReader,
-    Row,
-    RowInput,
-    RunStep,
-    fingerprints,
-)
+from precast.comparison.recording_file import RecordingReader, Row, RowInput, RunStep, fingerprints
 from precast.comparison.sketches import SIZE
 from precast.errors import ComparisonError
 

@@ -169,10 +169,7 @@ class _Product(torch.autograd.Function):
         needs_a, needs_b = ctx.needs_input_grad
         with _torch.AutocastOff(gradient.device.type)():
             rounded = gradient.to(a.dtype)
-            return (
-                rounded @ b.mT if needs_a else None,
-                a.mT @ rounded if needs_b else None,
-            )
+            return (rounded @ b.mT if needs_a else None, a.mT @ rounded if needs_b else None)
 
 
 class _RoundedGradient(torch.autograd.Function):

@@ -387,10 +387,7 @@ def _torch_table(device_type: str) -> dict[str, Entry]:
     return expanded_rules(Policy.load("torch"), device_type)[0]
 
 
-_UNKNOWN_TO_TORCHSCRIPT: Final = {
-    "aten::_grouped_mm": Rule.LOWER,
-    "aten::linalg_pinv": Rule.FP32,
-}
+_UNKNOWN_TO_TORCHSCRIPT: Final = {"aten::_grouped_mm": Rule.LOWER, "aten::linalg_pinv": Rule.FP32}
 """Rules of `default` for operations that TorchScript does not cast, so that precast's kernels run there too."""
 
 
@@ -538,11 +535,7 @@ def _compile(base: TorchKernel) -> None:
         return
     _compiled.add(number)
     api.register(
-        *_in_dispatcher(op),
-        op.device_type,
-        number,
-        base.rule is Rule.LOWER,
-        _mixture(base),
+        *_in_dispatcher(op), op.device_type, number, base.rule is Rule.LOWER, _mixture(base)
     )
 
 
@@ -551,11 +544,7 @@ def _mixture(base: TorchKernel) -> Mixture:
     if not base.compiled:
         refuses = refuses_mixtures(base.op.name, base.op.device_type)
         return Mixture.REFUSED if refuses else Mixture.ANY
-    kinds = {
-        Rule.LOWER: Mixture.FLOAT64,
-        Rule.FP32: Mixture.FLOAT64,
-        Rule.PROMOTE: Mixture.FOREIGN,
-    }
+    kinds = {Rule.LOWER: Mixture.FLOAT64, Rule.FP32: Mixture.FLOAT64, Rule.PROMOTE: Mixture.FOREIGN}
     return Mixture.ANY if base.rule is None else kinds.get(base.rule, Mixture.ANY)
 
 

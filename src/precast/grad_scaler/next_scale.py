@@ -26,14 +26,7 @@ from torch import Tensor
 from precast.grad_scaler.settings import Limits
 from precast.grad_scaler.step_history import StepHistory
 
-__all__ = [
-    "FIRST",
-    "SMALLER_ROOM",
-    "ScaleSearch",
-    "fitting",
-    "search_for",
-    "set_scale",
-]
+__all__ = ["FIRST", "SMALLER_ROOM", "ScaleSearch", "fitting", "search_for", "set_scale"]
 
 FIRST = 2.0**10
 """The scale of the first iteration: gradients up to 64 do not overflow, and losses of small ones keep their bits."""

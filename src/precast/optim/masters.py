@@ -23,11 +23,7 @@ from precast._torch.optimizer_hooks import on_optimizer_step, run_next_to_step
 from precast.errors import AttachError
 from precast.optim.checks import check, refuse_copy
 from precast.optim.compiled_step import CompiledStep
-from precast.optim.low_precision_weights import (
-    Hook,
-    LowPrecisionWeights,
-    is_worth_storing_low,
-)
+from precast.optim.low_precision_weights import Hook, LowPrecisionWeights, is_worth_storing_low
 from precast.optim.partial_steps import is_large, parameters_of
 from precast.optim.shards import part_of
 from precast.optim.total_norm import clip_to_norm, total_norm

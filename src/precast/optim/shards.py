@@ -16,13 +16,7 @@ from torch import Tensor
 
 from precast._torch import is_dtensor, local_tensor_of, version_of
 
-__all__ = [
-    "largest_over",
-    "part_of",
-    "shard_number",
-    "versions_of",
-    "whole_like",
-]
+__all__ = ["largest_over", "part_of", "shard_number", "versions_of", "whole_like"]
 
 
 def part_of(tensor: Tensor) -> Tensor:

@@ -20,14 +20,7 @@ from precast._internal import cures
 from precast._internal.torch_versions import Version
 from precast.errors import PolicyError
 from precast.policy.patterns import check_pattern
-from precast.policy.rows import (
-    PRODUCT_OPERATIONS,
-    Entry,
-    Rule,
-    canonical,
-    parse_entry,
-    parse_rows,
-)
+from precast.policy.rows import PRODUCT_OPERATIONS, Entry, Rule, canonical, parse_entry, parse_rows
 from precast.policy.values import check_choice, check_mapping, check_text, shown
 
 __all__ = [

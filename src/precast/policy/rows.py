@@ -48,18 +48,7 @@ __all__ = [
 ]
 
 # The device types that have an Autocast key: _AUTOCAST_SUPPORTED_DEVICES in ATen/autocast_mode.h.
-DEVICE_TYPES = (
-    "cpu",
-    "cuda",
-    "mps",
-    "xpu",
-    "mtia",
-    "maia",
-    "hpu",
-    "xla",
-    "ipu",
-    "privateuseone",
-)
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "mtia", "maia", "hpu", "xla", "ipu", "privateuseone")
 
 
 def is_device_type(device: object) -> bool:

@@ -41,25 +41,9 @@ from precast.policy.rows import (
     short,
     split,
 )
-from precast.policy.values import (
-    check_choice,
-    check_mapping,
-    check_text,
-    clipped,
-    nearest,
-    shown,
-)
+from precast.policy.values import check_choice, check_mapping, check_text, clipped, nearest, shown
 
-__all__ = [
-    "MIXED",
-    "Mixed",
-    "Modules",
-    "PolicyContents",
-    "Tables",
-    "read",
-    "render",
-    "write",
-]
+__all__ = ["MIXED", "Mixed", "Modules", "PolicyContents", "Tables", "read", "render", "write"]
 
 Mixed = Literal["raise", "promote"]
 Tables = Mapping[str, Mapping[str, Entry]]

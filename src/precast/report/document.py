@@ -23,13 +23,7 @@ from precast._internal import atomic_write, version
 from precast._internal.records import MismatchError, as_json, from_json
 from precast.errors import ReportError
 from precast.report.ranks import summary_of_ranks
-from precast.report.schema import (
-    VERSION,
-    MergedDocument,
-    PolicyName,
-    RunDocument,
-    RunInfo,
-)
+from precast.report.schema import VERSION, MergedDocument, PolicyName, RunDocument, RunInfo
 from precast.report.words import with_code
 
 __all__ = ["DisplayedDocument", "blank", "checked", "load", "merge", "save", "validate"]

@@ -44,16 +44,7 @@ from precast.report.schema import (
     TraceTotals,
 )
 from precast.report.tree import seconds_by_dtype
-from precast.report.words import (
-    be,
-    count,
-    duration,
-    joined,
-    sentence,
-    share,
-    shortened,
-    size,
-)
+from precast.report.words import be, count, duration, joined, sentence, share, shortened, size
 
 __all__ = ["beyond_scale", "code_mistakes", "lint_warnings", "rules_without_effect"]
 __all__ += ["summary_of", "untraced"]

@@ -17,10 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from precast._internal.events import NonfiniteOrigin, ScalerDiagnosis
-from precast._internal.records import (
-    may_be_missing,
-    written_as,
-)
+from precast._internal.records import may_be_missing, written_as
 
 __all__ = ["VERSION", "CastFlow", "Finding", "FindingCost", "RuleCount", "SummaryLevel"]
 __all__ += ["FindingLocation", "OperationRow", "Phase", "TraceData", "TraceTotals", "TracedModule"]

@@ -176,10 +176,7 @@ def address(tensor: Tensor) -> int:
 
 
 def observed_call(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    weights: list[Tensor],
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], weights: list[Tensor]
 ) -> tuple[Any, dict[int, WeightUses], bool]:
     """Call a function with float32 weights among its arguments, and record the uses of each.
 

@@ -128,12 +128,7 @@ def measure_costs(
             casts[down][size] = seconds
     variants = {dtype: CallVariant(dtype) for dtype in (_F32, program.low)}
     sites, skipped = measure_calls(
-        program,
-        program.sites,
-        variants,
-        rounds=rounds,
-        deadline=deadline,
-        progress=progress,
+        program, program.sites, variants, rounds=rounds, deadline=deadline, progress=progress
     )
     return ProgramCosts(sites, casts, skipped)
 

@@ -67,11 +67,7 @@ class TuningOptions:
 
 
 def check_arguments(
-    model: object,
-    functions: Mapping[str, object],
-    objective: object,
-    tolerance: Any,
-    budget: Any,
+    model: object, functions: Mapping[str, object], objective: object, tolerance: Any, budget: Any
 ) -> None:
     """Check the arguments of `tune`; `functions` are its `step`, `optimizer` and `metric`, or None."""
     if not isinstance(model, nn.Module):

@@ -58,15 +58,7 @@ class CachedCast:
     These exist if the source `is_plain_tensor`: it stores its elements at a data pointer (no wrapper subclass).
     """
 
-    __slots__ = (
-        "__weakref__",
-        "cast",
-        "is_plain_tensor",
-        "pointer",
-        "shape",
-        "stride",
-        "version",
-    )
+    __slots__ = ("__weakref__", "cast", "is_plain_tensor", "pointer", "shape", "stride", "version")
 
     def __init__(self, source: Tensor, *, is_plain_tensor: bool) -> None:
         self.cast: Tensor | None = None

@@ -207,12 +207,7 @@ class WeightCache:
             handle.copy.keep_for_kernels(tensor, handle.tensor, handle, has_gradient=False)
         return handle.tensor
 
-    def _with_gradient(
-        self,
-        handle: held.CopyHandle,
-        tensor: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def _with_gradient(self, handle: held.CopyHandle, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the cast of a held copy in this region's graph."""
         existing = self._find(tensor, dtype)
         if existing is not None:

@@ -126,9 +126,7 @@ def _line(home: str, aliases: Sequence[cst.ImportAlias], new: Mapping[Node, str]
 
 
 def _without(
-    source: Source,
-    aliases: Sequence[cst.ImportAlias],
-    removals: Collection[cst.ImportAlias],
+    source: Source, aliases: Sequence[cst.ImportAlias], removals: Collection[cst.ImportAlias]
 ) -> list[Edit]:
     """Return edits that delete names of an import list; at least one name stays."""
     edits = []

@@ -17,12 +17,7 @@ from precast_lint.parsing.scopes import Binding
 from precast_lint.parsing.source import Source
 from precast_lint.parsing.syntax import Node, cst, is_self, string_value
 
-__all__ = [
-    "is_device",
-    "is_tensor",
-    "is_text",
-    "texts",
-]
+__all__ = ["is_device", "is_tensor", "is_text", "texts"]
 
 _TENSOR = {"torch.Tensor", "torch.nn.Parameter", "torch.nn.parameter.Parameter"}
 _MAKERS = {"torch.zeros", "torch.ones", "torch.tensor", "torch.randn", "torch.rand", "torch.empty"}

@@ -141,12 +141,7 @@ def operation(source: Source, node: Node | None, *names: str) -> TensorOperation
     if func.attr.value in _UNARY and arguments.positional:
         return None  # `xp.exp(x)`: of a module that nobody knows
     return TensorOperation(
-        func.attr.value,
-        func.value,
-        arguments.positional,
-        arguments.keywords,
-        node,
-        is_method=True,
+        func.attr.value, func.value, arguments.positional, arguments.keywords, node, is_method=True
     )
 
 

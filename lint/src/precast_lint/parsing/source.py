@@ -248,12 +248,7 @@ class Source:
         text = message or rule.message
         return LintFinding(rule.code, rule.name, severity or rule.severity, text, span, fix)
 
-    def fix(
-        self,
-        message: str,
-        *edits: Edit | Iterable[Edit],
-        unsafe: bool = False,
-    ) -> Fix:
+    def fix(self, message: str, *edits: Edit | Iterable[Edit], unsafe: bool = False) -> Fix:
         """Return a fix that makes some edits."""
         flat = [e for part in edits for e in ([part] if isinstance(part, Edit) else part)]
         kind = Applicability.UNSAFE if unsafe else Applicability.SAFE

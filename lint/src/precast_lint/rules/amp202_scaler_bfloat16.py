@@ -94,11 +94,7 @@ RULE = LintRule(
         "something overflows, and then skips a step."
     ),
     fine="Regions in other files use the scaler.",
-    words=(
-        "GradScaler bfloat16 scale(",
-        "GradScaler cpu scale(",
-        "GradScaler scale( .step(",
-    ),
+    words=("GradScaler bfloat16 scale(", "GradScaler cpu scale(", "GradScaler scale( .step("),
     check=check,
     example="""
  import torch

@@ -22,8 +22,7 @@ _ADAMS = ("torch.optim.Adam", "torch.optim.NAdam", "torch.optim.RAdam", "torch.o
 _NEGLIGIBLE_EPS = 1e-12
 _UNSKIPPED = "nothing skips this step where the unscaled gradients are inf or NaN: use `scaler.step(optimizer)`"
 _INSPECTING_NAME = re.compile(
-    r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$",
-    re.IGNORECASE,
+    r"isnan|isinf|finite|(^|_)(nan|inf|valid|check|skip|overflow)(_|s?$)|_states$", re.IGNORECASE
 )
 _TWICE = "`scaler.step` has stepped this optimizer already"
 _AGAIN = "`scaler.step` steps this optimizer again: leave the step to the scaler, which skips it after an overflow"

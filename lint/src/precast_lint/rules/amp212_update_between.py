@@ -89,10 +89,7 @@ RULE = LintRule(
         "were multiplied by, and gradients that are already unscaled are unscaled again."
     ),
     fine="Code in another file computes the second optimizer's gradients after the update.",
-    words=(
-        "GradScaler .step(",
-        ".scale( .step(",
-    ),
+    words=("GradScaler .step(", ".scale( .step("),
     check=check,
     example="""
  import torch

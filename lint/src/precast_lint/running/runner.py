@@ -169,11 +169,7 @@ def _run_text(filename: str, data: bytes, settings: LintSettings, mode: RunMode)
 
 
 def _report(
-    filename: str,
-    data: bytes,
-    notebook: Notebook | None,
-    checked: Checked,
-    codes: frozenset[str],
+    filename: str, data: bytes, notebook: Notebook | None, checked: Checked, codes: frozenset[str]
 ) -> FileReport:
     after = checked.text.encode()
     place: Any = None

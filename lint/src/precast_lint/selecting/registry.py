@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from precast_lint.model import LintRule
 
-__all__ = [
-    "ENGINE",
-    "Short",
-    "all_rules",
-    "expand",
-    "index",
-    "load",
-    "modules",
-]
+__all__ = ["ENGINE", "Short", "all_rules", "expand", "index", "load", "modules"]
 
 # What the engine itself reports: code -> name.
 ENGINE = {"AMP900": "syntax-error", "AMP901": "unused-suppression"}

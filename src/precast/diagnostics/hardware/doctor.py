@@ -21,14 +21,7 @@ from precast.diagnostics.hardware.engine_report import EngineReport, engine_here
 from precast.diagnostics.hardware.float8 import measure_rules
 from precast.diagnostics.hardware.machine import DTYPES, DtypeReport, measure, times
 
-__all__ = [
-    "MachineDiagnosis",
-    "Recommendation",
-    "diagnose",
-    "processor",
-    "recommend",
-    "render",
-]
+__all__ = ["MachineDiagnosis", "Recommendation", "diagnose", "processor", "recommend", "render"]
 
 _WORTH_IT: Final = 1.1
 """The smallest speed of a training step relative to float32 for which a 16-bit dtype is recommended."""

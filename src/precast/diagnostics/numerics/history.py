@@ -25,12 +25,7 @@ from precast._internal.events import BrokenState, NonfiniteOrigin, TensorRange
 from precast._internal.records import as_json
 from precast.diagnostics.numerics.formats import FORMATS
 from precast.diagnostics.numerics.host_transfer import move_to_host
-from precast.diagnostics.numerics.step_record import (
-    StepRecord,
-    TensorSlot,
-    is_finite,
-    read,
-)
+from precast.diagnostics.numerics.step_record import StepRecord, TensorSlot, is_finite, read
 from precast.diagnostics.numerics.tally import TensorKey, comparable, countable
 from precast.engine.operator_kinds import dtype_of
 from precast.grad_scaler.gradients import bad_gradients

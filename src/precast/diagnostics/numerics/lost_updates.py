@@ -282,9 +282,7 @@ def _candidates(parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
         yield by_shape[tensor.shape][int(distances.argmin())], tensor
 
 
-def _tensors_of_process(
-    shapes: Collection[torch.Size],
-) -> tuple[list[Tensor], set[int]]:
+def _tensors_of_process(shapes: Collection[torch.Size]) -> tuple[list[Tensor], set[int]]:
     """Return the 16-bit tensors of some shapes, and the ids of all tensors that belong to optimizers."""
     tensors: list[Tensor] = []
     of_optimizers: set[int] = set()

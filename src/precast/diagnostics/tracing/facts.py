@@ -19,12 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from precast import _torch
 from precast._internal.display import dtype_name
 from precast.diagnostics.tracing.lineage import MOVES, CastCosts, Origin, Upcast
-from precast.diagnostics.tracing.trials import (
-    TrialCall,
-    TrialSaving,
-    describe_call,
-    measure_saving,
-)
+from precast.diagnostics.tracing.trials import TrialCall, TrialSaving, describe_call, measure_saving
 from precast.engine.operator_kinds import Cast
 from precast.report.schema import FindingLocation
 from precast.weights.held import is_held_in_training

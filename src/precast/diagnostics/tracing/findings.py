@@ -27,13 +27,7 @@ from precast.errors import PolicyError
 from precast.policy.policy import TUNED, Policy
 from precast.policy.rows import FLOAT32_RULES
 from precast.policy.shortest_text import whole_file
-from precast.report.schema import (
-    Finding,
-    FindingCost,
-    FindingLocation,
-    OperationRow,
-    TraceTotals,
-)
+from precast.report.schema import Finding, FindingCost, FindingLocation, OperationRow, TraceTotals
 from precast.report.words import be, duration
 
 __all__ = ["MOST", "findings_of"]

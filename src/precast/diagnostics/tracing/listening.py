@@ -136,10 +136,7 @@ def _set_listeners(listeners: tuple[OperationListener, ...]) -> None:
 
 
 def _around_kernel(
-    op: Operation,
-    run: Callable[[], Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    op: Operation, run: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a kernel at an autocast key, and report it to the listeners of the thread."""
     listeners = _thread.listeners or _torch.inherited_tls(_INHERITED) or ()

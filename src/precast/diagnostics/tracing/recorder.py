@@ -40,13 +40,7 @@ from precast.diagnostics.tracing.tally import CallPlace, Surroundings, TracedCal
 from precast.diagnostics.tracing.trials import TrialCall
 from precast.engine.entry_point import take_annotation
 from precast.engine.operation import Operation, is_eligible
-from precast.engine.operator_kinds import (
-    Cast,
-    dtype_of,
-    floating_in,
-    kind_of,
-    tensors_of,
-)
+from precast.engine.operator_kinds import Cast, dtype_of, floating_in, kind_of, tensors_of
 from precast.policy.policy import Policy, Rule
 from precast.policy.rows import FLOAT32_RULES
 from precast.report.saved_trace import LineageStep
@@ -166,14 +160,7 @@ class TraceRecorder(OperationListener):
         """The number of rules that are being applied."""
         return len(self._applications)
 
-    def saw(
-        self,
-        func: Any,
-        call: _Call,
-        out: Any,
-        seconds: float,
-        inside: Sequence[Cast],
-    ) -> None:
+    def saw(self, func: Any, call: _Call, out: Any, seconds: float, inside: Sequence[Cast]) -> None:
         """Record an operation; `inside` are the casts in operations that it called."""
         kind = kind_of(func)
         has_node = self._nodes.has_new
@@ -209,12 +196,7 @@ class TraceRecorder(OperationListener):
         add_note(error, record, is_in_region=is_in_region)
 
     def _record_without_rule(
-        self,
-        func: Any,
-        call: _Call,
-        out: Any,
-        seconds: float,
-        inside: Sequence[Cast],
+        self, func: Any, call: _Call, out: Any, seconds: float, inside: Sequence[Cast]
     ) -> None:
         kind = kind_of(func)
         place, reason = self._place()
