@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 import precast
 
@@ -33,9 +31,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden states of the same shape, (rows, tokens, width)."""
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        query, key, value = heads.unbind()
-        mixed: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed: Tensor = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         hidden: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + hidden
@@ -82,9 +79,8 @@ def upgraded(folder: Path) -> precast.RunDifference:
     for name in ("old.run", "new.run"):
         model, tokens = model_and_tokens()
         backend = SDPBackend.MATH if name == "old.run" else SDPBackend.FLASH_ATTENTION
-        with sdpa_kernel(backend):
-            with precast.record(folder / name, model):
-                step(model, tokens)
+        with sdpa_kernel(backend), precast.record(folder / name, model):
+            step(model, tokens)
     head, _, rest = (folder / "old.run").read_bytes().partition(b"\n")
     header = json.loads(head) | {"torch": "2.12.1"}
     rest = rest.replace(b'"add.Tensor"', b'"add_.Tensor"').replace(b'"mm"', b'"mm.old"')
@@ -105,11 +101,10 @@ def train(rank: int, ranks: int, path: Path) -> None:
     """Train on this process's part of the batch; gradients are averaged over the processes."""
     torch.set_num_threads(1)
     model, tokens = model_and_tokens()
-    wrapped: nn.Module = model
     if ranks > 1:
         meeting = f"file://{path}.meeting"
         torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=ranks)
-        wrapped = DistributedDataParallel(model)
+    wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with precast.record(path, model, split=2 // ranks):
         for _ in range(2):
@@ -133,7 +128,7 @@ COMPARISONS: dict[str, Callable[[Path], precast.RunDifference]] = {
     "PyTorch 2.12 and 2.13": upgraded,
     "one process and two": two_processes,
     "trainer and server, converted": served,
-    "trainer and server, exported": partial(served, form="exported"),
+    "trainer and server, exported": lambda folder: served(folder, "exported"),
 }
 
 if __name__ == "__main__" and len(sys.argv) == 4:

@@ -18,26 +18,19 @@ from precast._torch.patches import _check_listed
 __all__ = ["set_backward_autocast", "set_compile_cache_tag"]
 
 
-class _ComputedText(str):
-    """A setting whose text is computed whenever it is read, also as a part of a cache's key."""
+# --- the compiler's cache on disk ---
+
+
+class _ComputedTag(str):
+    """A tag whose text is computed whenever the compiler's cache makes a key from it."""
 
     text: Callable[[], str]
-    plain: str = ""
-    """The setting in whose place this one is."""
 
     def __str__(self) -> str:
         return self.text()
 
     def __format__(self, spec: str) -> str:
         return format(self.text(), spec)
-
-    def __eq__(self, other: object) -> bool:
-        return self.text() == (other.text() if isinstance(other, _ComputedText) else other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:  # the keys are digests of pickles
         return str, (self.text(),)
@@ -61,18 +54,21 @@ def set_compile_cache_tag(extra: Callable[[], str] | None) -> None:
     def text() -> str:
         assert extra is not None
         tags = user_tag(), entry.env_value_default, entry.default
-        own = next(t for t in tags if t is not unset and not isinstance(t, _ComputedText))
+        own = next(t for t in tags if t is not unset and not isinstance(t, _ComputedTag))
         return str(own) + extra()
 
-    tag = _ComputedText()
+    tag = _ComputedTag()
     tag.text = text
     entry.env_value_force = unset if extra is None else tag
-    if extra is None and isinstance(user_tag(), _ComputedText):
-        config.cache_key_tag = entry.default  # `config.patch` has restored what it read
+    if extra is None and isinstance(
+        user_tag(), _ComputedTag
+    ):  # `config.patch` restores what it read
+        config.cache_key_tag = entry.default
 
 
-# One object, because `config.patch` stores as the user's setting what it has read.
-_backward_autocast: Final = _ComputedText()
+# --- the backward passes of compiled functions ---
+
+_COMPUTED_ENTRY: Final = "_BackwardAutocastEntry"
 
 
 def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
@@ -92,10 +88,32 @@ def set_backward_autocast(is_off: Callable[[], bool] | None) -> None:
     entry = config._config.get("backward_pass_autocast")
     if entry is None:
         return
-    if is_off is None and entry.default is _backward_autocast:
-        plain = entry.default = _backward_autocast.plain
-        _backward_autocast.text = lambda: plain
-    elif is_off is not None and entry.default is not _backward_autocast:
-        plain = _backward_autocast.plain = entry.default
-        _backward_autocast.text = lambda: "off" if is_off() else plain
-        entry.default = _backward_autocast
+    if is_off is None:
+        if type(entry).__name__ == _COMPUTED_ENTRY:
+            entry.__class__ = type(entry).__base__
+        return
+    if type(entry).__name__ == _COMPUTED_ENTRY:
+        return
+    # Keys of caches are digests of pickles, so the values must be plain strings. `config.patch` later stores as
+    # the user's setting what it read: these two objects, which nobody else has, are recognized there by identity.
+    off, plain = "".join("off"), "".join(entry.default)
+    unset = torch.utils._config_module._UNSET_SENTINEL
+
+    def user_override(self: Any) -> Any:
+        # Before PyTorch 2.13 a value, and of the class alone until a user has set one.
+        stored = self.__dict__.get("user_override", unset)
+        is_variable = isinstance(stored, ContextVar)
+        if not any((stored.get() if is_variable else stored) is own for own in (off, plain)):
+            return stored
+        if is_variable:
+            stored.set(unset)
+            return stored
+        return unset
+
+    members = {
+        "default": property(lambda _: off if is_off() else plain),
+        "user_override": property(
+            user_override, lambda self, value: self.__dict__.update(user_override=value)
+        ),
+    }
+    entry.__class__ = type(_COMPUTED_ENTRY, (type(entry),), members)
