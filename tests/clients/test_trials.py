@@ -14,12 +14,10 @@ from precast.running.trial.process import Launcher
 
 HEAD = """
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-digits = load_digits()
-images = torch.tensor(digits.data, dtype=torch.float32) / 16
-data = TensorDataset(images, torch.tensor(digits.target))
+images = torch.rand(1024, 64)
+data = TensorDataset(images, images[:, :10].argmax(1))
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 loader = DataLoader(data, 32, shuffle=True)
 criterion = nn.CrossEntropyLoss()
