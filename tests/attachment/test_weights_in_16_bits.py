@@ -351,6 +351,21 @@ def test_an_error_of_a_layer_that_the_rule_does_not_concern_says_which_rule_does
         assert model(x).isfinite().all()
 
 
+def test_an_error_of_a_float32_model_gets_no_advice_on_16_bit_weights() -> None:
+    class Failing(nn.Linear):
+        def forward(self, _: Tensor) -> Tensor:
+            raise RuntimeError("expected another dtype")
+
+    model = Failing(4, 4)
+    with (
+        precast.attach(model, ruled({"": "lower_out_fp32"})),
+        precast.autocast("cpu", dtype=BRAIN),
+        pytest.raises(RuntimeError) as error,
+    ):
+        model(torch.ones(2, 4))
+    assert not getattr(error.value, "__notes__", [])
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model(backend: str) -> None:
     model = Language().to(BRAIN)

@@ -263,11 +263,11 @@ class ModuleRuleHooks:
         if call is None:
             return (), result
         if casts is not None and casts is not call.casts:
-            weight_casts.add_note(sys.exception(), self.where, is_for_operations=False)
+            weight_casts.add_note(sys.exception(), self.where)
             result = map_tensors(result, casts.of)
             casts.write_back()
-        elif sys.exception() is not None and self.rule.ops and self.rule.dtype is None:
-            weight_casts.add_note(sys.exception(), self.where, is_for_operations=True)
+        elif self.rule.ops and self.rule.dtype is None:
+            weight_casts.add_note(sys.exception(), self.where, module)
         off = tuple((r.device_type, torch.float32) for r in call.replaced if not r.enabled)
         return off, result
 

@@ -249,16 +249,23 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _MODE: Final = _CastMode()
 
 
-def add_note(error: BaseException | None, where: str, *, is_for_operations: bool) -> None:
-    """Add advice to an error about dtypes, because PyTorch's message names neither the rule nor the module."""
+def add_note(error: BaseException | None, where: str, uncast: nn.Module | None = None) -> None:
+    """Add advice to an error about dtypes, because PyTorch's message names neither the rule nor the module.
+
+    `uncast` is the module, if its rule is for operations and so leaves 16-bit weights as they are stored.
+    """
     if not isinstance(error, RuntimeError) or getattr(error, "__notes__", None):
         return
     if not any(word in str(error) for word in _DTYPE_ERROR_WORDS):
         return
+    if uncast is not None and not any(
+        each.dtype in _torch.SIXTEEN_BIT for each in uncast.parameters()
+    ):
+        return
     error.add_note(
         f"precast: {where} is a rule for operations: other layers use 16-bit weights as they are stored. Add the rule "
         "fp32 for the layer that failed, or call module.float() before attach."
-        if is_for_operations
+        if uncast is not None
         else f"precast: {where} casts 16-bit weights to float32 in every function of PyTorch. A function of another "
         "library may have got them as they are stored: call module.float() before attach, or remove the rule."
     )
